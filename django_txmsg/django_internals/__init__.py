@@ -117,6 +117,11 @@ def last_hook(connection: Any) -> Callable[[], object] | None:
     return None
 
 
+def hooks(connection: Any) -> Iterator[Callable[[], object]]:
+    """Yield the hooks of the current transaction, the oldest first."""
+    return (hook for _, hook, *_ in connection.run_on_commit)
+
+
 def in_memory(connection: Any) -> bool:
     """Return whether the connection is to an in-memory SQLite of this process, as in
     the tests of a project on SQLite. Its connections do not wait for each other's

@@ -10,7 +10,7 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from .. import conf, signals
-from ..django_internals import in_block, last_hook
+from ..django_internals import hooks, in_block, last_hook
 from ..envelope.message import Message
 from ..errors import DuplicateMessage
 from ..models import OutboxMessage
@@ -103,9 +103,13 @@ def after_commit(
         or hook.called
         or (hook.alias, hook.broker) != (alias, broker)
     ):
-        hook = AfterCommit(alias, broker)
+        pending = hooks(connections[alias])
+        earlier = (one.owners for one in pending if isinstance(one, AfterCommit))
+        hook = AfterCommit(alias, broker, next(earlier, {}))
         connections[alias].on_commit(hook, robust=True)
-    hook.new |= new or {}
+    for pk, message_id in (new or {}).items():
+        hook.new[pk] = message_id
+        hook.owners[message_id] = hook.new
     hook.ids += [*(new or ()), *due]
     return hook
 
@@ -129,7 +133,9 @@ class AfterCommit:
     exist: a dispatcher then finds nothing to claim, and no event is sent for them.
     """
 
-    def __init__(self, alias: str, broker: str) -> None:
+    def __init__(
+        self, alias: str, broker: str, owners: dict[uuid.UUID, Mapping[int, uuid.UUID]]
+    ) -> None:
         # Django logs a robust hook's name when it fails; an instance has none of its
         # own.
         self.__qualname__ = "django_txmsg.outbox"
@@ -137,6 +143,9 @@ class AfterCommit:
         self.ids: list[int] = []
         #: By primary key. SQLite may reuse the primary key of a rolled-back row.
         self.new: dict[int, uuid.UUID] = {}
+        #: The `new` of the hook that stored a message last in the transaction. Earlier
+        #: hooks' rows of that id were rolled back by hand, though the key be the same.
+        self.owners = owners
         #: Functions that end the spans of new rows, by primary key.
         self.committed: dict[int, Callable[[], None]] = {}
         #: A TestCase runs hooks like this, in the middle of its transaction.
@@ -159,7 +168,7 @@ class AfterCommit:
             return
         rows = OutboxMessage.objects.db_manager(self.alias)
         for pk, message_id, destination in rows.there(self.new):
-            if self.new[pk] == message_id:
+            if self.new[pk] == message_id and self.owners[message_id] is self.new:
                 if pk in self.committed:
                     self.committed[pk]()
                 signals.announce(

@@ -405,6 +405,7 @@ def announced() -> Iterator[list[uuid.UUID]]:
 @example([("send",), ("atomic", "session", "raise", [("reschedule", 3, True)])], False)
 @example([("atomic", "atomic", "leave", [("send",), ("undo the block",)])], False)
 @example([("send_with_a_key",), ("send_with_a_key",), ("reschedule", 0, True)], False)
+@example([("send",), ("on_commit",), ("undo the block",), ("send_again", 0)], False)
 def test_only_messages_not_rolled_back_are_left(
     place: str, steps: list[Step], fails: bool
 ) -> None:
