@@ -184,6 +184,7 @@ def test_counted_files_give_the_same_verdicts_as_read_ones(
     assert found["orders.place"]["processed_twice"] == 2
 
 
+@pytest.mark.matrix
 def test_files_of_a_day_are_joined_when_they_are_a_crowd(
     spark, make_log, lake: LakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

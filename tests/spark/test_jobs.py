@@ -89,7 +89,7 @@ def test_every_job_ends_with_a_line_of_rows_and_seconds_and_leaves_a_record(
     }  # fmt: skip
 
 
-@sampled
+@pytest.mark.matrix
 def test_a_dry_run_changes_nothing_but_the_list_of_runs(
     spark, log: Log, lake: LakeSpec, words: dict[str, list[str]], tmp_path: Path
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_person_at_a_terminal_sees_a_bar_and_a_tool_does_not(
     assert plain.stderr == b""
 
 
-@sampled
+@pytest.mark.matrix
 def test_a_listener_added_later_owes_nothing_for_what_was_sent_before(
     spark, log: Log, lake: LakeSpec
 ) -> None:

@@ -177,6 +177,7 @@ def test_steps_merged_in_any_order_are_those_merged_at_once(
     assert content(kept) == content(merged(everything))
 
 
+@pytest.mark.matrix
 def test_journeys_kept_up_are_those_made_at_once(
     spark, make_log, lake: LakeSpec
 ) -> None:

@@ -71,7 +71,7 @@ def test_a_dataframe_is_stored_as_it_is_and_once(spark, log: Log) -> None:
     assert log.count() == 100
 
 
-@sampled
+@pytest.mark.matrix
 def test_an_id_a_destination_and_a_body_make_a_message(spark, log: Log) -> None:
     one = str(uuid.uuid4())
     frame = spark.createDataFrame(
@@ -164,7 +164,7 @@ def test_send_makes_each_row_of_a_dataset_one_message(
         run(spec, *words, "--name", "other")
 
 
-@sampled
+@pytest.mark.matrix
 def test_replayed_copies_have_ids_of_their_own_the_same_ones_each_time(
     spark, log: Log, lake: LakeSpec
 ) -> None:
@@ -206,7 +206,7 @@ def test_a_run_is_remembered_when_its_messages_are_archived_and_pruned(
     assert log.count() == 0
 
 
-@sampled
+@pytest.mark.matrix
 def test_replay_excludes_replayed_messages_by_default(
     spark, log: Log, lake: LakeSpec
 ) -> None:

@@ -18,7 +18,6 @@ from django_txmsg.spark.schemas import OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from django_txmsg.spark.transforms.journeys import SENT
 from tests.spark.archives import archive, delta_rows
-from tests.spark.conftest import sampled
 from tests.spark.log import Log
 from tests.spark.running import outcome, run
 
@@ -32,7 +31,7 @@ def ids(count: int) -> list[uuid.UUID]:
     return [uuid.uuid4() for _ in range(count)]
 
 
-@sampled
+@pytest.mark.matrix
 def test_a_message_sent_again_is_judged_by_its_first_receipt_too(
     spark, log: Log, lake: LakeSpec
 ) -> None:
@@ -78,6 +77,7 @@ def test_subscription_dates_outlive_the_lakes_retention(
     assert lost("old", "new") == 1
 
 
+@pytest.mark.matrix
 def test_a_finding_is_written_when_it_comes_and_when_it_goes(
     spark, make_log, lake: LakeSpec
 ) -> None:
@@ -140,6 +140,7 @@ def test_a_listener_of_another_service_is_retired_by_hand(
         run(spec, "listeners", "--retire", "orders.place", "shop/old")
 
 
+@pytest.mark.matrix
 def test_two_databases_of_a_service_are_one_log(
     spark, make_log, lake: LakeSpec
 ) -> None:

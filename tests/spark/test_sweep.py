@@ -18,7 +18,6 @@ from tests.spark.archives import (
     hashes_in,
     path_of,
 )
-from tests.spark.conftest import sampled
 from tests.spark.log import Log
 from tests.spark.running import run
 
@@ -106,7 +105,7 @@ def test_batches_that_are_joined_before_they_are_settled_are_settled_all_the_sam
     assert_moved_once(before, log, lake, set(range(1, 251)) - {7, 150})
 
 
-@sampled
+@pytest.mark.matrix
 def test_results_are_tidied_as_rows_are(spark, log: Log, lake: LakeSpec) -> None:
     log.send_many(10)
     archive(spark, log, lake)
