@@ -266,15 +266,15 @@ def test_a_dead_letter_that_cannot_be_stored() -> None:
 
 def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
     """It fails once, and its second attempt cannot be finished."""
-    with declared(handler, redelivery=REDELIVERED) as stage:
-        put(stage.destination, b'"fails"')
-        with running(stage) as threads:
-            with ends_refused():
-                wait_until(refused_often(threads))
-            wait_until(lambda: Effect.objects.count() == 1)
-            wait_until(
-                lambda: InboxMessage.objects.filter(processed_at__isnull=False).exists()
-            )
+    with declared(handler, redelivery=REDELIVERED) as stage, ExitStack() as stack:
+        with ends_refused():
+            put(stage.destination, b'"fails"')
+            threads = stack.enter_context(running(stage))
+            wait_until(refused_often(threads))
+        wait_until(lambda: Effect.objects.count() == 1)
+        wait_until(
+            lambda: InboxMessage.objects.filter(processed_at__isnull=False).exists()
+        )
     assert not DeadLetter.objects.exists()
     assert InboxMessage.objects.get().attempts == 2
 
