@@ -64,6 +64,8 @@ class Breaker:
         self.connecting = threading.Lock()
         self._failures = 0
         self._until = self._began = 0.0
+        #: The failures and the last pause of the outage that ended last, and its end.
+        self._former, self._pause, self._ended = 0, 0.0, 0.0
         #: The last error, while the server is down.
         self.error: BaseException | None = None
         _breakers().add(self)
@@ -84,17 +86,23 @@ class Breaker:
 
     def failed(self, error: BaseException, *, progress: bool = False) -> None:
         """Record that the server is down: one log line for each outage, then none.
-        After some `progress` the pause is the first one again."""
+        After some `progress` the pause is the first one again.
+
+        A server that has worked for a shorter time than the last pause is still in the
+        same outage: on a full disk reads and some writes work, and others do not.
+        """
         with self._lock:
             self.error = error
             if self.remaining:
                 return  # another thread has met the same outage
+            if time.monotonic() - self._ended < self._pause:
+                self._failures = self._failures or self._former
             first = not self._failures
             if first:
                 self._began = time.monotonic()
             self._failures = 1 if progress else self._failures + 1
             pause = self._first_pause * 2 ** min(self._failures - 1, 20)
-            pause = min(self._max_pause, pause)
+            self._pause = pause = min(self._max_pause, pause)
             self._until = time.monotonic() + pause * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
         if first:
             what = f"{self.kind} {self.name!r}"
@@ -110,6 +118,7 @@ class Breaker:
         if self._failures:
             with self._lock:
                 failures, self._failures, self._until = self._failures, 0, 0.0
+                self._former, self._ended = failures, time.monotonic()
                 self.error = None
             what = f"{self.kind} {self.name!r}"
             log.info("%s works again, after %d probes", what, failures)

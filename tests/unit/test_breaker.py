@@ -1,0 +1,46 @@
+"""When an outage begins, how its probes' pauses grow, and when it is over."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from django_txmsg.runtime.breaker import Breaker
+from tests.faults import wait_until
+
+
+def test_a_server_that_works_for_a_moment_is_in_the_same_outage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    breaker = Breaker("orders", 600.0, first_pause=60.0)
+    breaker.failed(OSError("first"))
+    assert breaker.remaining <= 60.0 * 1.25
+
+    breaker.worked()
+    assert breaker.remaining == 0
+    breaker.failed(OSError("second"))
+
+    assert breaker.remaining > 60.0 * 1.25
+    assert [
+        one.getMessage() for one in caplog.records if one.levelname == "WARNING"
+    ] == [
+        "broker 'orders' cannot be used; its messages wait in the outbox and count no"
+        " attempt: first"
+    ]
+
+
+def test_a_server_that_worked_for_longer_than_the_last_pause_has_a_new_outage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    breaker = Breaker("orders", 600.0, first_pause=0.05)
+    breaker.failed(OSError("first"))
+    breaker.worked()
+    ended = time.monotonic()
+    wait_until(lambda: time.monotonic() - ended > 0.06)
+
+    breaker.failed(OSError("second"))
+
+    said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert len(said) == 2
+    assert said[1].endswith("second")
