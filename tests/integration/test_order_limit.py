@@ -29,14 +29,16 @@ def effect(message: Message) -> None:
     Effect.objects.create(name=str(message.body)[:9], message_id=str(message.id))
 
 
-def headers(key: str, own: uuid.UUID, after: uuid.UUID | None) -> dict[str, str]:
+def headers(
+    key: str, own: uuid.UUID, after: uuid.UUID | None, second: int = 0
+) -> dict[str, str]:
     found = {
         "txmsg-id": str(own),
         "content-type": "application/json",
         "txmsg-key": key,
     }
     if after is not None:
-        found["txmsg-after"] = f"{after};at=2026-01-01T00:00:00+00:00"
+        found["txmsg-after"] = f"{after};at=2026-01-01T00:00:{second:02}+00:00"
     return found
 
 
@@ -44,9 +46,9 @@ def chain(stage: Stage, count: int, body: bytes = b"1") -> uuid.UUID:
     """Put a chain into the stage's queue without its first message, and return that
     message's id."""
     first = before = uuid.uuid4()
-    for _ in range(count):
+    for number in range(count):
         own = uuid.uuid4()
-        put(stage.destination, body, headers("stuck", own, before))
+        put(stage.destination, body, headers("stuck", own, before, number))
         before = own
     return first
 
