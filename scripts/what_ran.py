@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,15 @@ def present(run: dict[str, Any], checkout: Path) -> dict[str, Any]:
 def there(test: str, checkout: Path) -> bool:
     """Return whether the test's file is there, and names its function or class."""
     file, _, name = test.partition("::")
-    if not (checkout / file).is_file():
-        return False
-    first = re.split(r"::|\[", name)[0]
-    return bool(re.search(rf"\b{first}\b", (checkout / file).read_text()))
+    words = _words(checkout / file)
+    # A module that could not be imported has no name in it.
+    return bool(words) and (not name or re.split(r"::|\[", name)[0] in words)
+
+
+@cache
+def _words(file: Path) -> frozenset[str]:
+    """Return the words of a file that has many tests; none if it is not there."""
+    return frozenset(re.findall(r"\w+", file.read_text()) if file.is_file() else ())
 
 
 def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
