@@ -55,8 +55,8 @@ def redeliver(
     for letter in batch:
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
         topic = wire.is_topic(letter.destination)
-        if row is not None and row.revoked_at is not None:
-            tally.skipped[letter.pk] = _revoked(letter)
+        if revoked := _revoked(letter, row):
+            tally.skipped[letter.pk] = revoked
         elif row is not None and row.processed_at is not None and not force:
             tally.skipped[letter.pk] = (
                 f"stage {stage!r} has processed message {letter.message_id} in the "
@@ -84,7 +84,11 @@ def redeliver(
         tally.done += _resolve([*parked, *sent], using, Resolution.REDELIVERED, by)
 
 
-def _revoked(letter: DeadLetter) -> str:
+def _revoked(letter: DeadLetter, row: InboxMessage | None) -> str:
+    """Return why nothing can be done about a dead letter whose message is revoked; the
+    empty string for any other."""
+    if row is None or row.revoked_at is None:
+        return ""
     return (
         f"message {letter.message_id} is revoked: the flow that sent it has gone on "
         f"without it, and would not undo it"
@@ -114,9 +118,9 @@ def _known(
 
 
 def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
-    """Return the stages whose parked messages are in this database: those that are
-    declared here for it, and those that only a live process of another service, or with
-    other code, runs. Their dead letters are here because they buried them here."""
+    """Return the stages whose parked messages are in this database. Some are declared
+    here, for this database. Others run only in live processes of another service or
+    with other code: they buried their messages in this database."""
     declared = {one.name: one.definition.using for one in all_stages()}
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):
@@ -159,13 +163,13 @@ def _undone_by(undo: DeadLetter) -> list[str]:
 
 
 def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:
-    """Open discarded dead letters that the caller's transaction has locked, but for
-    those that are revoked: nothing can be done about them."""
+    """Open discarded dead letters that the caller's transaction has locked. Revoked
+    ones are skipped, because no stage processes them any more."""
     known, kept = _known(batch, using), []
     for letter in batch:
         row = known.get((letter.message_id, letter.stage))
-        if row is not None and row.revoked_at is not None:
-            tally.skipped[letter.pk] = _revoked(letter)
+        if revoked := _revoked(letter, row):
+            tally.skipped[letter.pk] = revoked
         else:
             kept.append(letter.pk)
     tally.done += (
@@ -186,7 +190,7 @@ def redeliver_copy(
     original.
 
     Raises InvalidMessage for headers that cannot travel or a JSON body that does not
-    parse, TxmsgError if the dead letter is no longer open, or is revoked.
+    parse, TxmsgError if the dead letter is no longer open, or its message is revoked.
     """
     using = letter._state.db or "default"
     content_type = letter.content_type or wire.BYTES
@@ -213,8 +217,8 @@ def redeliver_copy(
         ):
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
         row = _known([letter], using).get((letter.message_id, letter.stage))
-        if row is not None and row.revoked_at is not None:
-            raise TxmsgError(f"No copy was sent: {_revoked(letter)}.")
+        if revoked := _revoked(letter, row):
+            raise TxmsgError(f"No copy was sent: {revoked}.")
         if letter.stage in _stages_here(using, [letter]):
             _park_copy(letter, copy, using)
             InboxMessage.order.db_manager(using).wait_for_copy(
