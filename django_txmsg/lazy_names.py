@@ -1,4 +1,4 @@
-"""A package's public names, imported when somebody asks for them (PEP 562)."""
+"""Imports a package's public names when they are first used (PEP 562)."""
 
 from __future__ import annotations
 

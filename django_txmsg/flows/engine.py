@@ -153,8 +153,8 @@ def _cancelled(declared: Declaration, message: Message) -> None:
     why = message.body.read(codecs.reader(Cancelled))
     handed_over = run is not None and run.outcome == Outcome.HANDED_OVER
     if run and handed_over and (caller is not None or not run.caller):
-        # The called flow that would answer now must be cancelled too. If it still has
-        # to answer whoever asked this run, it cannot be: it may not have begun.
+        # Cancel the flow that this run has handed over to, too. But not while that
+        # flow owes the caller an answer: a flow that has not begun would never answer.
         assert run.request_id is not None
         assert run.ended_at is not None
         called = wire.Undone(run.request_id, run.ended_at, undone.answered)

@@ -1,5 +1,8 @@
-"""How the two stages of a flow read bodies: those that start a run at once, the others
-when the run's row shows their type."""
+"""How the two stages of a flow read bodies.
+
+The stage that starts runs decodes a body at once. The stage of the other steps decodes
+it when the run's row shows its type.
+"""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ class Window:
             check()
 
     def has_room(self, size: int, *, told: bool) -> bool:
-        """Return whether a send of that size fits. ``told``: the send has a
-        listener."""
+        """Return whether a send of that size fits. ``told`` is whether the send has
+        a listener."""
         # A message larger than the window is sent alone.
         in_flight = self.in_flight
         if in_flight and (

@@ -69,8 +69,8 @@ class Address:
         using: str | None = None,
         broker: str = "default",
     ) -> Message:
-        """Store the answer, as an object of the annotation where that is known. It has
-        the correlation id of the given headers, else of the message in hand."""
+        """Store the answer, as an object of the annotation if that is known. Its
+        correlation id is that of the given headers, or else of the message in hand."""
         destination: str | TypedName[Any] = self.destination
         if annotation is not None and not isinstance(answer, Dead):
             destination = TypedName(self.destination, annotation)

@@ -46,7 +46,7 @@ MEASURES = {
 
 def from_due(received: DataFrame, sent: DataFrame) -> DataFrame:
     """Return inbox rows in which `created_at` of a delayed message is the instant at
-    which it was due: an intended delay is no latency."""
+    which it was due, because an intended delay does not count as latency."""
     delayed = sent.where(due_at() > sf.col("created_at"))
     due = delayed.groupBy("message_id").agg(sf.min(due_at()).alias("wanted_at"))
     wanted = sf.coalesce("wanted_at", "created_at")
