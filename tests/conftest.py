@@ -94,6 +94,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     pauses.of.clear()
     for one in breaker._breakers().all():
         one.worked()
+        # An outage in the next test is a new one, however soon.
+        one._pause = 0.0
 
 
 def ask_for(kind: type[S]) -> S:

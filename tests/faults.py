@@ -182,8 +182,10 @@ class ManageProcess:
     def pause(self) -> None:
         """SIGSTOP: the process is stopped while its lease runs out."""
         self.process.send_signal(signal.SIGSTOP)
-        process = psutil.Process(self.pid)
-        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+        # The status of the process is its main thread's; the parent hears of it when
+        # all threads have stopped.
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), self
 
     def resume(self) -> None:
         """SIGCONT, after `pause()`."""

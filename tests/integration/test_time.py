@@ -135,8 +135,9 @@ def slow() -> None:
 
 
 def stand_still(process: ManageProcess) -> None:
-    """Stop the process outside a write. SQLite has one writer: a process that is
-    stopped in a renewal or a heartbeat would block all others."""
+    """Stop the process outside a transaction. SQLite has one writer, who needs the file
+    without readers: a process that is stopped in a renewal, a heartbeat or a look for
+    messages would block all others."""
 
     def writable(alias: str) -> bool:
         if connections[alias].vendor != "sqlite":
@@ -144,7 +145,7 @@ def stand_still(process: ManageProcess) -> None:
         with contextlib.closing(connections[alias].copy()) as other:
             other.settings_dict = {**other.settings_dict, "OPTIONS": {"timeout": 0.2}}
             try:
-                other.cursor().execute("BEGIN IMMEDIATE")
+                other.cursor().execute("BEGIN EXCLUSIVE")
             except OperationalError:
                 return False
             return True
