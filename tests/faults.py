@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import psutil
-
 from .proxy import ANSWERS, BOTH, REQUESTS, Proxy
 from .services.keeper import KEEPER
 
