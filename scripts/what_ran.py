@@ -65,13 +65,15 @@ def main(arguments: list[str]) -> int:
 
 
 def closing(name: str, run: dict[str, Any]) -> str:
-    """Return how a run ended, with a line for each failure."""
+    """Return how a run ended, with a line for each failure, and for each test that
+    failed once."""
     counts = Counter(outcome for outcome, *_ in run["tests"].values())
     ended = [f"{counts[one]} {one}" for one in ("passed", "failed", "skipped")]
     lines = [f"{name}: {', '.join(ended)}; exit code {run['exit']}"]
     lines += [f"  FAILED {failure}" for failure in run["failures"][:FAILURES]]
     if len(run["failures"]) > FAILURES:
         lines.append(f"  and {len(run['failures']) - FAILURES} more")
+    lines += [f"  FAILED ONCE {failure}" for failure in run["failed_once"]]
     return "".join(f"{line}\n" for line in lines)
 
 

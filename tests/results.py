@@ -58,6 +58,7 @@ class _Results:
         self._outcomes: dict[str, str] = {}
         self._used: dict[str, list[str]] = {}
         self._failures: list[str] = []
+        self._first_tries: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the worst of a test's three phases."""
@@ -69,13 +70,15 @@ class _Results:
                 used.append(self._database)
             self._used[report.nodeid] = used
         if report.failed:
-            self._fail(report)
+            self._failures.append(_told(report))
+        elif report.outcome == "rerun":  # pytest-rerunfailures, which runs it again
+            self._first_tries[report.nodeid] = _told(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module that cannot be imported is a failure, too."""
         if report.failed:
             self._outcomes[report.nodeid] = "failed"
-            self._fail(report)
+            self._failures.append(_told(report))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -92,6 +95,11 @@ class _Results:
             "servers": {"sqlite": sqlite3.sqlite_version} | self._servers | _versions(),
             "exit": int(exitstatus),
             "failures": self._failures,
+            "failed_once": [
+                told
+                for test, told in self._first_tries.items()
+                if self._outcomes[test] == "passed"
+            ],
             "tests": {
                 test: [outcome, *self._used.get(test, [])]
                 for test, outcome in self._outcomes.items()
@@ -99,12 +107,13 @@ class _Results:
         }
         self._path.write_text(json.dumps(results, indent=1))
 
-    def _fail(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        """Record the error's first line."""
-        crash = getattr(report.longrepr, "reprcrash", None)
-        text = crash.message if crash else str(report.longrepr)
-        (line, *_) = text.strip().splitlines() or [""]
-        self._failures.append(f"{report.nodeid}: {line[:200]}")
+
+def _told(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return the test and the first line of its error."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash else str(report.longrepr)
+    (line, *_) = text.strip().splitlines() or [""]
+    return f"{report.nodeid}: {line[:200]}"
 
 
 def _versions() -> dict[str, str]:
