@@ -52,11 +52,12 @@ def pytest_collection_modifyitems(
     chosen, left_out = [], []
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
+        used = (fixtures | _parameters(item)) & SERVER_FIXTURES
         if item.get_closest_marker("django_db") or fixtures & DATABASE_FIXTURES:
             item.add_marker("database")
-            if "manage" in fixtures and not item.get_closest_marker("sqlite"):
-                item.add_marker("processes")
-        used = (fixtures | _parameters(item)) & SERVER_FIXTURES
+            slow = "manage" in fixtures or used - MARKED["browser"]
+            if slow and not item.get_closest_marker("sqlite"):
+                item.add_marker("once")
         if used:
             item.add_marker("server")
         for marker, names in MARKED.items():
