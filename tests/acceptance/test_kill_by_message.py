@@ -37,7 +37,7 @@ def deadly() -> None:
     stages.stage(options["name"], redelivery=policy, batch=options["batch"])(handler)
 
 
-@pytest.mark.parametrize("batch", [1, 10])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.matrix), 10])
 def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
     batch: int, manage: Manage, destination: str
 ) -> None:

@@ -152,7 +152,7 @@ def uses_no_database(message: Message) -> None:
     late()
 
 
-@pytest.mark.parametrize("batch", [1, 10])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.matrix), 10])
 def test_handler_that_returns_late_has_failed(batch: int) -> None:
     for handler in (
         hides_a_cancelled_query,

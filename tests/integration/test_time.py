@@ -51,7 +51,10 @@ def processed() -> bool:
     return InboxMessage.objects.filter(processed_at__isnull=False).exists()
 
 
-@pytest.mark.parametrize("redelivery", ["non_blocking", "blocking"])
+@pytest.mark.parametrize(
+    "redelivery",
+    ["non_blocking", pytest.param("blocking", marks=pytest.mark.matrix)],
+)
 @pytest.mark.parametrize("mode", IN_PARALLEL)
 def test_a_handler_longer_than_every_lease_runs_once(
     mode: Any, redelivery: Any, monkeypatch: pytest.MonkeyPatch
