@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT
 from tests.docs.typing import Typist
 from tests.faults import wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.matrix]
 
 
 def test_the_first_run_prints_what_its_page_says(tmp_path: Path) -> None:
