@@ -43,13 +43,22 @@ def state_directory() -> Path:
     return made
 
 
+#: Whether the databases wait for the disk. A test that ends a process needs it not:
+#: what was written is the operating system's. It is on unless tox.ini says `off`.
+FSYNC = os.environ.get("TXMSG_TEST_FSYNC", "on") == "on"
+
+
 def sqlite(name: str) -> dict[str, object]:
     """Return an SQLite file's settings, fit for several writing processes."""
     path = str(STATE_DIR / f"{name}.sqlite3")
     return {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": path,
-        "OPTIONS": {"timeout": 20, "transaction_mode": "IMMEDIATE"},
+        "OPTIONS": {
+            "timeout": 20,
+            "transaction_mode": "IMMEDIATE",
+            "init_command": "" if FSYNC else "PRAGMA synchronous=OFF",
+        },
         "TEST": {"NAME": path},
     }
 

@@ -1,4 +1,4 @@
-"""A separate PostgreSQL server for the tests, with real fsync."""
+"""A separate PostgreSQL server for the tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PostgreSQL(Server):
         super().__init__()
         self.port = free_port()
         self.settings = {
-            "fsync": "on",
+            "fsync": os.environ.get("TXMSG_TEST_FSYNC", "on"),
             "listen_addresses": "127.0.0.1",
             "max_connections": "200",
             "port": str(self.port),
