@@ -25,7 +25,7 @@ from ..errors import (
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to send. `delay` is in seconds, and so is `time_to_live`, after which a
+    """A message to send. `delay` and `time_to_live` are in seconds; after the latter, a
     broker may drop a message that was not consumed."""
 
     destination: str
@@ -106,7 +106,8 @@ class Session(abc.ABC):
     def ack(self, deliveries: Sequence[Delivery]) -> None:
         """Acknowledge, without waiting for proof: a lost ack costs a duplicate.
 
-        In a transacted session it uses a separate transaction, and nothing is enlisted.
+        In a transacted session, call it only while nothing is enlisted: it uses a
+        transaction of its own.
         """
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
@@ -165,8 +166,8 @@ class Session(abc.ABC):
 
 
 class Broker(abc.ABC):
-    """An address of a message server, by alias. Thread-safe; holds no connection, nor
-    anything else that a fork must not share. Many sessions work at once.
+    """An address of a message server, by alias. Thread-safe; it holds no connection,
+    nor anything else that a fork must not share. Many sessions can be open at once.
 
     The attributes declare what it can do. A class sets them, or its `__init__` does.
     """

@@ -239,7 +239,7 @@ class DatabaseSession(Session):
         self._keeping.end()
         if not self._durable:
             with contextlib.suppress(BrokerUnavailable):
-                # It cannot be resumed.
+                # Without a name, a subscription cannot be resumed.
                 topic, name = self._destination, str(self._token)
                 self._asked(lambda: self._subscriptions.remove(topic, name))
         elif self._held:

@@ -1,8 +1,9 @@
-"""How our messages look to a JMS client on ActiveMQ, and how we read those of Java.
+"""Converts messages for JMS clients on ActiveMQ, and those that Java programs sent.
 
 A SEND with a content-length becomes a BytesMessage unless a header asks for text. A
-TextMessage's `getText()` throws on characters above U+FFFF: in JSON those are escaped.
-Selectors and Java properties cannot have hyphens: our headers have twins without.
+TextMessage's `getText()` throws on characters above U+FFFF, so JSON escapes them. Names
+of Java properties and in selectors cannot contain hyphens, so each of our headers has a
+twin without hyphens.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def from_java(
                 headers.setdefault(name, given[twin])
     content_type = headers.get(wire.CONTENT_TYPE)
     if content_type is None:
-        # A TextMessage from Java has neither; a BytesMessage has a length.
+        # A TextMessage from Java has neither a content type nor a length; a
+        # BytesMessage has a length.
         text = wire.CONTENT_LENGTH not in headers
     else:
         text = serializers.is_json(content_type) or _is_text(content_type)

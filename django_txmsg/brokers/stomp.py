@@ -119,7 +119,8 @@ class StompBroker(Broker):
         return self.kind == "rabbitmq" if self.kind else None
 
     def unsubscribe(self, topic: str, subscriber: str) -> None:
-        # A name alone does not end a subscription: it is resumed first, then ended.
+        # A subscription cannot be ended by its name alone: it is resumed first, then
+        # ended.
         session = self.open(subscriber=subscriber)
         with session:
             session.subscribe(topic, prefetch=1, subscriber=subscriber)
@@ -191,8 +192,8 @@ class StompSession(Session):
             body = java.for_java(headers, body)
         given = headers.get(wire.CORRELATION_ID, "")
         if dialect.name == "rabbitmq" and len(given) * 4 > MAX_PROPERTY:
-            # The value may come from outside: not a reason to refuse a service's own
-            # message.
+            # The value may come from another system, and must not keep a service's own
+            # message from leaving.
             cut = given.encode()[:MAX_PROPERTY]
             headers[wire.CORRELATION_ID] = cut.decode(errors="ignore")
         return jms.Message(body, headers)

@@ -44,7 +44,7 @@ class Heads:
         self._serves_jms = session.link.dialect.serves_jms
         #: None: only one message so far, perhaps the only one of its kind.
         self._templates: dict[tuple[object, ...], str | None] = {}
-        # No writer of a header can know it.
+        # Random: no header can contain it.
         self._mark = uuid.uuid4().hex
 
     def item(self, one: Outgoing) -> Item:

@@ -136,7 +136,7 @@ def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
     try:
         body = json.dumps([args or [], kwargs or {}, _NOTHING]).encode()
     except Exception:
-        body = None  # it is for another serializer, and not to be shown
+        body = None  # needs another serializer: not shown
     if body is not None:
         _, shown = masking.shown(destination, {}, body, wire.JSON)
     texts = (HIDDEN, HIDDEN)
@@ -191,8 +191,8 @@ def call(
     """Call `send(task_id, producer)`, and store what it publishes if a transaction is
     open. Returns its result.
 
-    `leads` are connections and producers of the caller's. Raises InvalidMessage if a
-    stored message was meant for another broker than the app's.
+    `leads` are connections and producers that the caller passed. Raises InvalidMessage
+    if a stored message was meant for another broker than the app's.
     """
     if stands_in(producer) or not apps.models_ready:
         return send(task_id, producer)

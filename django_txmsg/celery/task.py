@@ -100,7 +100,7 @@ class OnceTask(TransactionalTask):
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        """Log this when the task is registered."""
+        """Log careless options when the task is registered."""
         super().on_bound(app)
         for careless in cls.careless():
             log.error("%s", careless)

@@ -19,8 +19,8 @@ from .outcomes import Outcome, Waiting
 
 log = logging.getLogger("django_txmsg.consumer")
 
-#: Fewest seconds between two counts, and how many times as long as a count takes:
-#: counting a million rows takes a while.
+#: Two counts are at least LOOK seconds apart, and at least SHARE times as long as a
+#: count takes: counting a million rows takes a while.
 LOOK, SHARE = 5.0, 100
 #: The share of the limit below which a full stage receives again.
 ENOUGH = 0.9

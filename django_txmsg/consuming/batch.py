@@ -204,8 +204,8 @@ class _Batch:
             whole = must_roll_back(connections[arrival.using]) or lost_conflict(error)
             if whole or database_health.lacks_resources(error):
                 # The savepoint could not be rolled back, or the transaction cannot
-                # commit any more, or is too large for the remaining resources: this
-                # ends it as a whole.
+                # commit any more, or is too large for the remaining resources: the
+                # whole transaction ends.
                 raise
             self._failed.append((item, error, time.monotonic() - began))
         else:
@@ -219,7 +219,7 @@ class _Batch:
                 duration = self._durations[seen.id]
                 announce_processed(arrival.stage, message, duration, True)
             elif seen.id not in self._locked:
-                self.alone.append(arrival)  # settled by a copy, as it finds out
+                self.alone.append(arrival)  # a copy settled it
         for (arrival, message, seen), reason, duration in self._failed:
             again = arrival.inbox.start_again(seen.id)
             seen = arrival.count(seen.attempted(again))
@@ -232,8 +232,8 @@ class _Batch:
 
     def _note(self, arrival: Arrival, outcome: Outcome | None) -> None:
         if outcome is None:
-            # Blocking redelivery has counted the attempt; or its turn has come by now:
-            # a message of the batch before it is dead, and passed.
+            # It is tried again at once (blocking redelivery), or its turn has come: its
+            # predecessor was in this batch, and is dead.
             self.alone.append(arrival)
         else:
             self.outcomes[id(arrival)] = outcome

@@ -259,7 +259,7 @@ class Consumer:
             asked
             and not self.in_flight
             and self._activity.idle > IDLE
-            # A process that starts only with `--once` would never see one end.
+            # Else none would ever end where consumers run only with `--once`.
             and not any(bulk.running(using) for using in self._databases)
         )
 

@@ -1,9 +1,9 @@
 """Around hop 8: handlers that are coroutine functions, of stages with
 `transaction="none"`.
 
-All coroutines of a process run in one event loop, so clients that belong to a loop, as
-a pool of HTTP connections does, can be shared by all messages. The stage's thread waits
-for its coroutine, so everything else about a stage stays as it is.
+All coroutines of a process run in one event loop, so all messages can share a client
+that belongs to a loop, such as a pool of HTTP connections. The stage's thread waits for
+its coroutine, so everything else about a stage stays as it is.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .deadline import Deadline
 
 
 def blocking(stage: Stage) -> Handler:
-    """Return the stage's handler as a function that waits for the coroutine. Its
-    context is that of the caller. After the stage's timeout it is cancelled."""
+    """Return the stage's handler as a function that waits for the coroutine. The
+    coroutine has the caller's context, and is cancelled after the stage's timeout."""
     handler, using, seconds = stage.handler, stage.definition.using, stage.timeout
 
     def wait(message: Message) -> Any:
         if in_block(connections[using]):
-            # A test is around it: its queries belong to the test's transaction.
+            # Inside a TestCase, the handler's queries belong to the test's transaction.
             return _result(async_to_sync(_caught)(handler, message))
         work = _alone(handler, message, seconds)
         limit = Deadline(stage.name, seconds or 0.0)
@@ -39,7 +39,7 @@ def blocking(stage: Stage) -> Handler:
         except asyncio.TimeoutError:
             if seconds is not None and limit.passed:
                 raise limit.error() from None
-            raise  # the handler's own
+            raise  # the handler raised it
         return _result(ended)
 
     return wait
@@ -56,7 +56,8 @@ async def _alone(handler: Handler, message: Message, seconds: float | None) -> A
 
 
 async def _caught(handler: Handler, message: Message) -> Any:
-    """Run a handler; return what would end the event loop, and with it all others."""
+    """Run a handler. Returns exceptions that would end the event loop for all
+    handlers."""
     try:
         return await handler(message)
     except (SystemExit, KeyboardInterrupt) as error:

@@ -41,11 +41,11 @@ SPARE = 5.0
 IDLE = 60.0
 #: PostgreSQL's query_canceled.
 _CANCELLED = "57014"
-#: What a block entered by the handler executes when it is left.
+#: What Django executes when the handler leaves an `atomic()` block.
 _ENDING = ("ROLLBACK TO SAVEPOINT", "RELEASE SAVEPOINT")
 #: psycopg's TransactionStatus ACTIVE.
 _ACTIVE = 1
-#: Not above the connection's existing limit.
+#: A lower limit of the connection stays.
 _LIMIT = """
 SELECT set_config('statement_timeout', CASE
   WHEN current_setting('statement_timeout')::interval > '0'

@@ -194,8 +194,8 @@ def expired(delivery: Delivery, now: dt.datetime) -> bool:
 
 
 def _correlation_id(headers: Mapping[str, str]) -> str | None:
-    """Return as much of it as the columns hold, in the inbox and in messages it
-    causes."""
+    """Return the correlation id, cut to the length of the columns that store it: in the
+    inbox, and with each message that this one causes."""
     found = headers.get(wire.CORRELATION_ID)
     return None if found is None else found[: wire.MAX_CORRELATION_ID]
 
@@ -214,7 +214,7 @@ class Counted:
 
     row: int | None = None
     attempt: bool = False
-    #: The error that ended the attempt before, if it requires counting another one.
+    #: The previous attempt's error, if the next try must count as another attempt.
     error: BaseException | None = None
     #: Attempts that ended because the database had no room for their handler's work.
     crowded: int = 0

@@ -123,7 +123,7 @@ def unreadable(
         return _postpone(arrival, seen, str(error), (error.name, error.version))
     failure = Failure.of(error)
     if error.reason == "invalid_body":
-        # By the fault, not by the place in our code that found it.
+        # Grouped by the fault, not by the line of our code that found it.
         failure = Failure.because(error.reason, str(error))
     return bury(arrival, seen, error.reason, failure)
 
@@ -137,9 +137,9 @@ def bury(
 ) -> Dead | Duplicate:
     """Make the message a dead letter, complete, in one transaction with its inbox row.
 
-    Unless the row no longer belongs to this worker: processed by a copy, or by this
-    worker's own commit whose answer was lost; or taken by another worker, because its
-    lease has ended.
+    Does nothing if the row no longer belongs to this worker: a copy has processed the
+    message, or this worker did so itself in a commit whose answer was lost, or its
+    lease has ended and another worker has taken the row.
     """
     delivery, stage = arrival.delivery, arrival.stage
     mode = modes.of(stage)

@@ -41,8 +41,8 @@ from .protocol import Conflicts, LostRace, Undecided, is_outage, lost_conflict
 
 log = logging.getLogger("django_txmsg.inbox")
 
-#: Attempts for whose work the database has no room that do not count as failures: about
-#: a minute of them, if it has room for a probe.
+#: How often the database may have no room for a message's work before that counts as a
+#: failed attempt: about a minute, if there is room for the probes.
 MAX_CROWDED = 10
 #: Faults of messages that cannot wait for newer code, because their id cannot be
 #: trusted or their headers cannot be stored.
@@ -96,8 +96,8 @@ def _worked(
     seen: Seen | None,
     begun: bool,
 ) -> Outcome:
-    """Run the stage until the outcome is certain: a failure that is not the message's
-    fault counts no attempt."""
+    """Run the stage until the outcome is certain. A failure that is not the message's
+    fault is not counted as an attempt."""
     mode, conflicts = modes.of(arrival.stage), Conflicts()
     while True:
         attempt = seen.attempt if seen else 1
@@ -113,7 +113,7 @@ def _worked(
         except LostRace:
             return mode.lost(arrival, seen)
         except Undecided as refused:
-            # The cause shows what it is.
+            # Raise the database's error itself: its cause tells what kind it is.
             raise refused.error from cause_of(refused.error)
         except BaseException as error:
             if not is_handlers(error):
@@ -135,15 +135,16 @@ def _worked(
                 _given_back(arrival, seen)
                 raise
             if conflicts.mends(error):
-                # Not the message's fault, and no attempt: retried at once, then at
-                # growing intervals.
+                # Not the message's fault, so no attempt is counted: retried at once,
+                # then at growing intervals.
                 mode.roll_back(arrival)
                 if arrival.stop.wait(conflicts.pause):
                     return _given_back(arrival, seen)
                 message, short = _read(arrival)
                 continue
             if isinstance(error, NewerCodeNeeded):
-                # Not the body, but what the handler loaded for it.
+                # Newer code is needed not for the body, but for what the handler
+                # loaded.
                 return unreadable(arrival, error, seen)
             duration = time.monotonic() - began
             outcome, seen = failed(arrival, message, seen, error, duration)
@@ -155,7 +156,7 @@ def _worked(
 
 def is_handlers(error: BaseException) -> bool:
     """Return whether the handler's failure ended an attempt. Everything it raises
-    counts, including time-outs and cancellations that are no `Exception`."""
+    counts, including time-outs and cancellations that are not an `Exception`."""
     others = isinstance(error, BrokerUnavailable | Undecided) or is_interrupt(error)
     return not others
 
@@ -178,7 +179,7 @@ def run(
             try:
                 ended.append(_in_transaction(arrival, given, seen, begun))
             except LostRace as lost:
-                ended.append(lost)  # processed, by somebody else
+                ended.append(lost)  # another worker processed it
 
         def final(error: BaseException) -> bool:
             """Errors that are not the message's fault bypass the middlewares."""

@@ -78,8 +78,8 @@ class IntakeThread:
             recycle(idle=delivery is None, but=broker.stored_in)
             if delivery is None or self._stopping.is_set():
                 continue
-            # Identified as its stage would do it, so that a redelivery is the same
-            # message.
+            # It gets the id that its stage would give it, so that a redelivery is the
+            # same message.
             delivery = decoding.recognised(delivery)
             if decoding.has_identity(delivery) or delivery.problem:
                 self._settle(session, delivery)
@@ -88,7 +88,8 @@ class IntakeThread:
                 try:
                     decoding.send_back(delivery, session)
                 except (DispatchRejected, DestinationUnavailable):
-                    # A worker that dies before the acknowledgement leaves two.
+                    # A worker that dies before the acknowledgement leaves two dead
+                    # letters.
                     self._settle(session, delivery)
             self._activity.note()
 

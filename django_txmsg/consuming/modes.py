@@ -185,9 +185,9 @@ class Outbox(Mode):
 
 
 class Outside(Outbox):
-    """Nothing is open while the handler runs, which may call other services and take
-    long. It runs at least once. What it sends is stored with the mark in the inbox, in
-    a transaction after it: once, however often it has run."""
+    """No transaction is open while the handler runs, so it may call other services and
+    take long. It runs at least once. What it sends is stored once, however often it
+    runs: in a transaction after it, together with the mark in the inbox."""
 
     def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
         """Count every arrival."""
@@ -203,7 +203,7 @@ class Outside(Outbox):
         sent: list[NewMessage] = []
         scope = self.scope(arrival, message)
         scope.enlist = sent.append
-        # No connection is held for that long, as far as settings say.
+        # The handler may take long: return the connection, as CONN_MAX_AGE permits.
         recycle(idle=True)
         with in_scope(scope):
             arrival.stage.handler(message)
@@ -298,12 +298,12 @@ class BrokerOnly(Mode):
             log.warning(
                 "stage %r: the work is done here, and %s", arrival.stage.name, error
             )
-            raise LostRace  # no failure: who has it by now ends it
+            raise LostRace  # not a failure: another worker has it
         if isinstance(error, DispatchRejected | DestinationUnavailable):
-            raise error  # rolled back, and the delivery is still in hand
+            raise error  # rolled back; the session holds the delivery
         if error is not None:
-            # The broker redelivers it, or has committed. If it were parked as well, it
-            # would run once more than that.
+            # The broker redelivers it, or has committed. Parking it as well would run
+            # it once too often.
             raise BrokerUnavailable(f"the end of the transaction is unknown: {error}")
 
     def _note(

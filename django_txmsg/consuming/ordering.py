@@ -1,8 +1,8 @@
 """Hop 7 in order: a message of an ordered stage waits until its predecessor has ended.
 
 The sender's relay has linked each message to its predecessor. The statement that takes
-a message checks whether its turn has come. A message whose turn has not is parked, and
-released by its predecessor's transaction. See docs/decisions/order-by-links.md.
+a message checks whether its turn has come. A message whose turn has not come is parked,
+and released by its predecessor's transaction. See docs/decisions/order-by-links.md.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def in_order(arrivals: Sequence[Arrival]) -> list[int]:
 
 
 class Admission:
-    """Which messages of a batch may run in its transaction, which has begun."""
+    """Decides which messages of a batch may run in its transaction, which has begun."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._done: set[object] = set()

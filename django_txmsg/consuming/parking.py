@@ -1,8 +1,8 @@
 """Hop 6's other source: a stage's parked messages, and their share of a thread's time.
 
-They run when the broker has no deliveries. When it has, they get a share of the time,
-so that neither poison messages nor new deliveries block the others. Messages that their
-predecessor has just released are next.
+They run when the broker has no deliveries. While it has some, they get a share of the
+time, so that neither poison messages nor new deliveries block the others. Messages that
+their predecessor has just released come first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Parking:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        #: Set by the consumer when parked messages of the stage are due: one query for
-        #: each process, and a stage that uses no database opens no connection.
+        #: Set by the consumer when parked messages of the stage are due. It queries for
+        #: all stages of the process at once, so a stage that uses no database opens no
+        #: connection.
         self.due = threading.Event()
         #: Set when a message ends and releases others that waited for it.
         self.woken = threading.Event()

@@ -72,9 +72,9 @@ def record(
 
     Returns the record of the message, and whether its transaction has begun and has
     taken the row, which on PostgreSQL needs no further round trip (if `early`). `runs`
-    gets the record, and returns whether the message is to run.
+    gets the record, and returns whether the message must run.
     """
-    transaction.get_autocommit(using=rows.db)  # which connects
+    transaction.get_autocommit(using=rows.db)  # connects
     connection = connections[rows.db]
     if early and begins_early(connection):
         mark = str(uuid.uuid4())
@@ -83,7 +83,8 @@ def record(
         except DatabaseError:
             if getattr(raw(connection), "closed", True):
                 raise
-            # A lock's time-out, or no room for the second half: do it step by step.
+            # The lock timed out, or the message's transaction could not begin: try
+            # again step by step.
             abandon(connection)
             already = rows.recorded(stage, message, mark)
             if already is not None:
@@ -111,7 +112,8 @@ def once(
     this transaction ends, and then takes nothing. `begun` means that the transaction
     has begun with the record, and has taken the row. `run` does the work, and its
     messages are stored in the same transaction. `finish` runs last in it: it stores the
-    result; its argument says whether the row's mark is too early by now.
+    result, and marks the row again if its second argument says that the mark's time is
+    too early by now.
 
     Returns the result, and whether the database was used. Raises LostRace for a message
     that cannot be taken, Undecided for a refused statement of the package, and the
@@ -161,7 +163,7 @@ def guarded(using: str) -> Iterator[None]:
     if must_roll_back(connection):
         cause = cause_of_rollback(connection)
         if cause is not None and database_health.lacks_resources(cause):
-            raise cause  # hidden or not, it is no failure of the message
+            raise cause  # hidden or not, the message is not at fault
         raise SwallowedDatabaseError(
             f"A database error on {using!r} was caught inside the stage and its "
             f"transaction can only roll back. Let the error propagate, or put the "
@@ -192,7 +194,7 @@ class Conflicts:
 
     @property
     def pause(self) -> float:
-        """Seconds until then."""
+        """Seconds until the next repetition."""
         longest = min(0.5, 0.002 * 2**self._count)
         return random.uniform(0, longest)  # noqa: S311 - no secret
 
@@ -208,8 +210,8 @@ def is_outage(error: BaseException, raw: Any) -> bool:
 
 
 class Undecided(Exception):
-    """The database has refused a statement of the package, as `error` says. That is no
-    failure of the message, nor of its handler."""
+    """The database has refused a statement of the package, as `error` says. Neither the
+    message nor its handler is at fault."""
 
     def __init__(self, error: AnyDatabaseError) -> None:
         super().__init__(str(error))

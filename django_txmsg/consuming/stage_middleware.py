@@ -40,8 +40,8 @@ def prepared(stage: Stage) -> Stage:
     middlewares and its time-out around its handler. Each process loads the middlewares
     once.
 
-    Raises ConfigurationError for a middleware that cannot be loaded, and what one
-    raises.
+    Raises ConfigurationError for a middleware that cannot be loaded, and any error of a
+    middleware's factory.
     """
     if stage.is_resolved:
         return stage
@@ -136,7 +136,7 @@ class Chain:
         except BaseException as error:
             raised = call.error
             if raised is not None and raised is not error and final(raised):
-                raise raised from cause_of(raised)  # by which it is known
+                raise raised from cause_of(raised)  # keeps its cause
             raise
         finally:
             self._call.reset(token)

@@ -133,8 +133,9 @@ class StageThread:
         return subscription.refused.error or subscription.turned_away.error
 
     def has_received(self, seconds: float) -> bool:
-        """Return whether everything that the broker had for it has arrived: the broker
-        has nothing more, or the stage has been receiving for that long."""
+        """Return whether the stage has received everything that was in its queue:
+        nothing is left there, or the stage has been subscribed for that many
+        seconds."""
         reading = self.dry or self._subscription.age >= seconds
         return reading and not self.paused.is_set()
 
@@ -192,7 +193,7 @@ class StageThread:
         arrivals_ = [self._arrival(session, delivery) for delivery in deliveries]
         outcomes = self._decided(arrivals_)
         if outcomes is None:
-            self._close()  # told to stop: what is in hand goes back untouched
+            self._close()  # stopping: the deliveries go back unprocessed
             return
         settled = to_acknowledge(deliveries, outcomes)
         if settled:
@@ -288,7 +289,7 @@ class StageThread:
         before = self._subscription.session
         session = self._subscription.open()
         if session is not before:
-            self._activity.note()  # it takes a moment until the first message is here
+            self._activity.note()  # the first message takes a moment to arrive
         return session
 
     def _close(self) -> None:

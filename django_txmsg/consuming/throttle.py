@@ -14,7 +14,7 @@ log = logging.getLogger("django_txmsg.throttle")
 
 
 class Throttle:
-    """After that many failures in a row, one message at a time with a pause between.
+    """After `after` failures in a row: one message at a time, with a pause after each.
 
     Shared by all threads of a stage in this process; one success ends it.
     """

@@ -50,8 +50,8 @@ def shown(
 
 
 def call_shown(headers: Mapping[str, str], body: Any) -> str:
-    """Return a task as the call that it is, from the parts that `shown()` returns; ""
-    if it is not a task."""
+    """Return a task in the form of a function call, from the parts that `shown()`
+    returns; "" if the message is not a task."""
     path = headers.get(wire.TASK, "")
     if not path or not isinstance(body, dict) or not body.keys() >= {"args", "kwargs"}:
         return path

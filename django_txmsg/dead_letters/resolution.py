@@ -45,8 +45,8 @@ def redeliver(
 
     A stage's dead letter is parked in the stage's inbox again, due now: only that stage
     gets it, and no broker is needed. A relay's dead letter leaves through the outbox.
-    So does one of a stage that is neither declared here, under that name and for this
-    database, nor run by any process.
+    So does a stage's dead letter if no process runs the stage and it is not declared
+    here under that name for this database.
     """
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)
@@ -163,7 +163,7 @@ def _undone_by(undo: DeadLetter) -> list[str]:
 
 
 def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:
-    """Open discarded dead letters that the caller's transaction has locked. Revoked
+    """Reopen discarded dead letters that the caller's transaction has locked. Revoked
     ones are skipped, because no stage processes them any more."""
     known, kept = _known(batch, using), []
     for letter in batch:
@@ -247,7 +247,8 @@ def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
 
 
 def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
-    """Let only the stage have the copy: its destination may be a topic."""
+    """Park the copy at the stage, so that only this stage gets it: its destination may
+    be a topic."""
     kept = (wire.SERVICE, wire.CREATED, wire.KEY, wire.CORRELATION_ID, wire.TYPE)
     headers = {name: letter.headers[name] for name in kept if name in letter.headers}
     headers |= {**copy.headers, wire.CONTENT_TYPE: copy.content_type}
@@ -288,16 +289,16 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
 
 
 def _sender(letter: DeadLetter) -> str:
-    """Return the service whose relay sends the message again: the one that stored it,
-    which has that broker; for a stage's message, which may come from anywhere, this
-    one."""
+    """Return the service whose relay must send the message again: the one that stored
+    it, because its relay has that broker. A stage's message may come from anywhere, so
+    this service sends it."""
     stored = "" if letter.stage else letter.headers.get(wire.SERVICE, "")
     return stored[:100] or conf.get().SERVICE
 
 
 def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers of an edited copy: the edited ones, and those that cannot be
-    edited, the type of the body and the conversation."""
+    edited (the body's type and the conversation's)."""
     kept = wire.conversation(letter.headers)
     if wire.TYPE in letter.headers:
         kept[wire.TYPE] = letter.headers[wire.TYPE]

@@ -157,8 +157,8 @@ class Link:
             )
 
     def refuse_inside(self) -> None:
-        """Raise ``IllegalStateError`` where waiting would never end: in a signal
-        handler that interrupted a send of its thread, which holds the lock."""
+        """Raise ``IllegalStateError`` in a signal handler that interrupted a send of
+        its own thread: that send holds the lock, so waiting would never end."""
         if self.lock._is_owned() and not self.inherited:  # type: ignore[attr-defined]  # RLock's own
             raise IllegalStateError(
                 "A signal handler has interrupted this thread in the middle of a send, "

@@ -232,7 +232,7 @@ def _dead(status: Status) -> Iterator[Alarm]:
 
 
 def _in(status: Status) -> str:
-    """Return how many are in which database, if any of them are not in the outbox's
+    """Return the dead letters by database, as text; "" if all are in the outbox's
     own."""
     found: dict[str, int] = {}
     for place in [*status.stages.values(), *status.destinations.values()]:

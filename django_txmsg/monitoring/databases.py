@@ -42,7 +42,7 @@ def with_tables() -> list[str]:
 def left_out() -> list[str]:
     """Return other aliases that may have our tables: any code can store a message there
     with `using=`, which cannot be known beforehand."""
-    asked = {*in_use(), conf.get().LISTEN_DATABASE}  # the latter another way to one
+    asked = {*in_use(), conf.get().LISTEN_DATABASE}  # the last: another route to one
     return [
         alias
         for alias in connections

@@ -1,4 +1,4 @@
-"""The gauges that the metrics show of the tables, with their descriptions."""
+"""The gauges that the metrics compute from the tables, with their descriptions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The states of this host's worker processes, in a file for each.
 
 A worker writes its own once a second. `manage.py txmsg alive` reads all of them, and
-the parent of `--processes` those of its children. No database is used: an outage of it
-must not kill the processes that wait for it.
+the parent of `--processes` those of its children. No database is used: its outage must
+not kill the processes that wait for it.
 """
 
 from __future__ import annotations

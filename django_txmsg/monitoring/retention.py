@@ -51,9 +51,9 @@ OnBatch = Callable[["Kind", int], None]
 class Kind:
     """One table from which settled rows are deleted.
 
-    `clock` is a column that grows with the primary key, if there is one: no row after
-    the first that is younger than the cutoff need be read. `by` is the order in which
-    the table is read.
+    `clock` is a column that grows with the primary key, if there is one: reading can
+    stop at the first row younger than the cutoff. `by` is the order in which the table
+    is read.
     """
 
     name: str
@@ -127,14 +127,14 @@ def kinds() -> list[Kind]:
             clock="enqueued_at",
             logged=False,
         ),
-        # Inboxes here forget messages that have left after the same time.
+        # The inboxes of this service forget what it has sent after the same time.
         Kind("key tails", KeyTail, keep.INBOX, _old_tail, logged=False),
         Kind("silent workers", Worker, SILENT_WORKERS, _silent, logged=False),
     ]
 
 
 def prunable(kind: Kind) -> bool:
-    """Return whether these rows may be deleted, and by pruning."""
+    """Return whether pruning may delete rows of this kind."""
     archived = kind.logged and conf.get().LAKE is not None
     return kind.days is not None and not archived
 
@@ -230,7 +230,8 @@ def _cutoff(kind: Kind, using: str) -> dt.datetime:
 
 
 def _by(rule: Rule) -> Callable[[dt.datetime], Q]:
-    """Return the condition for rows that the pipeline's archive uses, too."""
+    """Return a condition on rows from a rule that the pipeline's archive uses as
+    well."""
 
     def settled(cutoff: dt.datetime) -> Q:
         instant = Value(cutoff, output_field=models.DateTimeField())

@@ -18,8 +18,9 @@ from ..stages import all_stages
 
 @dataclass(frozen=True)
 class Subscription:
-    """One subscriber of a topic. `abandoned` means that it was a stage of this service
-    that no longer exists; about another service's stages nothing is known here."""
+    """One subscriber of a topic. `abandoned` means that it belonged to a stage of this
+    service that no longer exists. Nothing is known here about another service's
+    stages."""
 
     topic: str
     subscriber: str

@@ -23,9 +23,9 @@ class Part:
     larger: bool
     #: Bytes that count against the budget: those it may claim, then those claimed.
     held: int
-    #: Set at the end: whether its lane, if it claimed nothing, must try again: there
-    #: may be a larger body, which another lane could not claim but locked for a moment,
-    #: and no other lane to claim it.
+    #: Set at the end: whether its lane, having claimed nothing, must try again. Another
+    #: lane may have locked a larger body for a moment without claiming it, and no other
+    #: lane is left to do so.
     is_to_claim_again: bool = False
 
 

@@ -35,8 +35,8 @@ MAX_WAITING = 10_000
 #: many seconds. Under load commits gather meanwhile, and requests keep most of the
 #: processor; the first commit after a pause is dispatched at once.
 REST, LONGEST_REST = 4.0, 0.25
-#: Seconds before rows are tried again that earlier rows of their keys have held back:
-#: another process is sending those. After that the relay sends them.
+#: Seconds until each new try of rows that wait for earlier rows of their keys, which
+#: another process is sending. After the last try the relay sends them.
 AGAIN = (0.05, 0.1, 0.2, 0.4, 0.8)
 #: Seconds without a commit after which the thread returns its connections, as
 #: CONN_MAX_AGE permits, and checks their age again.
@@ -129,8 +129,8 @@ class Dispatcher:
 
     def _dispatch(self, lane: Lane, ids: list[int], tries: int) -> None:
         try:
-            # A server restart has ended the connection, which only its next use shows:
-            # try once more then. Rows already claimed keep their lease.
+            # A restart of the server ends the connection, and only its next use reveals
+            # that: then try once more. Rows already claimed keep their lease.
             self._retry.run(lambda: self._dispatch_all(lane, ids, tries))
         except BrokerUnavailable as error:
             lane.close()
@@ -152,7 +152,7 @@ class Dispatcher:
         self._breaker.worked()
         held = lane.held_back(ids) if left > 0 else []
         if held and tries < len(AGAIN):
-            # With the rows before them: the process of those may have died.
+            # Together with the earlier rows, whose process may have died.
             at = time.monotonic() + AGAIN[tries]
             heapq.heappush(self._again, (at, tries + 1, held))
         elif held and conf.get().NOTIFY:

@@ -319,7 +319,7 @@ class Lane:
         only = None if trial is None else trial.destination
         held = self._pauses.held()
         if self._held - held:
-            self._sweep.rewind()  # what waited there is older than its floor
+            self._sweep.rewind()  # its messages are older than the sweep's place
         self._held = held
 
         def claim(floor: str | None) -> list[Claimed]:

@@ -143,14 +143,14 @@ def hears(using: str, stop: threading.Event | None = None) -> bool | None:
     while proof not in _received(connection, 0.2):
         if time.monotonic() > end or (stop is not None and stop.is_set()):
             with connection.cursor() as cursor:
-                cursor.execute(f"UNLISTEN {CHANNEL}")  # a pooler keeps the session
+                cursor.execute(f"UNLISTEN {CHANNEL}")  # a pooler keeps the session open
             return False
     return True
 
 
 def _ask(using: str) -> str:
-    """Send a notification on another connection, perhaps by another route, as those of
-    other processes will come. Returns it."""
+    """Send a notification on another connection, which may take another route, like
+    those of other processes. Returns it."""
     proof = f"proof {uuid.uuid4()}"
     notify(using, {proof})
     return proof
@@ -175,8 +175,8 @@ def alias_of(using: str) -> str:
 
 @contextmanager
 def listening(databases: Collection[str]) -> Iterator[None]:
-    """Listen in those of the databases that are PostgreSQL while the block runs: one
-    listener for all users in this process."""
+    """Listen in each of these databases that is PostgreSQL, while the block runs. All
+    users in this process share one listener for each database."""
     if not conf.get().NOTIFY:
         yield
         return
@@ -199,7 +199,7 @@ class _Users:
         self._count, self._stop = 0, threading.Event()
 
     def add(self) -> None:
-        """Count one more, and listen for the first."""
+        """Add a user. The first one starts the thread."""
         with self._lock:
             self._count += 1
             if self._count > 1:
@@ -214,7 +214,7 @@ class _Users:
             thread.start()
 
     def remove(self) -> None:
-        """Count one less. After the last the thread ends; it is not joined, since it
+        """Remove a user. After the last one the thread ends; it is not joined, since it
         holds only a connection."""
         with self._lock:
             self._count -= 1

@@ -188,7 +188,7 @@ class Relay:
             if trial is not None:
                 left = min(left, trial)
             if left <= 0 or wakeup.wait(min(REST, left)):
-                wakeup.due()  # takes the ring
+                wakeup.due()  # resets the wake-up
                 return
             recycle()
 

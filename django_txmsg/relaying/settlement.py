@@ -36,7 +36,7 @@ class Receipts:
 
     #: The broker has stored them, with proof.
     stored: list[Claimed] = field(default_factory=list)
-    #: Refused for themselves: they count an attempt.
+    #: Refused because of what they are: the refusal counts as an attempt.
     failed: list[tuple[Claimed, BrokerError]] = field(default_factory=list)
     #: Their destination takes no messages now, and why: released without an attempt.
     refused: list[tuple[Claimed, DestinationUnavailable]] = field(default_factory=list)

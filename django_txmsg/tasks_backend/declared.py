@@ -38,7 +38,7 @@ def _is_ours(path: str) -> bool:
     except ImportError:
         if path.startswith("django_txmsg."):
             raise
-        return False  # the framework tells
+        return False  # the framework reports it
     from .backend import TransactionalBackend
 
     return isinstance(found, type) and issubclass(found, TransactionalBackend)

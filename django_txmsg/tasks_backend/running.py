@@ -1,8 +1,8 @@
 """Hop 8 for a task: its function is called, and its return value stored.
 
 In mode "outbox" together with its work, in the stage's transaction. In mode "none"
-there is no transaction: a finished task is not run again, a task whose worker was lost
-is.
+there is no transaction: a finished task is not run again, but a task whose worker was
+lost is.
 """
 
 from __future__ import annotations

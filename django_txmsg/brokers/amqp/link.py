@@ -1,7 +1,8 @@
 """One connection to RabbitMQ and its channels, used by one thread at a time.
 
 The thread that holds `owned` writes and reads: the session's thread during its
-requests, and the process's heartbeat thread while that one is busy elsewhere.
+requests, and the process's heartbeat thread while the session's thread is busy
+elsewhere.
 """
 
 from __future__ import annotations

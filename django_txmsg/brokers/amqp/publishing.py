@@ -136,8 +136,8 @@ class Publisher:
         if self._channel is not None and self._channel.connection is not None:
             if not self._refused:
                 return
-            # A channel remembers that a quorum queue was full until a message is taken
-            # from it, even if its limit was removed.
+            # Once a quorum queue was full, the channel refuses messages for it until
+            # the queue loses one, even if its limit was removed.
             self._channel.close()
         self._refused = False
         self._channel = self._link.channel(PUBLISHING)

@@ -19,7 +19,7 @@ from .frames import TOPICS, short
 from .link import ASKING, ChannelClosed, Link
 
 NOT_FOUND, REFUSED, LOCKED, DIFFERS = 404, 403, 405, 406
-#: Most milliseconds after which RabbitMQ can expire a message.
+#: RabbitMQ's longest time until a message expires, in milliseconds.
 MAX_EXPIRATION = 2**32 - 1
 #: Keeps an expired message until its destination has confirmed it.
 _AT_LEAST_ONCE = {
@@ -52,7 +52,7 @@ class Queues:
         """
         if queue in self._known:
             return
-        short(queue)  # or it cannot be called so
+        short(queue)  # raises if the name is invalid
         try:
             if not self.waiting(queue):
                 self._make(queue, arguments)
@@ -83,7 +83,7 @@ class Queues:
                     f"deletes it, with what lies in it, when that connection ends"
                 ) from error
             if error.code == REFUSED:
-                return 0, 0  # it is there, and sending or receiving will tell the rest
+                return 0, 0  # it exists; its next use shows the rest
             if error.code != NOT_FOUND:
                 raise
             return None
