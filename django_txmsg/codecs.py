@@ -149,8 +149,8 @@ def _type_of(kind: Any) -> BodyType | None:
     try:
         return _body_type(kind)
     except ConfigurationError:
-        # No class that a codec handles is sent as before: JSON may support it, or
-        # refuse it.
+        # A class that no codec handles is not an error here: JSON may support the
+        # value, or refuse it.
         if is_declared(kind):
             raise
         return None

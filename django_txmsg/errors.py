@@ -105,16 +105,16 @@ class BrokerUnavailable(BrokerError):
 
 
 class DispatchRejected(BrokerError):
-    """The broker will never take this message: it is too large, or a header of it is
-    invalid. The message counts a failed attempt."""
+    """The broker will never take this message: it is too large, or has an invalid
+    header. This counts as a failed attempt."""
 
 
 class DestinationUnavailable(BrokerError):
     """This destination takes no message now: it is full or missing, or the user lacks a
     permission. The text is the broker's.
 
-    The destination is paused and no message counts an attempt. The message is not
-    proven to be stored, and is sent again.
+    The destination is paused, and no attempt is counted. The message is not proven to
+    be stored, and is sent again.
     """
 
 
@@ -133,9 +133,9 @@ class DispatchUnknown(BrokerError):
     It is sent again with the same id, and the receiver's inbox drops the copy.
     `written` is False if it was certainly not sent. `hung_up` is True only if the
     broker ended the connection, as some do on a message that they refuse: the messages
-    of the batch are then sent one by one, and a message on which the broker hangs up
-    alone counts a failed attempt. A time-out, also of a write, is silence: the whole
-    broker is paused, and no message counts an attempt.
+    of the batch are then sent one by one, and if the broker hangs up on a single
+    message, that counts as its failed attempt. A time-out, also of a write, is silence:
+    the whole broker is paused, and no attempt is counted.
     """
 
     def __init__(

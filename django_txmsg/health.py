@@ -5,8 +5,8 @@ minutes, a key of an ordered stage is blocked, or a process could not use a brok
 destination, a subscription or a database for 2 minutes. `degraded`: due for 10 minutes,
 or a stage has no consumer, receives nothing, or has waited for newer code for longer
 than a deployment takes. `stuck`: due for 30 minutes, or a database in use does not
-answer. Only `stuck` gives a 503: messages held back by a deployment or an operator take
-no process out of service.
+answer. Only `stuck` gives a 503: a process must stay in service if only a deployment or
+an operator holds messages back.
 """
 
 from __future__ import annotations

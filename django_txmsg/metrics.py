@@ -184,8 +184,8 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def of_processes(folder: str | None = None) -> bytes:
-    """Return what this process has counted, or all that count into one `folder`; that
-    of PROMETHEUS_MULTIPROC_DIR if none is given.
+    """Return the counts of this process, or of all processes that share a `folder`, by
+    default that of PROMETHEUS_MULTIPROC_DIR.
 
     Raises ConfigurationError where prometheus-client is not installed.
     """

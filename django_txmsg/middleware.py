@@ -107,8 +107,8 @@ class OutboxMiddleware:
 
 
 async def _to_the_end(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run it to its end in the thread of this request's sync code, even if this task is
-    cancelled."""
+    """Run a function to its end in the thread of this request's sync code, even if this
+    task is cancelled."""
     try:
         return await asyncio.shield(sync_to_async(work)(*arguments))
     finally:

@@ -53,12 +53,13 @@ class Stage:
     timeout: float | None = None
     #: Whether messages of one key run in order, and whether a dead one blocks them.
     ordered: Order | None = None
-    #: The annotation of the body that the handler takes, or what reads it; None: it
-    #: takes the message.
+    #: The annotation of the body that the handler takes, or that body's reader; None:
+    #: the handler takes the message.
     accepts: Any = None
     #: The destination of the requests that it undoes.
     undoes: str | None = None
-    #: Makes what the handler returns the answer; None: it sends its answers itself.
+    #: Wraps the handler so that its result is the answer; None: it sends its answers
+    #: itself.
     answering: Callable[[Handler], Handler] | None = None
     #: What `resolved()` has determined.
     _definition: TransactionDefinition | None = None
@@ -206,17 +207,17 @@ def stage(
     when you rename the function. `transaction`: "outbox" (exactly-once effects),
     "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no database) or
     "none" (nothing is open while it runs, so it may call other services, and be a
-    coroutine function; at least once, and what it sends once).
-    `using` and `isolation` define the database transaction (default:
-    TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency` is
-    the number of threads in each process; `batch` messages share one transaction, each
-    in a savepoint. `timeout`: seconds for one execution of the handler. Then its query
-    is cancelled, it can run no other, and the attempt fails with StageTimedOut.
-    `ordered`: messages of one key run one at a time, in the order in which they left; a
-    dead one blocks its followers ("block") or does not ("skip").
-    What the handler returns is the answer, where a flow has asked for one. `undoes` is
-    the destination of the requests that it undoes: it runs once, if that request was
-    processed here, and a request that was not never will be.
+    coroutine function; at least once, and what it sends once). `using` and `isolation`
+    define the database transaction (default: TXMSG["TRANSACTION_DEFINITION"], else
+    "default" and its own level); `concurrency` is the number of threads in each
+    process; `batch` messages share one transaction, each in a savepoint. `timeout`:
+    seconds for one execution of the handler. Then its query is cancelled, it can run no
+    other, and the attempt fails with StageTimedOut. `ordered`: messages of one key run
+    one at a time, in the order in which they left; a dead one blocks its followers
+    ("block") or does not ("skip"). What the handler returns is the answer, if a flow
+    has asked for one. `undoes` is the destination of the requests that this stage
+    undoes. It runs once if the request was processed here; otherwise it does not run,
+    and the request never will.
 
     Raises ConfigurationError if the name is taken or the options contradict each other.
     """

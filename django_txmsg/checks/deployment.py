@@ -39,7 +39,7 @@ def _exposed(broker: Broker, url: str) -> Iterator[CheckMessage]:
     try:
         credentials, _, hosts = split_url(url).netloc.rpartition("@")
     except ValueError:
-        return  # of somebody else's broker, which reads it in its own way
+        return  # a custom broker's URL, which only it can read
     user, _, password = credentials.partition(":")
     safe = broker.tls_scheme
     if safe and not all(map(_local, hosts.split(","))):

@@ -17,8 +17,8 @@ from ..envelope.message import MAX_NAME_LENGTH, check_destination
 from ..errors import ConfigurationError, InvalidMessage
 from .schema import LakeSettings, RedeliverySettings, RetentionSettings, hints
 
-#: Two thousand million seconds, bytes or messages: the most that every place for such a
-#: number can hold.
+#: Two thousand million seconds, bytes or messages: the highest number that every column
+#: and option for such a value can hold.
 MAX_NUMBER = 2**31 - 1
 #: A hundred years.
 MAX_DAYS = 36_525

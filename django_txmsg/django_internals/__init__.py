@@ -99,8 +99,8 @@ def hear_rollbacks(connection: Any, hear: Callable[[bool], None]) -> Callable[[]
 
 @contextmanager
 def under_savepoint(connection: Any, name: str) -> Iterator[None]:
-    """While the block runs, register hooks under this savepoint, so that its rollback
-    drops them."""
+    """While the block runs, register on_commit hooks under this savepoint, so that its
+    rollback drops them."""
     connection.savepoint_ids.append(name)
     try:
         yield

@@ -41,7 +41,7 @@ def wrap_views(
     @functools.wraps(usual)
     def made_atomic(handler: BaseHandler, view: View) -> View:
         def without_atomic(using: str) -> View:
-            # Another function with its own set: the view may be used elsewhere.
+            # Set on a new function, since the view may be used elsewhere.
             def bare(*args: Any, **kwargs: Any) -> Any:
                 return view(*args, **kwargs)
 

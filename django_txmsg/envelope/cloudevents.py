@@ -37,7 +37,7 @@ def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
     try:
         event = _attributes(headers, body)
     except DecodeError:
-        return {}  # said when the body is read
+        return {}  # reported when the body is read
     if event is None or not all(event.get(name) for name in _NEEDED):
         return {}
     found = {

@@ -73,7 +73,7 @@ def class_name(error: BaseException) -> str:
 
 def is_interrupt(error: BaseException) -> bool:
     """Return whether this is Ctrl-C, which Python raises only in the main thread (and
-    commands of ours nowhere). In another thread, some code raised it, and it is an
+    in none of our commands). In another thread, some code raised it, and it is an
     ordinary failure."""
     main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and main

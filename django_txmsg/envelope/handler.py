@@ -78,8 +78,8 @@ def is_coroutine(handler: Any) -> bool:
 
 def check(handler: Any, *, coroutine: bool = False) -> None:
     """Raise ConfigurationError unless this can be a handler: a plain function, or a
-    coroutine function if `coroutine`. Otherwise calling one, or a generator, would run
-    nothing, and the message would count as processed."""
+    coroutine function if `coroutine`. Calling a generator, or a coroutine function
+    elsewhere, would run nothing, and the message would count as processed."""
     if not callable(handler) or inspect.isclass(handler):
         raise ConfigurationError(
             f"{handler!r} cannot be a handler. Decorate a function, or give an "

@@ -21,7 +21,8 @@ from .. import wire
 from ..errors import MAX_SECONDS, InvalidMessage
 
 MAX_NAME_LENGTH = 255
-#: ActiveMQ accepts 10 KB for a header line; a header has to arrive on every broker.
+#: ActiveMQ accepts 10 KB for a header line, and every broker must be able to carry a
+#: header.
 MAX_HEADER_BYTES = 8192
 MAX_HEADERS = 200
 

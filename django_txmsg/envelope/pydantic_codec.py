@@ -221,7 +221,7 @@ class PydanticCodec(Codec):
                 include_url=False, include_context=False, include_input=False
             )
         if any(one["type"] == "json_invalid" for one in found):
-            from_json(body)  # says so in our own words
+            from_json(body)  # raises the error in our own words
         marks = self._marks(annotation)
         raise Misfit([(marks.path(one["loc"]), one["type"]) for one in found])
 

@@ -1,7 +1,7 @@
 """Whether code of one JSON Schema can read what code of another one writes.
 
-Pure: no Django, no I/O. In doubt the answer is no: a wrong "no" is looked into, a wrong
-"yes" loses messages.
+Pure: no Django, no I/O. In doubt the answer is no: a wrong "no" costs a developer a
+look, a wrong "yes" loses messages.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def decode(body: bytes, content_type: str) -> Any:
         charset = _charset(parameters)
         try:
             text = body.decode(charset)
-            text.encode()  # some charsets have lone surrogates, which are no text
+            text.encode()  # some charsets permit lone surrogates
             return text
         except (LookupError, ValueError) as error:
             raise DecodeError(

@@ -116,7 +116,7 @@ class Channel:
         """
         mine = _Sending(outgoing)
         if self.broker.stored_in is not None:
-            # Its tables belong to this thread's own transaction.
+            # The broker's tables: the message belongs to this thread's own transaction.
             with self.broker.open() as session:
                 (mine.error,) = session.send([outgoing])
         else:
@@ -290,5 +290,5 @@ def _close_aside(session: Session) -> None:
             connections.close_all()
 
     name = "txmsg-control-close"
-    with contextlib.suppress(RuntimeError):  # no thread to be had: as the process ends
+    with contextlib.suppress(RuntimeError):  # no thread: the process ends
         threading.Thread(target=close, name=name, daemon=True).start()

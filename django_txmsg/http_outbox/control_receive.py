@@ -218,7 +218,7 @@ def _look(
         raise LookAgain(look.pause(0.02, LOOK_EVERY))
     if verdict is Verdict.ABORTED:
         return "rolled_back"
-    # Only now: a transaction's rows are not visible before its end is.
+    # Read after the outcome: a transaction's rows become visible no later than its end.
     pending = Pending.of(control.using, control.session_id)
     if verdict is Verdict.COMMITTED or pending.count:
         return _ship(control, look, pending, dispatch)
@@ -277,7 +277,7 @@ def _look_at_group(
         if _left_behind(using, group):
             dispatch(using, group)
         raise LookAgain(LOOK_AT_GROUPS_EVERY)
-    # Only now: a transaction's rows are not visible before its lock is free.
+    # Read after the lock was free: by then the transaction's rows are visible.
     return _ship(control, look, Pending.of(using, group), dispatch)
 
 

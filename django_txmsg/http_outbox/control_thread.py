@@ -1,4 +1,4 @@
-"""Receives this service's control messages and has each one settled.
+"""Receives this service's control messages, and settles each one.
 
 While a session has not committed yet, its control message is held, unacknowledged, and
 its session is checked again; others are handled meanwhile, and a crash brings the
@@ -116,8 +116,8 @@ class ControlThread:
             if delivery is not None and not self._stopping.is_set():
                 self._look(session, _Held(delivery))
             recycle(idle=delivery is None, but=stored_in)
-            # Each once: one that asks for another check at once lets the others go
-            # first.
+            # Each one once: a message that must be checked again at once lets the
+            # others go first.
             now = time.monotonic()
             while self._later and self._later[0].due <= now:
                 if self._stopping.is_set():
@@ -164,7 +164,8 @@ class ControlThread:
 
     def _dispatch(self, using: str, session_id: uuid.UUID) -> None:
         """Dispatch what the session stored, for whichever brokers. Raises
-        BrokerUnavailable when one of them is, after the others were served."""
+        BrokerUnavailable if one of them is unavailable, after dispatching to the
+        others."""
         pending = OutboxMessage.objects.using(using).filter(
             PENDING, session_id=session_id
         )

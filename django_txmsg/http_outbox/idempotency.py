@@ -1,10 +1,10 @@
 """`Idempotency-Key`: a repeated unsafe request is executed once.
 
-The key is stored with the response in the request's own transaction, so that it exists
-exactly if the effects do. Follows draft-ietf-httpapi-idempotency-key-header: 400 for an
-unusable key, 409 while the first request runs, 422 for another request under the same
-key. A stored response is returned only to a caller that is provably the same: a user,
-an Authorization header, a session, or the caller that
+The key is stored with the response in the request's own transaction, so it exists if
+and only if the effects do. Follows draft-ietf-httpapi-idempotency-key-header: 400 for
+an unusable key, 409 while the first request runs, 422 for another request under the
+same key. A stored response is returned only to a caller that is provably the same: a
+user, an Authorization header, a session, or the caller that
 TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] returns.
 """
 
@@ -33,8 +33,8 @@ REPLAYED = "Idempotency-Replayed"
 _NOT_KEPT = frozenset({"date", "set-cookie", "server", "connection"})
 #: Largest body of a response, in bytes, that is stored for a repetition.
 MAX_KEPT = 1024 * 1024
-#: Responses that ask for a retry: log in, wait, ask for a permission. The request is
-#: rolled back, and its key is free.
+#: Responses after which a client may try again (it must log in, wait, or get a
+#: permission). The request is rolled back, and its key is free.
 RETRIABLE = frozenset({401, 403, 407, 408, 421, 423, 425, 429})
 #: A Structured Fields string (RFC 8941), or the bare key, as most clients send it.
 _QUOTED = re.compile(r'"((?:[^"\\]|\\["\\])*)"')
@@ -182,8 +182,8 @@ def _alone(using: str, caller: str, key: str) -> bool:
 
 
 def _somebody_is_faster(error: Exception) -> bool:
-    """Whether another request has the key, as reported by the unique key, SQLite's lock
-    or PostgreSQL's isolation."""
+    """Whether this error means that another request has the key: from the unique
+    constraint, SQLite's lock or PostgreSQL's isolation."""
     if isinstance(error, IntegrityError) or "database is locked" in str(error):
         return True
     return database_health.sqlstate(error) == "40001"

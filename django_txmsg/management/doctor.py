@@ -272,7 +272,7 @@ def _broker(alias: str) -> Iterator[Examined]:
         with broker.open() as session:
             yield Examined(subject, GOOD, "reached and logged in")
             if not broker.consumable:
-                return  # its messages are another program's to read
+                return  # another program reads its messages
             step = "send to and receive from"
             yield Examined(subject, GOOD, _goes_round(session))
     except TxmsgError as error:

@@ -1,4 +1,4 @@
-"""Texts of others and instants on a terminal."""
+"""Prints instants, and texts that others wrote, on a terminal."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def printable_lines(text: str) -> str:
 
 
 def local(instant: dt.datetime) -> str:
-    """Return an instant to the second, in `TIME_ZONE`, whose name stands behind it."""
+    """Return an instant to the second, in `TIME_ZONE`, followed by that zone's name."""
     return f"{timezone.localtime(instant):%Y-%m-%d %H:%M:%S %Z}"

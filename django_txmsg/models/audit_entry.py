@@ -8,7 +8,7 @@ from django.db.models.functions import Now
 
 
 class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The one way in which entries are made."""
+    """The only way to create entries."""
 
     def record(self, by: str, text: str) -> None:
         """Record an action. Call it in the transaction of the action, in its

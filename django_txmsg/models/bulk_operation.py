@@ -107,5 +107,5 @@ class BulkOperation(models.Model):
 
     @property
     def letters(self) -> str:
-        """How many dead letters were asked for, in words."""
+        """How many dead letters were requested, in words."""
         return f"{self.total:,} dead letter{'s' * (self.total != 1)}"

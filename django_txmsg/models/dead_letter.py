@@ -147,7 +147,7 @@ class DeadLetter(models.Model):
         ]
         indexes = [
             models.Index(fields=["message_id", "stage"], name="txmsg_dead_message"),
-            # The newest first.
+            # Lists show the newest first.
             models.Index(
                 fields=["id"],
                 condition=Q(resolution="open"),

@@ -52,7 +52,7 @@ _MARK = "txmsg.arrival"
 SEEN_COLUMNS = (
     "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
 )
-#: Why a revoked message is dead.
+#: The error of a revoked message, which counts as dead.
 REVOKED = "revoked: nobody waits for it any more"
 
 
@@ -148,7 +148,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         row in it: `record()` and `take()` in one round trip instead of three.
 
         Returns the record, and whether the row was taken: with `turn`, only if its
-        predecessor lets it go. The transaction is open in any case: a
+        predecessor has released it. The transaction is open in any case: a
         `StageTransaction` takes it over, or the caller rolls it back. For a connection
         of psycopg 3 outside of any block (`begins_early()`). If it fails, `recorded()`
         tells by the `mark` whether the first half was committed.
@@ -421,7 +421,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         here. Returns False if the message is already processed, parked or dead.
 
         `token` is the lease of a parked message. With `turn` the row is taken only if
-        its predecessor lets it go, and no other transaction has a message of its key.
+        its predecessor has released it, and no other transaction has a message of its
+        key.
         """
         connection = connections[self.db]
         condition, parameters = "due_at IS NULL", [pk]

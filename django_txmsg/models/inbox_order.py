@@ -1,15 +1,18 @@
-"""Order per key in the inbox: whose turn it is, who waits, and who is released.
+"""Order per key in the inbox: which message runs next, which ones wait, and which are
+released.
 
-A predecessor lets its follower go once it is processed, or passed: dead at a stage that
-skips, expired, discarded, or replaced by a copy that is processed or passed itself.
+A predecessor releases its follower once it is processed, or passed: dead at a stage
+that skips, expired, discarded, or replaced by a copy that is processed or passed
+itself.
 
 A waiting row is a parked row that names its predecessor in `waits_for`. It becomes due
 when that message ends. If its predecessor itself waits, its due
 time is `NEVER`, since that one ends later than anything committed by now.
 
 A message that ends releases its followers in the last statement of its transaction.
-Followers that this misses are rechecked at growing intervals. A predecessor that never
-arrives, or blocks the others without end, is passed after a time-out or by an operator.
+Followers that this misses are rechecked at growing intervals. If a predecessor never
+arrives, its followers go on after a time-out; an operator can release those of any
+predecessor.
 """
 
 from __future__ import annotations
@@ -323,8 +326,8 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return row is not None and row[0] is None
 
     def aside(self, pk: int, turn: Turn) -> None:
-        """Record the key of a failed message, so that the messages it blocks can be
-        shown."""
+        """Record the key of a failed message, to be able to show which messages it
+        blocks."""
         self.filter(pk=pk).update(
             key=turn.key, after_at=turn.after_at, waits_for=None, waits_since=None
         )
@@ -470,9 +473,9 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         running.
         """
         connection, table = connections[self.db], self._table
-        # The first one is chosen once, even if a worker holds it: no other one is
-        # meant. Its lease is removed, so that a worker that is about to put it back
-        # changes nothing.
+        # The first message is chosen once, even if a worker holds it: the operator
+        # means no other. Its lease is removed, so that a worker that is about to park
+        # it again changes nothing.
         with transaction.atomic(using=self.db), connection.cursor() as cursor:
             limit_waits(connection, PATIENCE)
             cursor.execute(

@@ -1,4 +1,4 @@
-"""Hop 3's record of the last message of each key that has left for a destination.
+"""Hop 3's record: the last message of each key that has left for a destination.
 
 The relay links each new message of the key to it: `relaying/lane.py`.
 """

@@ -1,7 +1,7 @@
 """Pending rows of the outbox: claimed, sent by their holder, and settled.
 
-A claim is a lease with a token, and the token fences: a relay that has lost the lease
-can change nothing any more.
+A claim is a lease with a token, which every later statement checks: a relay whose lease
+has ended can change nothing.
 """
 
 from __future__ import annotations

@@ -53,15 +53,15 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         """Lock the rows with these unique keys until the open transaction ends, and
         return their primary keys.
 
-        `wanted` gives for each key in how many seconds the message expires that reuses
-        the row, or None for never: the row will expire no sooner. A row that has
+        `wanted` maps each key to the seconds after which the message that reuses the
+        row expires, or None for never: the row will expire no sooner. A row that has
         expired loses its key.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now, later = now_sql(connection), later_sql(connection)
         pending = f"{{}} AND {PENDING.sql()}"
-        # Claims skip the row while it is locked; a transaction that wants to change it
-        # waits, and one that wants to lock it too does not.
+        # While the row is locked so, claims skip it, and a transaction that wants to
+        # change it waits; another one that locks it like this does not.
         lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
         having, keys = ids_sql(connection, "unique_key", wanted)
         by_expiry: dict[float | None, list[str]] = {}

@@ -81,10 +81,10 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         """Insert rows, in their order, inside the open transaction.
 
         Returns those inserted: a message id that is stored already is skipped without
-        an error. `new_ids` says that none can be. `tell_transaction` requests the
-        transaction's id too, which only PostgreSQL has. `lock` is an advisory lock of
-        PostgreSQL that each statement takes, shared, until the transaction ends or its
-        savepoint is rolled back; then it reads the clock.
+        an error. With `new_ids`, no id can be stored already. `tell_transaction`
+        requests the transaction's id too, which only PostgreSQL has. `lock` is an
+        advisory lock of PostgreSQL that each statement takes, shared, until the
+        transaction ends or its savepoint is rolled back; then it reads the clock.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         unique = bool([row for row in rows if row.unique])

@@ -59,7 +59,8 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         if not due.exclude(priority=0).exists():
             return self._claim(queue, token, limit, lease)
         found: list[tuple[int, str, bytes, int]] = []
-        # Each by its index: ordinary rows must not be sorted to find the others.
+        # Each group is read by its index: ordinary rows need not be sorted to find the
+        # others.
         for which, rank in (
             ("c.priority > 0 AND c.priority <> 0", "priority"),
             ("c.priority = 0", ""),

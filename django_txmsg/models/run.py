@@ -165,7 +165,7 @@ class Run(models.Model):
             ),
         ]
         indexes = [
-            # Only those that wait for an instant, in the order in which it comes.
+            # Only runs with a deadline, the earliest first.
             models.Index(
                 fields=["service", "due_at"],
                 condition=Q(due_at__isnull=False),
@@ -189,7 +189,7 @@ class Run(models.Model):
         self.otherwise = more.get("otherwise", "")
         self.asked, self.request_id = more.get("asked", ""), more.get("request_id")
         within: dt.timedelta | None = more.get("within")
-        # An expression, as the database reckons it.
+        # An expression: the database computes the instant.
         self.due_at = None if within is None else Later(within.total_seconds())
         self.resumed_at = None
 

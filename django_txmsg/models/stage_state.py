@@ -47,7 +47,7 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
 
     def full(self, stage: str, full: bool) -> None:
         """Record since when a stage has no room for more waiting messages, or that it
-        has room."""
+        has room again."""
         if full:
             self.get_or_create(stage=stage)
         self.filter(stage=stage, full_since__isnull=full).update(

@@ -7,7 +7,7 @@ from .rule import Rule
 #: An operator must still resolve it.
 OPEN = Rule("{resolution} = 'open'")
 
-#: It may be deleted or archived.
+#: The dead letter may be deleted or archived.
 SETTLED = ~OPEN & Rule("{resolved_at} < {cutoff}")
 
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from .rule import Rule
 
-#: They are not, until the mute ends.
+#: They are not counted until the mute ends.
 MUTED = Rule("{muted} AND ({muted_until} IS NULL OR {muted_until} > {now})")

@@ -22,7 +22,7 @@ IN_LINE = Rule("{waits_for} IS NOT NULL")
 #: It waits for newer code that can read its body: for a deployment.
 NEEDS_NEWER_CODE = PARKED & Rule("{needs_version} IS NOT NULL")
 
-#: It waits for its next attempt, and for nothing else but perhaps its paused stage.
+#: It waits only for its next attempt, or also for its stage to be resumed.
 RETRYING = PARKED & Rule("{needs_version} IS NULL") & ~IN_LINE
 
 #: Its stage is paused.
@@ -42,8 +42,8 @@ KILLED = (
     OPEN & Rule("{due_at} IS NULL AND {created_at} IS NULL") & Rule("{service} <> ''")
 )
 
-#: When it last changed: while copies of a message may arrive, the row must be kept.
-#: Worded so that no index matches, like those of the outbox.
+#: When it last changed. The row must be kept for as long as copies of the message may
+#: arrive. Worded so that no index matches, like those of the outbox.
 _LAST = (
     "CASE WHEN COALESCE({processed_at}, {dead_at}) > {last_received_at}"
     " THEN COALESCE({processed_at}, {dead_at}) ELSE {last_received_at} END"

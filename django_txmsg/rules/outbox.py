@@ -8,9 +8,10 @@ from .rule import Rule
 #: It must still leave. Worded like the index that a claim scans.
 PENDING = Rule("{dispatched_at} IS NULL AND {dead_at} IS NULL")
 
-#: The same condition, worded unlike the index that a claim scans. If statistics were
-#: collected while nothing was pending, the planner takes that index for short and scans
-#: all of it to find a few ids or a key. The index of keys is worded like this.
+#: The same condition, worded differently from the index that a claim scans. If
+#: statistics were collected while nothing was pending, the planner believes that index
+#: to be short, and scans all of it to find a few ids or a key. The index of keys is
+#: worded like this.
 PENDING_OTHERWISE = Rule("COALESCE({dispatched_at}, {dead_at}) IS NULL")
 
 #: It should leave now. It is overdue if this was true OVERDUE ago already.

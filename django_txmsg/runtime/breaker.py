@@ -64,7 +64,8 @@ class Breaker:
         self.connecting = threading.Lock()
         self._failures = 0
         self._until = self._began = 0.0
-        #: The failures and the last pause of the outage that ended last, and its end.
+        #: Of the last outage that ended: its failures, its last pause, and when it
+        #: ended.
         self._former, self._pause, self._ended = 0, 0.0, 0.0
         #: The last error, while the server is down.
         self.error: BaseException | None = None
@@ -94,7 +95,7 @@ class Breaker:
         with self._lock:
             self.error = error
             if self.remaining:
-                return  # another thread has met the same outage
+                return  # another thread has reported this outage
             if time.monotonic() - self._ended < self._pause:
                 self._failures = self._failures or self._former
             first = not self._failures

@@ -79,7 +79,7 @@ def open_caches() -> None:
     so each message, which has its own context, would otherwise open new cache
     connections."""
     for alias in caches:
-        with contextlib.suppress(Exception):  # the handler that uses it will say why
+        with contextlib.suppress(Exception):  # the handler that uses it fails
             assert caches[alias] is not None
 
 

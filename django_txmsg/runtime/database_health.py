@@ -74,7 +74,7 @@ def is_away(error: BaseException | None) -> bool:
         return False
     cause = cause_of(error)
     if isinstance(error, InterfaceError):
-        return not _is_sqlite(cause)  # to SQLite it is a parameter of the wrong type
+        return not _is_sqlite(cause)  # SQLite's error for a value of a wrong type
     if lacks_resources(error):
         return True
     state = sqlstate(error)
@@ -186,7 +186,7 @@ def wait(using: str, stop: threading.Event) -> bool:
 
 class Retry:
     """When to retry what the database has refused, in one place: pause, probe, go on.
-    `what` begins the log lines about it, of which a process writes one a second.
+    Log lines about it begin with `what`; a process writes at most one a second.
 
     For the tries of one thread, or of threads with the same refusal.
     """
@@ -209,7 +209,7 @@ class Retry:
         """
         broke = note(self._using, error) and not lacks_resources(error)
         if breaker(self._using).error is not None:
-            return  # all wait, and one line has said so
+            return  # all threads wait; one log line is enough
         self._failures += 1
         if broke and self._failures == 1:
             return
@@ -232,8 +232,8 @@ class Retry:
         return wait(self._using, stop)
 
     def run(self, work: Callable[[], Result]) -> Result | None:
-        """Run something that can wait. Returns None, and does not raise, if it is
-        refused, or was a moment ago."""
+        """Run a function that can wait. Returns None, and does not raise, if the
+        database refuses it, or did so a moment ago."""
         while self.ready:
             try:
                 result = work()
@@ -304,14 +304,14 @@ def _probe(using: str) -> None:
 
 
 def _write(using: str) -> None:
-    """Write a row where arrivals are recorded, and leave nothing of it."""
+    """Write a row to the table that records arrivals, and roll it back."""
     model = apps.get_model("django_txmsg", "InboxMessage")
     rows = model._base_manager.using(using)
-    body = os.urandom(PROBE_BYTES)  # which cannot be compressed
+    body = os.urandom(PROBE_BYTES)  # random: it cannot be compressed
     row = model(message_id=uuid.uuid4(), body=body)
     rows.bulk_create([row])
     if connections[using].vendor == "postgresql":
-        # It has been written to the disk already.
+        # PostgreSQL has written it to the disk already.
         transaction.set_rollback(True, using=using)
     else:
         # SQLite writes nothing before it commits.

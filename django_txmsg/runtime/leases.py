@@ -39,8 +39,9 @@ class Lease:
 
     @property
     def lapsed(self) -> bool:
-        """Whether it has ended at any time, as in a process that was stopped for a
-        while: other workers may have held its rows, although it is renewed by now."""
+        """Whether the lease has ended at any time, as in a process that was stopped for
+        a while. Even if it is renewed now, other workers may have held its rows
+        meanwhile."""
         return self._lapsed or not self.left
 
     @property
@@ -64,7 +65,8 @@ class Lease:
             self._until = until
 
     def begin(self) -> None:
-        """Have it renewed from now on; it has just been granted for its full time."""
+        """Have it renewed from now on. Call it right after the lease was granted for
+        its full time."""
         if _keeper(self.using).add(self):
             self._until = time.monotonic() + self.seconds
 

@@ -1,4 +1,4 @@
-"""Whether the loops of this process still turn.
+"""Whether the loops of this process still run.
 
 Each long-lived thread calls `turned()` once a turn. It announces how long it is going
 to wait on purpose, so a pause for a broker or a database that is away is not a hang.

@@ -47,15 +47,14 @@ class Wakeup:
 
     @property
     def heard(self) -> bool:
-        """Whether a listener works, so that there is nothing to find without a
-        wake-up."""
+        """Whether a listener works: then there is nothing to find without a wake-up."""
         return heard(self.using)
 
     def due(self) -> bool:
         """Return whether to query now: always without a listener, otherwise once after
         each wake-up."""
         rung = self._rung.is_set()
-        if rung:  # or else a ring that comes just now would be forgotten
+        if rung:  # else a ring right now would be lost
             self._rung.clear()
         return rung or not self.heard
 

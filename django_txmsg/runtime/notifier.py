@@ -26,7 +26,7 @@ log = logging.getLogger("django_txmsg.notify")
 CHANNEL = "django_txmsg"
 #: Fewest seconds between two notifications of a process.
 GAP = 0.01
-#: Seconds without one after which the thread ends, with its connection.
+#: Seconds without a notification after which the thread ends, with its connection.
 IDLE = 60.0
 #: PostgreSQL refuses longer ones, at 8,000 bytes.
 MAX_BYTES = 7000
@@ -100,8 +100,8 @@ class _Notifier:
                     recycle()
                     gap.wait(GAP)
         except Exception:
-            # Lost notifications are made up by the next poll; the next caller starts a
-            # new thread.
+            # The next poll finds what lost notifications were about; the next caller
+            # starts a new thread.
             log.exception("notifying in database %r failed", self._using)
             with self._lock:
                 self._running = self._ending = False
@@ -117,8 +117,8 @@ class _Notifier:
             with connections[self._using].cursor() as cursor:
                 cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, payload])
 
-        # At once again on another connection: a server restart has ended this one,
-        # which only its next use shows.
+        # Try again at once on another connection: a restart of the server ends a
+        # connection, and only its next use reveals that.
         database_health.retry(self._using, "waiting processes are not notified").run(
             say
         )

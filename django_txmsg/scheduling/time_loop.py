@@ -1,5 +1,5 @@
-"""The loop of all that is stored when it is due: recurring messages, and deadlines of
-flows. It runs in one thread of each `relay` process."""
+"""The loop that stores what has become due: recurring messages, and deadlines of flows.
+It runs in one thread of each `relay` process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TimeLoop(ABC):
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Whether these databases have nothing to keep the time for."""
+        """Whether nothing can become due in these databases."""
 
     @abstractmethod
     def _keep(self, using: str) -> float:

@@ -71,7 +71,7 @@ class Timekeeper(TimeLoop):
         service = conf.get().SERVICE
         rows = Schedule.objects.using(using).filter(service=service, name__in=own)
         found = {row.name: row for row in rows}
-        now = self._now(using)  # after the rows: no tick of them is to come yet
+        now = self._now(using)  # read after the rows: not before their ticks
         began = self._began.setdefault(using, now)
         if missing := own.keys() - found.keys():
             Schedule.objects.db_manager(using).begin(
@@ -129,7 +129,7 @@ class Timekeeper(TimeLoop):
                     )
                     return AFTER_FAILURE
                 if not stored:
-                    return 0.0  # another process was first: look what is left
+                    return 0.0  # another process was first: read again
                 row.last_tick = tick
                 row.moves += 1
         coming = cron.after(now)

@@ -23,7 +23,7 @@ from ..sending.typed_name import TypedName
 
 Missed = Literal["latest", "all"]
 
-#: The longest name that the tables can store. Then the header with a message's tick.
+#: The longest name that the tables can store, and the header with a message's tick.
 SCHEDULED_FOR = "scheduled-for"
 
 

@@ -18,11 +18,11 @@ from ..models import InboxMessage
 from .outbox import send_part
 from .typed_name import TypedName
 
-#: Where answers may go: to the steps of a flow, and to those who wait in a view.
+#: Destinations of answers: the steps of a flow, and views that wait.
 _ANSWERED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(steps|answers)")
 #: The longest ticket that is carried back, in characters.
 MAX_TICKET = 300
-#: Ends of a request that an operator, or a deployment, can still turn to the good.
+#: Reasons for which a request died, but an operator or a deployment may still save it.
 _UNDECIDED = frozenset({"attempts_exhausted", "worker_lost", "expired"})
 
 
@@ -70,7 +70,8 @@ class Address:
         broker: str = "default",
     ) -> Message:
         """Store the answer, as an object of the annotation if that is known. Its
-        correlation id is that of the given headers, or else of the message in hand."""
+        correlation id is that of the given headers, or else of the message being
+        processed."""
         destination: str | TypedName[Any] = self.destination
         if annotation is not None and not isinstance(answer, Dead):
             destination = TypedName(self.destination, annotation)
@@ -97,7 +98,8 @@ def hop(given: Mapping[str, str]) -> int:
 
 
 def replying(handler: Handler, annotation: Any, broker: str) -> Handler:
-    """Return a handler whose result is the answer, where one is asked for."""
+    """Return a handler that sends its result as the answer, if the message requests
+    one."""
 
     @functools.wraps(handler)
     def handle(message: Message) -> Any:

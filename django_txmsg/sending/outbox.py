@@ -170,7 +170,7 @@ def _from_dict(given: Mapping[str, Any], broker: str) -> NewMessage:
         return _new_message(**given, broker=broker)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # by what the arguments are, and not by their names
+            raise  # a value is wrong, not an argument's name
         why = str(error).partition("() ")[2] or error
         raise InvalidMessage(
             f"A message is a dict of send_message()'s arguments: {why}."

@@ -144,7 +144,7 @@ class AfterCommit:
         #: By primary key. SQLite may reuse the primary key of a rolled-back row.
         self.new: dict[int, uuid.UUID] = {}
         #: The `new` of the hook that stored a message last in the transaction. Earlier
-        #: hooks' rows of that id were rolled back by hand, though the key be the same.
+        #: hooks' rows of that id were rolled back by hand, even if the key is the same.
         self.owners = owners
         #: Functions that end the spans of new rows, by primary key.
         self.committed: dict[int, Callable[[], None]] = {}

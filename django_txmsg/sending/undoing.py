@@ -19,15 +19,15 @@ from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from .answering import Address
 
-#: The reason of an undo's dead letter if nobody can tell whether its request was done.
+#: The reason of an undo's dead letter if it is unknown whether its request was done.
 IN_DOUBT = "undo_in_doubt"
 
 
 def if_done(
     handler: Handler, stages: Callable[[], Iterable[str]], using: Callable[[], str]
 ) -> Handler:
-    """Return a handler that runs once its request was processed by one of `stages`.
-    Otherwise that request is revoked: it is never processed, and there is nothing to
+    """Return a handler that runs if its request was processed by one of `stages`.
+    Otherwise the request is revoked: it is never processed, so there is nothing to
     undo. Both are decided in the transaction of the undo, on database `using()`."""
 
     @functools.wraps(handler)
@@ -55,7 +55,7 @@ def if_done(
 def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
     """Return whether a stage has processed a request. If not, it never will.
 
-    Raises DecodeError where the inbox may have forgotten it: that is for a person.
+    Raises DecodeError if the inbox may have forgotten it: then an operator must decide.
     """
     if undone.answered:
         return True

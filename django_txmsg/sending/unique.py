@@ -21,8 +21,8 @@ from ..models.outbox import PENDING
 from ..models.outbox_store import NewMessage
 from .storing import after_commit, as_sent, store
 
-#: A holder may leave between the INSERT and the query for it, which frees its key; this
-#: many times in a row it does not.
+#: How often to try: the message that holds a key may leave between the INSERT and the
+#: query for it, which frees the key.
 _TRIES = 20
 
 

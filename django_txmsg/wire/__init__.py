@@ -109,7 +109,7 @@ RESERVED_HEADERS = OF_A_DELIVERY | {
     CONTENT_TYPE,
     "expires",
     "expiration",
-    "reply-to",  # RabbitMQ makes a queue of its own of it
+    "reply-to",  # RabbitMQ replaces its value
     "cc",  # RabbitMQ reads these two as lists of further queues
     "bcc",
 }
@@ -175,7 +175,7 @@ def _instant(text: str | None) -> dt.datetime | None:
 def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
     """Return the predecessor in the order of its key: id, and instant of its place in
     the order. None if the header is missing or unreadable, or if a foreign message
-    names itself as its own predecessor: it could never run."""
+    names itself as its predecessor: it could never run."""
     before, _, at = headers.get(AFTER, "").partition(";at=")
     try:
         instant, found = parse_instant(at), uuid.UUID(before)

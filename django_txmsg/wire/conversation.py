@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from .instants import format_instant, parse_instant
 
-#: Where the answer to a request goes. RabbitMQ makes something of its own of
-#: `reply-to`.
+#: Where the answer to a request goes. Not `reply-to`, whose value RabbitMQ replaces.
 REPLY_TO = "txmsg-reply-to"
 #: The part that the answer returns: the waiting run, and its turn.
 TICKET = "txmsg-ticket"
@@ -23,7 +22,7 @@ HOP = "txmsg-hop"
 UNDOES = "txmsg-undoes"
 #: Of an undo of a step's own work, for which there was no request.
 OWN_WORK = "own"
-#: Begins the names of what travels along with a flow.
+#: The prefix of headers that all messages of a flow carry along.
 PROP = "txmsg-prop-"
 
 _NAMES = frozenset({REPLY_TO, TICKET, FLOW, HOP, UNDOES})

@@ -27,8 +27,9 @@ TIMEOUT = 10.0
 class HttpServer(ThreadingHTTPServer):
     """Answers for the process, or for the parent of several.
 
-    `alive` takes seconds, and returns the loop that has not run within them, or
-    nothing. `folder` is the directory in which several processes count for Prometheus.
+    `alive` is called with a number of seconds, and returns a loop that has not run for
+    that long, or nothing. `folder` is the directory in which several processes count
+    for Prometheus.
     """
 
     daemon_threads = True

@@ -54,7 +54,7 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
     seen = False
     signals: Sequence[signal.Signals] = SIGNALS
     if child.is_child():
-        signals = [signal.SIGTERM]  # Ctrl-C is the parent's, who passes it on
+        signals = [signal.SIGTERM]  # Ctrl-C: the parent forwards it
         child.end_with_parent(stop)
     ended = threading.Event()
     heard, hears = socket.socketpair()
@@ -130,8 +130,8 @@ def say(stream: Any, text: str) -> None:
 def stay_light() -> None:
     """Exclude everything loaded by now from garbage collection: traversing it takes a
     third of the time that a busy relay spends on a message. A batch creates no
-    reference cycles: looking for them at every 700th object takes a tenth of the
-    rest."""
+    reference cycles, and searching for them after every 700 objects takes a tenth of
+    the remaining time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, *gc.get_threshold()[1:])

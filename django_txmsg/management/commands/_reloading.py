@@ -108,7 +108,7 @@ class Reloader:
         assert self._child is not None
         code = self._child.wait()
         if code < 0 and len(self._signals) == 1:
-            return 0  # it had not come as far as to listen for signals
+            return 0  # it did not handle signals yet
         return 128 - code if code < 0 else code
 
 

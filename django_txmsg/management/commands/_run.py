@@ -101,7 +101,7 @@ class Lines:
         self._say(self._style.ERROR(said), stage or destination, **facts)
 
     def _say(self, what: str, where: str, *, id: object, **_: Any) -> None:
-        now = time.strftime("%H:%M:%S")  # as the development server says it
+        now = time.strftime("%H:%M:%S")  # like the development server
         if self._broken:
             return
         try:
@@ -131,7 +131,7 @@ class Service:
 
     def _consume(self) -> None:
         self.consumer.run()
-        self.stop()  # where it ends by its own allowance, the process does
+        self.stop()  # it may have reached its recycle limits
 
     @property
     def in_flight(self) -> int:

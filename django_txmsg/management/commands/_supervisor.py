@@ -129,7 +129,7 @@ class Supervisor:
         assert slot.process is not None
         code = slot.process.returncode
         if slot.leaving and code == -signal.SIGTERM:
-            code = 0  # it had not come as far as to listen for signals
+            code = 0  # it did not handle signals yet
         code = 128 - code if code < 0 else code
         lived = time.monotonic() - slot.started_at
         if self._stops:
@@ -159,7 +159,7 @@ class Supervisor:
     def _obey(self, number: int) -> None:
         if number == signal.SIGHUP and not self._stops:
             self._replacing = deque(self.slots)
-            for slot in self.slots:  # what has failed may be mended
+            for slot in self.slots:  # a failed one may work now
                 slot.start_at, slot.failures = 0.0, 0
         elif number in (signal.SIGTERM, signal.SIGINT):
             self._stops += 1

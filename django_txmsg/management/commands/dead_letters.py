@@ -1,4 +1,5 @@
-"""`manage.py dead_letters`: lists, shows, redelivers, discards and annotates them.
+"""`manage.py dead_letters`: lists, shows, redelivers, discards and annotates dead
+letters.
 
 It calls the same functions as the admin, for the terminal and for scripts.
 """

@@ -1,7 +1,7 @@
 """`manage.py take_over_outbox_pattern`: migrates from django-outbox-pattern.
 
-It reads that package's tables directly. The package need not be installed, and cannot
-be beside our STOMP client, because it needs an older stomp.py.
+It reads that package's tables directly. The package need not be installed. It cannot be
+installed together with our STOMP client, because it needs an older stomp.py.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Command(BaseCommand):
         return known
 
     def _destination(self, name: str) -> str:
-        """Return the name of a STOMP destination here."""
+        """Return our name for a STOMP destination."""
         if name in self.renamed:
             return self.renamed[name]
         for prefix, ours in (("/queue/", ""), ("/topic/", wire.TOPIC_PREFIX)):
