@@ -21,4 +21,10 @@ class TxmsgConfig(AppConfig):
 
         conf.hide_passwords()
         stages.provide(declared.stages)
-        autodiscover_modules("stages")
+        try:
+            autodiscover_modules("stages")
+        except Exception as error:
+            from .management.broken_stages import tell_briefly
+
+            tell_briefly(error)
+            raise

@@ -5,9 +5,10 @@ Django imports the `stages` module of every installed app at start.
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
@@ -32,6 +33,17 @@ from .sending.destination import Destination
 MAX_TIMEOUT = 7 * 86_400.0
 Order = Literal["block", "skip"]
 ORDERS: tuple[Order, ...] = ("block", "skip")
+#: What other packages call an option, and its name here.
+_SYNONYMS = {
+    "retries": "max_redeliveries",
+    "max_retries": "max_redeliveries",
+    "retry_backoff": "backoff",
+    "retry_delay": "initial_delay",
+    "time_limit": "timeout",
+    "database": "using",
+    "threads": "concurrency",
+    "workers": "concurrency",
+}
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -198,6 +210,7 @@ def stage(
     timeout: float | None = None,
     ordered: Order | None = None,
     undoes: Destination[Any, Any] | None = None,
+    **unknown: Any,
 ) -> Callable[[Any], Any]:
     """Declare a function as the consumer of `destination`, a name or a Destination.
 
@@ -219,8 +232,11 @@ def stage(
     undoes. It runs once if the request was processed here; otherwise it does not run,
     and the request never will.
 
-    Raises ConfigurationError if the name is taken or the options contradict each other.
+    Raises ConfigurationError if the name is taken, an option is unknown or the options
+    contradict each other.
     """
+    if unknown:
+        _refuse(unknown)
     reply = getattr(destination, "reply", None)
     destination = _named(destination)
     _check(transaction, isolation, concurrency, batch, timeout, ordered)
@@ -327,6 +343,22 @@ def _named(destination: Any) -> str:
     raise ConfigurationError(
         f"@stage was given {destination!r} for its destination. {hint}"
     )
+
+
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for an option that `@stage` does not have, with the
+    one that was perhaps meant."""
+    name, value = next(iter(unknown.items()))
+    meant = _SYNONYMS.get(name, name)
+    known = list(stage.__kwdefaults__ or ())
+    near = difflib.get_close_matches(meant, known, n=1)
+    if meant in {one.name for one in fields(RedeliveryPolicy)}:
+        hint = f"Write redelivery=RedeliveryPolicy({meant}={value!r})."
+    elif near:
+        hint = f"Did you mean {near[0]}=?"
+    else:
+        hint = f"It takes {', '.join(known)}."
+    raise ConfigurationError(f"@stage takes no {name}=. {hint}")
 
 
 def _check(

@@ -6,7 +6,6 @@ import re
 import sqlite3
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -29,6 +28,8 @@ from ..stages import Stage
 DAY = 86_400.0
 #: What a module that declares stages contains.
 _DECLARATION = re.compile(rb"^@(\w+\.)?stage\(", re.MULTILINE)
+#: Bytes of a module that are searched: a longer one is data that a program wrote.
+_READ = 1024 * 1024
 
 
 def check() -> list[CheckMessage]:
@@ -57,8 +58,14 @@ def _misnamed() -> Iterator[CheckMessage]:
             path = f"{app.name}.{module.name}"
             if path in sys.modules or module.name.startswith(("test", "conftest")):
                 continue
-            spec = find_spec(path)
-            text = Path(spec.origin).read_bytes() if spec and spec.origin else b""
+            # Only source is read: a package, a compiled module or a zip archive has no
+            # such file.
+            folder = getattr(module.module_finder, "path", "")
+            source = Path(folder, f"{module.name}.py")
+            if module.ispkg or not source.is_file():
+                continue
+            with source.open("rb") as file:
+                text = file.read(_READ)
             if b"django_txmsg" not in text or not _DECLARATION.search(text):
                 continue
             hint = f"Import it in {app.name}.stages."

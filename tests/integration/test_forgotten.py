@@ -134,6 +134,49 @@ def test_a_module_of_stages_that_nobody_imports(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.sqlite
+@pytest.mark.parametrize(
+    ("mistake", "line", "said"),
+    [
+        (
+            HANDLER.replace('place")', 'place", retries=3)'),
+            '@stage("orders.place", retries=3)',
+            "Write redelivery=RedeliveryPolicy(max_redeliveries=3).",
+        ),
+        ("import shop.orders", "import anvil", "No module named 'anvil'"),
+        ("def place(:", "def place(:", "SyntaxError: invalid syntax"),
+    ],
+    ids=["a stage", "an import", "syntax"],
+)
+def test_a_mistake_in_a_module_of_stages_is_told_in_a_few_lines(
+    mistake: str, line: str, said: str, tmp_path: Path
+) -> None:
+    shop = tmp_path / "shop"
+    shop.mkdir()
+    (shop / "__init__.py").touch()
+    (shop / "orders.py").write_text("import anvil")
+    (shop / "stages.py").write_text(mistake)
+
+    told = django(tmp_path, [*EVERYTHING, "shop"], "check")
+
+    assert line in told
+    assert said in told
+    assert len(told.splitlines()) <= 8
+    assert "Traceback" not in told
+
+
+@pytest.mark.sqlite
+def test_a_mistake_in_a_module_of_stages_keeps_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__init__.py").touch()
+    (tmp_path / "shop" / "stages.py").write_text("import anvil")
+
+    told = django(tmp_path, [*EVERYTHING, "shop"], "check", "--traceback")
+
+    assert "Traceback (most recent call last)" in told
+    assert told.endswith("No module named 'anvil'\n")
+
+
+@pytest.mark.sqlite
 @pytest.mark.django_db
 def test_relay_and_consume() -> None:
     with declared(print, "mails.confirm"):

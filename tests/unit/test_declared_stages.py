@@ -246,3 +246,20 @@ def test_a_destination_is_taken_as_it_is() -> None:
 def test_numbers_are_whole_ones_of_at_least_one(option: str, number: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"{option}={number!r} is not a whole"):
         stage("tests.refused", **{option: number})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("retries", 3, r"redelivery=RedeliveryPolicy\(max_redeliveries=3\)"),
+        ("jitter", 0.5, r"redelivery=RedeliveryPolicy\(jitter=0.5\)"),
+        ("time_limit", 30, r"Did you mean timeout=\?"),
+        ("concurency", 2, r"Did you mean concurrency=\?"),
+        ("xyz", 1, "It takes name, transaction, redelivery, "),
+    ],
+)
+def test_an_unknown_option_names_the_right_one(
+    name: str, value: Any, hint: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"takes no {name}=.*{hint}"):
+        stage("orders.place", **{name: value})

@@ -1,0 +1,68 @@
+"""Tells of a module of stages that cannot be imported in a few lines."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from .terminal import printable_lines
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def tell_briefly(error: Exception) -> None:
+    """Let a command end with the line that has to be mended, if nothing catches
+    `error`, which was raised while Django started.
+
+    Python's whole traceback stays with `--traceback`, in servers and tests, and where
+    somebody else, as Sentry, reports what nothing has caught.
+    """
+    starts_command = any(
+        frame.f_globals.get("__name__") == "django.core.management"
+        for frame, _ in traceback.walk_stack(None)
+    )
+    own_hook = sys.excepthook is sys.__excepthook__
+    if not starts_command or not own_hook or "--traceback" in sys.argv:
+        return
+
+    told = _told(error)
+
+    def ended(
+        kind: type[BaseException], raised: BaseException, trace: TracebackType | None
+    ) -> None:
+        if raised is error:
+            sys.stderr.write(told)
+        else:
+            sys.__excepthook__(kind, raised, trace)
+
+    def thread_ended(ending: threading.ExceptHookArgs) -> None:
+        # `runserver` raises it again in its thread, and waits until it is mended.
+        if ending.exc_value is error:
+            sys.stderr.write(told)
+        else:
+            threading.__excepthook__(ending)
+
+    sys.excepthook, threading.excepthook = ended, thread_ended
+
+
+def _told(error: Exception) -> str:
+    """Return the last line of the project that ran, the error, and what to do."""
+    paths = sysconfig.get_paths()
+    others = ("<", _PACKAGE, paths["stdlib"], paths["purelib"], paths["platlib"])
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(others)
+    ]
+    said = "".join(
+        [*traceback.format_list(own[-1:]), *traceback.format_exception_only(error)]
+    )
+    return (
+        "Django cannot start, because a module of stages cannot be imported:\n"
+        f"{printable_lines(said)}"
+        "Mend that line. --traceback shows all of Python's traceback.\n"
+    )
