@@ -12,6 +12,7 @@ from django.utils.module_loading import import_string
 
 from .. import brokers, conf
 from ..errors import ConfigurationError
+from .deployment import MIDDLEWARE
 
 _HOW_A_BROKER_LOOKS = (
     f"A URL looks like {', '.join(one.example for one in brokers.BUILT_IN)}; options "
@@ -43,6 +44,7 @@ def check_values() -> list[CheckMessage]:
         *_paths(),
         *_aliases(),
         *_pipeline(),
+        *_middleware(),
     ]
 
 
@@ -162,3 +164,25 @@ def _pipeline() -> Iterator[CheckMessage]:
             hint='Add "django_txmsg.spark" to INSTALLED_APPS, and migrate.',
             id="txmsg.E013",
         )
+
+
+def _middleware() -> Iterator[CheckMessage]:
+    """Find what only the middleware does, asked for without it. Without these settings
+    its absence loses nothing: a send outside a transaction raises an error."""
+    http = conf.get().HTTP
+    asked = [name for name in ("IDEMPOTENCY", "ROLLBACK_ON_4XX") if getattr(http, name)]
+    if asked and not any(map(_is_ours, django_settings.MIDDLEWARE)):
+        yield Warning(
+            f'TXMSG["HTTP"] has {" and ".join(asked)}, which does nothing: the '
+            f"middleware is not in MIDDLEWARE.",
+            hint=f"Add {MIDDLEWARE!r} to MIDDLEWARE, as the last one.",
+            id="txmsg.W011",
+        )
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        bases = getattr(import_string(path), "__mro__", ())
+    except ImportError:
+        return False  # Django says so at the first request
+    return MIDDLEWARE in {f"{one.__module__}.{one.__qualname__}" for one in bases}

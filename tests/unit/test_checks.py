@@ -23,6 +23,7 @@ from django.test import override_settings
 
 from django_txmsg import RedeliveryPolicy, stages
 from django_txmsg.checks import check, check_deployment
+from django_txmsg.middleware import OutboxMiddleware
 from tests.running import declared
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "checks.md"
@@ -473,6 +474,23 @@ def test_settings_under_another_name_are_a_warning(name: str) -> None:
         assert check() == []
         del settings.TXMSG
         assert only(check()).id == "txmsg.W010"
+
+
+class OwnMiddleware(OutboxMiddleware):
+    pass
+
+
+@pytest.mark.parametrize("name", ["IDEMPOTENCY", "ROLLBACK_ON_4XX"])
+def test_what_the_middleware_does_is_not_asked_for_without_it(name: str) -> None:
+    with txmsg(HTTP={name: True}), override_settings(MIDDLEWARE=["gone.Away"]):
+        found = only(check())
+
+    assert found.id == "txmsg.W011"
+    assert name in found.msg
+    own = f"{__name__}.{OwnMiddleware.__name__}"
+    for middleware in ("django_txmsg.middleware.OutboxMiddleware", own):
+        with txmsg(HTTP={name: True}), override_settings(MIDDLEWARE=[middleware]):
+            assert check() == []
 
 
 def test_a_key_of_a_section_at_the_top_is_sent_to_its_section() -> None:
