@@ -232,5 +232,5 @@ class Redeliver(Exception):
                 f"Redeliver(after={after!r}): seconds must not be negative, nor more "
                 f"than a hundred years"
             )
-        super().__init__(reason or f"redelivery asked for in {after:g} s")
+        super().__init__(reason or f"redelivery requested in {after:g} s")
         self.after = float(after)

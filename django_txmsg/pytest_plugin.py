@@ -26,8 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
     config.addinivalue_line(
         "markers",
-        f'{REAL}: the test may reach the brokers of TXMSG["BROKERS"]; for all others '
-        f"the embedded one stands in",
+        f'{REAL}: the test may reach the brokers of TXMSG["BROKERS"]; all others '
+        f"use the embedded broker",
     )
     config.addinivalue_line(
         "markers",

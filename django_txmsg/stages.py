@@ -384,5 +384,5 @@ def _check(
         )
     if ordered is not None and ordered not in ORDERS:
         raise ConfigurationError(
-            f"ordered={ordered!r} is none of {', '.join(ORDERS)}, or None."
+            f"ordered={ordered!r} must be one of {', '.join(ORDERS)}, or None."
         )

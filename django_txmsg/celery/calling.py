@@ -299,9 +299,10 @@ def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
         if connection is None or _place(connection) not in places:
             raise InvalidMessage(
                 f"The task {name!r} was called inside a transaction with a connection "
-                f"or a producer of your own, which is not of {own.as_uri()}, the "
-                f"broker of the app {app.main!r}: the row would go there. Nothing was "
-                f"stored. Call the task by the app that has the other broker "
+                f"or a producer of your own, which leads to another broker than "
+                f"{own.as_uri()}. A stored task leaves through that one, the broker of "
+                f"its app {app.main!r}. Nothing was stored. Call the task by the app "
+                f"that has the other broker "
                 f'(other_app.send_task({name!r}, …), with an entry of TXMSG["BROKERS"] '
                 f"like celery://shop.other:other_app), or call it after the "
                 f"transaction."
@@ -340,8 +341,8 @@ def _store(
     if len(task.body) > conf.get().MAX_MESSAGE_BYTES:
         raise InvalidMessage(
             f"The arguments of {name!r} have {len(task.body)} bytes; at most "
-            f'{conf.get().MAX_MESSAGE_BYTES} are taken (TXMSG["MAX_MESSAGE_BYTES"]). '
-            f"Store them elsewhere and send an id."
+            f"{conf.get().MAX_MESSAGE_BYTES} are accepted "
+            f'(TXMSG["MAX_MESSAGE_BYTES"]). Store them elsewhere and send an id.'
         )
     row = _row(app, name, task_id, task, current)
     row.origin = origin

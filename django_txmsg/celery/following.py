@@ -190,8 +190,8 @@ def send(task: Any, later: list[Publication]) -> None:
 
 def _not_yet(task: Any, error: Exception) -> Reject:
     log.warning(
-        "task %s[%s] has ended, and what follows cannot be called yet; it goes "
-        "back to its queue: %s", task.name, task.request.id, error,
+        "task %s[%s] has ended, but its links and its chain cannot be called yet; it "
+        "goes back to its queue: %s", task.name, task.request.id, error,
     )  # fmt: skip
     threading.Event().wait(PAUSE)
     return Reject(error, requeue=True)

@@ -65,8 +65,8 @@ def written(
         content_type, encoding, data = dumps(result, serializer=serializer)
     except EncodeError as error:
         log.warning(
-            "the result of %s cannot be kept for copies of its message, which "
-            "will return None: %s", task.name, error,
+            "the result of %s cannot be stored, so copies of its message will return "
+            "None: %s", task.name, error,
         )  # fmt: skip
         content_type, encoding, data = dumps(None, serializer="json")
     return {

@@ -92,8 +92,8 @@ class OnceTask(TransactionalTask):
     def careless(cls) -> list[str]:
         """Return what is wrong with options under which the task could be lost."""
         return [
-            f"the OnceTask {cls.name!r} has {option}=False: a worker that dies takes "
-            f"it along."
+            f"the OnceTask {cls.name!r} has {option}=False: if its worker dies, the "
+            "task is lost."
             for option in ("acks_late", "reject_on_worker_lost")
             if not getattr(cls, option)
         ]

@@ -29,8 +29,8 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
     backend = str(settings.result_backend or "")
     if backend.startswith(("rpc", "amqp")):
         yield (
-            f"the result backend {backend.partition('://')[0]}:// sends results to the "
-            f"process that called a task, and the relay calls it for another.",
+            f"the result backend {backend.partition('://')[0]}:// sends results to "
+            "the process that sent the task, and that is the relay.",
             "Use a backend that stores results, such as Redis or a database, or none.",
         )
     if settings.task_protocol != 2:

@@ -51,7 +51,7 @@ def _exposed(broker: Broker, url: str) -> Iterator[CheckMessage]:
         )
     if (password or user).lower() in GUESSED or password == user != "":
         yield Warning(
-            f"{where} logs in as {user!r} with a password that anybody guesses.",
+            f"{where} logs in as {user!r} with a password that anybody can guess.",
             hint="Make a user for this service on the broker, with a password.",
             id="txmsg.W102",
         )
@@ -94,7 +94,7 @@ def _for_tests() -> Iterator[CheckMessage]:
     if not conf.get().REQUIRE_ATOMIC:
         yield Warning(
             'TXMSG["REQUIRE_ATOMIC"] is False: a message that is stored outside a '
-            "transaction is sent although the work around it fails.",
+            "transaction is sent even if the work around it fails.",
             hint="Leave it out, and send inside transaction.atomic(), a request or a "
             "stage.",
             id="txmsg.W107",

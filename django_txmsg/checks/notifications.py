@@ -30,10 +30,10 @@ def check(asked: Sequence[str]) -> Iterator[CheckMessage]:
             connection.close()
         if heard is False:
             yield Warning(
-                f"A notification did not come in database {alias_of(using)!r}: relays "
-                f"and consumers learn of new messages by polling alone.",
-                hint="Behind a pooler in transaction mode, name an alias that leads "
-                'straight to the server in TXMSG["LISTEN_DATABASE"]; or set '
+                f"A notification did not arrive in database {alias_of(using)!r}: "
+                "relays and consumers learn of new messages by polling alone.",
+                hint="Behind a pooler in transaction mode, name an alias that "
+                'connects directly to the server in TXMSG["LISTEN_DATABASE"]; or set '
                 'TXMSG["NOTIFY"] = False.',
                 id="txmsg.W030",
             )

@@ -24,7 +24,7 @@ def _check(one: Recurring) -> Iterator[CheckMessage]:
     if one.broker not in known:
         why = f"its broker {one.broker!r} is not in TXMSG['BROKERS']"
     elif one.alias not in databases.with_tables():
-        why = f"the tables are not to be in a database {one.alias!r}"
+        why = f"the router keeps the tables out of database {one.alias!r}"
     else:
         try:
             assert encoded(one.destination, one.body)

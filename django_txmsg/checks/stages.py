@@ -133,7 +133,7 @@ def _subscription(stage: Stage) -> Iterator[CheckMessage]:
                 f"Stage {other.name!r} consumes the queue {other.destination!r}, in "
                 f"which RabbitMQ keeps the subscription of stage {stage.name!r}: each "
                 f"would get messages of the other.",
-                hint="Call one of the two stages, or the queue, otherwise.",
+                hint="Give one of the two stages, or the queue, another name.",
                 id="txmsg.E014",
             )
 
@@ -181,9 +181,9 @@ def _middleware(stage: Stage) -> Iterator[CheckMessage]:
         return
     if ready.batch < stage.batch:
         yield Warning(
-            f"Stage {stage.name!r} has batch={stage.batch}, and each of its messages "
-            f"gets a transaction of its own all the same, for a middleware with "
-            f"outside_transaction = True to be around.",
+            f"Stage {stage.name!r} has batch={stage.batch}, but each of its messages "
+            "gets a separate transaction, because a middleware has "
+            "outside_transaction = True.",
             hint="Have the middleware do its work inside of the transaction, or raise "
             "MiddlewareNotUsed for this stage.",
             id="txmsg.W007",
@@ -196,8 +196,8 @@ def _order(stage: Stage) -> Iterator[CheckMessage]:
     if stage.transaction != "outbox":
         yield Error(
             f"Stage {stage.name!r} is ordered and has "
-            f'transaction="{stage.transaction}": which messages of a key are '
-            f"processed, the inbox of mode outbox knows.",
+            f'transaction="{stage.transaction}": only the inbox of mode "outbox" '
+            f"knows which messages of a key are processed.",
             hint='Use transaction="outbox", or leave ordered= out.',
             id="txmsg.E060",
         )
@@ -290,7 +290,7 @@ def _options(alias: str, connection: Any) -> Iterator[CheckMessage]:
     if not options.get("AUTOCOMMIT", True):
         yield Error(
             f"The database {alias!r} has AUTOCOMMIT off: claims, receipts and counted "
-            f"attempts are statements with a commit each, and would not.",
+            "attempts are statements that must each commit at once.",
             hint=f'Remove DATABASES["{alias}"]["AUTOCOMMIT"]; transaction.atomic() '
             f"makes the transactions.",
             id="txmsg.E011",

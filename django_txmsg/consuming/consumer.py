@@ -82,9 +82,9 @@ def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
         for room in {thread.room for thread in threads if thread.room is not None}:
             room.look()
 
-    database_health.retry(using, f"cannot ask whose turn it is at {stage.name!r}").run(
-        ask
-    )
+    database_health.retry(
+        using, f"cannot recheck the waiting messages of {stage.name!r}"
+    ).run(ask)
 
 
 log = logging.getLogger("django_txmsg.consumer")
@@ -210,7 +210,7 @@ class Consumer:
         try:
             ordering.begin(list(stages.values()))
         except AnyDatabaseError as error:
-            log.warning("cannot note which stages run in order: %s", error)
+            log.warning("cannot record which stages are ordered: %s", error)
 
     def _watch(self, once: bool) -> None:
         beat_at, beats, look_at, obey_at = 0.0, 0, 0.0, 0.0

@@ -46,7 +46,7 @@ class IntakeThread:
         self._breaker = Breaker(
             broker,
             conf.get().RELAY.BREAKER_MAX_PAUSE,
-            follows=f"{destination} is not taken in",
+            follows=f"messages stay in {destination}",
         )
         self._using = router.db_for_write(DeadLetter)
         self._retry = database_health.Retry(
@@ -67,7 +67,7 @@ class IntakeThread:
                 liveness.turned(self._breaker.remaining)
                 self._stopping.wait(self._breaker.remaining)
             except Exception:
-                log.exception("%s: an error of ours; going on", self._destination)
+                log.exception("%s: unexpected error; continuing", self._destination)
                 self._stopping.wait(1.0)
 
     def _take_in(self, broker: Broker, session: Session) -> None:

@@ -304,7 +304,9 @@ class BrokerOnly(Mode):
         if error is not None:
             # The broker redelivers it, or has committed. Parking it as well would run
             # it once too often.
-            raise BrokerUnavailable(f"the end of the transaction is unknown: {error}")
+            raise BrokerUnavailable(
+                f"the outcome of the transaction is unknown: {error}"
+            )
 
     def _note(
         self, stage: Stage, seconds: float, error: BrokerError | None, employed: bool
@@ -319,7 +321,8 @@ class BrokerOnly(Mode):
             arrival.inbox.finish([seen.id])
         except AnyDatabaseError as error:
             log.warning(
-                "stage %r: message %s is processed, and cannot be marked so: %s",
+                "stage %r: message %s is processed, but cannot be marked as "
+                "processed: %s",
                 arrival.stage.name,
                 seen.message_id,
                 error,
@@ -353,7 +356,7 @@ class BestEffort(BrokerOnly):
             log.log(
                 logging.ERROR if employed else logging.WARNING,
                 "stage %r: the broker's commit failed after the database's (%s); the "
-                "message comes again, to a handler that must be idempotent: %s",
+                "message will be redelivered, and its handler must be idempotent: %s",
                 stage.name,
                 "db=used" if employed else "db=unused",
                 error,

@@ -47,7 +47,7 @@ class Allowance:
     def _end(self, why: str) -> None:
         if not self.over:
             self.over = why
-            log.info("ending in good order: %s", why)
+            log.info("draining before the process ends: %s", why)
             self._stop()
 
 

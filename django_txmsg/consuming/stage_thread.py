@@ -122,7 +122,7 @@ class StageThread:
 
     def _report_ours(self) -> None:
         if not self._stopping.is_set():
-            log.exception("stage %r: an error of ours; going on", self.stage.name)
+            log.exception("stage %r: unexpected error; continuing", self.stage.name)
             self._close()
             self._stopping.wait(1.0)
 

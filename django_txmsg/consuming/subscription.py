@@ -27,7 +27,7 @@ class Subscription:
             stage.name,
             conf.get().RELAY.BREAKER_MAX_PAUSE,
             kind=SUBSCRIPTION,
-            follows="the stage waits, and its messages with the broker",
+            follows="the stage waits; its messages stay with the broker",
             first_pause=AFTER_REFUSAL,
         )
         #: Why the stage cannot send within the broker's transaction.
@@ -35,7 +35,7 @@ class Subscription:
             stage.name,
             conf.get().RELAY.BREAKER_MAX_PAUSE,
             kind="the sending of stage",
-            follows="the stage waits, and its messages with the broker",
+            follows="the stage waits; its messages stay with the broker",
             first_pause=AFTER_REFUSAL,
         )
         self._prefetch = conf.get().CONSUME.PREFETCH

@@ -66,9 +66,10 @@ def redeliver(
             parked.append(letter)
         elif stage and topic and not force:
             tally.skipped[letter.pk] = (
-                f"no stage {stage!r} is declared here for database {using!r}, and sent "
-                f"to {letter.destination!r} the message would reach every subscriber. "
-                f"Declare the stage again, by name=, or discard it; force sends it"
+                f"stage {stage!r} is not declared here for database {using!r}, and if "
+                f"sent to {letter.destination!r} the message would reach every "
+                "subscriber. Declare the stage again, with its name=, or discard the "
+                "message; force sends it"
             )
         else:
             sent.append(letter)

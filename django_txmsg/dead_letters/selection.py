@@ -149,7 +149,7 @@ class Shown:
             shown = cls(int(count), int(up_to), as_of)
             _instant(as_of)
         except ValueError:
-            raise TxmsgError(f"Not what --dry-run has printed: {token!r}.") from None
+            raise TxmsgError(f"Not a token of --dry-run: {token!r}.") from None
         return shown
 
     def __str__(self) -> str:

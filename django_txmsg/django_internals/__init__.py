@@ -36,7 +36,7 @@ def roll_back_blocks(connection: Any, above: int) -> bool:
     if len(connection.atomic_blocks) <= above:
         return False
     forgotten = connection.atomic_blocks[above:]
-    error = RuntimeError("somebody entered this block and did not leave it")
+    error = RuntimeError("this block was entered and not left")
     for block in reversed(forgotten):
         with contextlib.suppress(Error):
             block.__exit__(RuntimeError, error, None)

@@ -56,8 +56,8 @@ def read_query(parts: SplitResult) -> dict[str, str]:
         behind += parts.query
     if "@" in behind:
         raise ValueError(
-            'it has an "@" behind its hosts: percent-encode what means something '
-            "in a URL, as in a password"
+            'it has an "@" after its hosts: percent-encode special characters, '
+            "as in a password"
         )
     try:
         return dict(
@@ -66,7 +66,7 @@ def read_query(parts: SplitResult) -> dict[str, str]:
             )
         )
     except ValueError:
-        raise ValueError("its query is no NAME=VALUE&NAME=VALUE") from None
+        raise ValueError("its query is not NAME=VALUE&NAME=VALUE") from None
 
 
 def hurry(url: str, timeout: float) -> str:

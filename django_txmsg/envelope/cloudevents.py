@@ -99,7 +99,7 @@ def _attributes(headers: Mapping[str, str], body: bytes) -> dict[str, str] | Non
 def _event(body: bytes) -> dict[str, Any]:
     event = from_json(body)
     if not isinstance(event, dict) or not str(event.get("specversion")).startswith("1"):
-        raise DecodeError("undecodable_body", "no single CloudEvent of version 1")
+        raise DecodeError("undecodable_body", "not a single CloudEvent of version 1")
     for name, value in event.items():
         if name not in _DATA and isinstance(value, str) and _NO_TEXT.search(value):
             raise DecodeError("undecodable_body", f"{name[:80]!r} is no text")

@@ -147,7 +147,9 @@ def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     if headers is None:
         return {}
     if len(headers) > MAX_HEADERS:
-        raise InvalidMessage(f"{len(headers)} headers; at most {MAX_HEADERS} travel.")
+        raise InvalidMessage(
+            f"{len(headers)} headers; at most {MAX_HEADERS} are allowed."
+        )
     for name, value in headers.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise InvalidMessage(
@@ -175,7 +177,7 @@ def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
         if size > MAX_HEADER_BYTES:
             raise InvalidMessage(
                 f"The header {name!r} has {size} bytes; at most {MAX_HEADER_BYTES} "
-                f"travel. Put it into the body."
+                "are allowed. Put it into the body."
             )
     return dict(headers)
 

@@ -29,7 +29,7 @@ def check_mode(mode: str) -> None:
     """Raise ConfigurationError unless this is a transaction mode."""
     if mode not in TRANSACTION_MODES:
         raise ConfigurationError(
-            f"transaction={mode!r} is none of {', '.join(TRANSACTION_MODES)}."
+            f"transaction={mode!r} is not one of {', '.join(TRANSACTION_MODES)}."
         )
 
 
@@ -49,7 +49,7 @@ class TransactionDefinition:
             level = self.isolation.lower().replace("_", " ")
             if level not in ISOLATION_LEVELS:
                 raise ConfigurationError(
-                    f"isolation={self.isolation!r} is none of "
+                    f"isolation={self.isolation!r} is not one of "
                     f"{', '.join(ISOLATION_LEVELS)}."
                 )
             object.__setattr__(self, "isolation", level)

@@ -65,7 +65,7 @@ class TypeHeader:
     @staticmethod
     def _absurd(text: str) -> DecodeError:
         return DecodeError(
-            "invalid_body", f"txmsg-type: no type and version: {text[:80]!r}"
+            "invalid_body", f"txmsg-type: not a type and version: {text[:80]!r}"
         )
 
 

@@ -63,7 +63,7 @@ class ControlThread:
             wire.control_destination(conf.get().SERVICE),
             conf.get().RELAY.BREAKER_MAX_PAUSE,
             kind="the subscription of",
-            follows="requests whose process dies wait for the relay",
+            follows="if a request's process dies, its messages wait for the relay",
             first_pause=AFTER_REFUSAL,
         )
         self._lanes: dict[tuple[str, str], Lane] = {}
@@ -131,7 +131,9 @@ class ControlThread:
                 database_identity.note(using)
         except AnyDatabaseError as error:
             if not database_health.note(using, error):
-                log.info("database %r is not told apart yet: %s", using, error)
+                log.info(
+                    "the identity of database %r is not recorded yet: %s", using, error
+                )
 
     def _look(self, session: Session, held: _Held) -> None:
         try:
@@ -155,11 +157,11 @@ class ControlThread:
         False if the broker does not accept it."""
         if message is None or not message.signed or message.left <= 0:
             session_id = message and message.session_id
-            log.warning("session %s is looked after no longer", session_id)
+            log.warning("session %s is not checked any more", session_id)
             return True
         (error,) = session.send([message.outgoing()])
         if error is not None:
-            log.warning("a control message is kept in hand: %s", error)
+            log.warning("a control message is held longer: %s", error)
         return error is None
 
     def _dispatch(self, using: str, session_id: uuid.UUID) -> None:

@@ -89,8 +89,8 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
         return _problem(
             413,
             "Too large for an Idempotency-Key",
-            "A body under a key is compared with the first one's, and this one cannot "
-            "be. Send it without the header, or as multipart/form-data.",
+            "The bodies of requests with one key are compared, and this one is too "
+            "large for that. Send it without the header, or as multipart/form-data.",
         )
     try:
         if not _alone(using, caller, key):

@@ -205,9 +205,9 @@ class OutboxSession:
             if alias != self.using and count:
                 log.warning(
                     "session %s is on database %r, and %d of its messages are on %r: "
-                    "they were committed or rolled back apart from it, and if this "
-                    "process dies after that commit, the relay of that database sends "
-                    "them. outbox_session(using=%r) takes care of those too",
+                    "they were committed or rolled back separately, and if this "
+                    "process dies after that commit, the relay of that database "
+                    "sends them. outbox_session(using=%r) takes care of those too",
                     self.id,
                     self.using,
                     count,

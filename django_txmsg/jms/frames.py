@@ -89,7 +89,7 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
             "Header names and values are text (str); convert numbers yourself."
         ) from error
     except UnicodeEncodeError as error:
-        raise MessageFormatError(f"A header is no valid Unicode: {error}") from error
+        raise MessageFormatError(f"A header is not valid Unicode: {error}") from error
 
 
 def encode(command: str, headers: Mapping[str, str], body: bytes = b"") -> bytes:
@@ -236,7 +236,7 @@ class FrameParser:
             problem = problem or f"content-length {length[:80]!r} is not a number"
             length = ""
         if len(length.lstrip("0")) > _MOST_DIGITS:
-            raise ProtocolError(f"a frame of {length[:80]} bytes is out of all reason")
+            raise ProtocolError(f"a frame of {length[:80]} bytes is far too large")
         expected = int(length) if length else None
         begin = blank.end()
         if expected is None:
@@ -246,7 +246,7 @@ class FrameParser:
             size, end = expected, begin + expected
         if size > self._max_body:
             much = "without end" if expected is None else f"of {expected} bytes"
-            problem = problem or f"a body {much} is more than is taken"
+            problem = problem or f"a body {much} is more than is accepted"
             frame = Frame(command, headers, b"", problem)
             self._too_long = _TooLong(frame, expected)
             return begin, None
@@ -265,7 +265,7 @@ def _read_headers(block: bytes) -> tuple[str, dict[str, str], str | None]:
     try:
         text = block.decode()
     except UnicodeDecodeError as error:
-        problem = f"headers are no UTF-8: {error.reason} at byte {error.start}"
+        problem = f"headers are not UTF-8: {error.reason} at byte {error.start}"
         text = block.decode(errors="replace")
     if "\x00" in text:
         problem = problem or "a header holds NUL"

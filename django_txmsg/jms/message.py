@@ -227,5 +227,5 @@ def _decode(raw: bytes, headers: Mapping[str, str]) -> Any:
         return raw.decode(charset[1] if charset else "utf-8")
     except (LookupError, RecursionError, ValueError) as error:
         raise MessageFormatError(
-            f"The body is no {kind}, though its content type says so: {error}"
+            f"The body is no {kind}, although its content type says so: {error}"
         ) from error

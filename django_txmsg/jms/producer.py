@@ -273,7 +273,9 @@ class MessageProducer(Closing):
         session.link.refuse_inside()
         completion.refuse_own(self, "close its own producer")
         if session.sends.finished < self._last:
-            completion.refuse_own(session, "close a producer whose sends are not told")
+            completion.refuse_own(
+                session, "close a producer with callbacks outstanding"
+            )
         if session.link.inherited:
             self._closed = True
             return

@@ -147,7 +147,8 @@ class Session(SendingSession):
         if consumer is None:
             raise IllegalStateError(
                 f"{message!r} was not received by this session: acknowledge it where "
-                "it was received. Of a closed consumer the broker delivers it again."
+                "it was received. If its consumer was closed, the broker delivers it "
+                "again."
             )
         if message.ack_id is None:
             raise MessageFormatError(f"{message!r} came without an ack header.")

@@ -207,8 +207,7 @@ class Transaction:
             )
             return TransactionInDoubtError(
                 f"Transaction {self.name} is in doubt: {error} Receive and send again "
-                "on a new connection; the message ids let receivers drop what came "
-                "twice."
+                "on a new connection; the message ids let receivers drop duplicates."
             )
         return TransactionRolledBackError(
             f"Transaction {self.name} is rolled back: {self.error or error}"

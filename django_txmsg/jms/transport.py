@@ -163,7 +163,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
             if data.startswith(b"AMQP"):
                 self._over("this is its AMQP port; use amqp://, or its STOMP port")
             else:
-                self._over(f"the broker's bytes are no STOMP: {error}")
+                self._over(f"the broker's bytes are not STOMP: {error}")
         except Exception as error:  # stomp.py would end the thread with a mere log line
             self._over(f"a fault of this client: {error!r}")
             raise

@@ -17,8 +17,9 @@ class Command(BaseCommand):
     running."""
 
     help = (
-        "Exits with 0 if each worker of this service on this host is alive: all its "
-        "loops have turned within --within seconds. Asks no database and no broker."
+        "Exits with 0 if each worker of this service on this host is alive: each of "
+        "its loops has run within the last --within seconds. Uses no database and no "
+        "broker."
     )
     requires_system_checks = ()
 
@@ -28,12 +29,12 @@ class Command(BaseCommand):
             type=float,
             default=WITHIN,
             metavar="SECONDS",
-            help=f"the longest time of a handler, and more; {WITHIN:g}",
+            help=f"more than the longest handler takes (default: {WITHIN:g})",
         )
         parser.add_argument(
             "--ready",
             action="store_true",
-            help="fail also if one has not begun, or was told to stop",
+            help="fail also if one has not started yet, or is stopping",
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -46,10 +47,12 @@ class Command(BaseCommand):
         for pid, state in sorted(states.items()):
             if state.silent > options["within"]:
                 raise CommandError(
-                    f"Process {pid}: {state.loop or 'the process'} has not turned for "
+                    f"Process {pid}: {state.loop or 'the process'} has not run for "
                     f"{state.silent:.0f} s."
                 )
             if options["ready"] and not state.ready:
-                raise CommandError(f"Process {pid} has not begun, or was told to stop.")
+                raise CommandError(
+                    f"Process {pid} has not started yet, or is stopping."
+                )
         if options["verbosity"] > 0:
             self.stdout.write(f"Alive: {', '.join(map(str, sorted(states)))}.")

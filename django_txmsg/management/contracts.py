@@ -39,7 +39,7 @@ class Command(BaseCommand):
         check.add_argument("--json", action="store_true")
         check.add_argument(
             "--database", metavar="ALIAS", nargs="?", const="default",
-            help="Also look for rows that wait for what is gone.",
+            help="Also look for messages that wait for something removed.",
         )  # fmt: skip
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -87,8 +87,8 @@ class Command(BaseCommand):
                 self.stdout.write(
                     "The contract matches the code."
                     if same
-                    else "Nothing that has changed is breaking. Write it down with: "
-                    "manage.py txmsg contracts export"
+                    else "The changes break nothing. Record them with: manage.py "
+                    "txmsg contracts export"
                 )
         if broken:
             sys.exit(1)

@@ -63,8 +63,8 @@ class Command(BaseCommand):
     """Test what this installation needs, and print what to do about each failure."""
 
     help = (
-        "Tries databases, brokers, notifications and workers, and says what to do "
-        "about what fails. Exit code 1 if something does."
+        "Tests databases, brokers, notifications and workers, and says what to do "
+        "about each failure. Exits with 1 if something fails."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

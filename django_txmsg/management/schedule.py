@@ -29,7 +29,7 @@ class Command(BaseCommand):
         shown = actions.add_parser("list", help="Each with its last and next tick.")
         shown.add_argument("--json", action="store_true")
         pause = actions.add_parser("pause", help="Store no message at its ticks.")
-        pause.add_argument("--why", default="", help="For those who find it paused.")
+        pause.add_argument("--why", default="", help="The reason, for other operators.")
         resume = actions.add_parser("resume", help="Go on with the next tick.")
         for action in (pause, resume):
             action.add_argument("name", nargs="+", metavar="NAME")

@@ -179,9 +179,8 @@ def _full(status: Status) -> Iterator[Alarm]:
             "bad", "inboxmessage", "?state=in-line",
             f"Stage {place.label} receives nothing",
             f" since {since}: {capped(place.line.count)} messages wait there for the "
-            f"ones before them, of {at_least(place.line)}. Attend to the keys that "
-            f'stand still, or raise TXMSG["ORDER_MAX_WAITING"] or '
-            f'["ORDER_MAX_BYTES"].',
+            f"ones before them, of {at_least(place.line)}. Resolve the blocked keys, "
+            f'or raise TXMSG["ORDER_MAX_WAITING"] or ["ORDER_MAX_BYTES"].',
         )  # fmt: skip
 
 
@@ -193,8 +192,8 @@ def _held_keys(status: Status) -> Iterator[Alarm]:
             "bad", "inboxmessage", "?state=in-line",
             f"{capped(one.count)} message{'s' * many} of key {one.key} "
             f"wait{'s' * (not many)} at stage {one.stage}",
-            f" for {one.waits_for}, {one.why}, since {since}. If that one is not to be "
-            f"waited for: manage.py order let_go.",
+            f" for {one.waits_for}, {one.why}, since {since}. To let the key go on "
+            "without it: manage.py order let_go.",
         )  # fmt: skip
     if len(status.held_keys) > LINES:
         yield Alarm(
@@ -297,7 +296,7 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
     if more > 0:
         yield Alarm(
             "warn", "outboxmessage", "#queues",
-            f"{more} more subscriptions are of no stage here.",
+            f"{more} more subscriptions belong to no stage here.",
         )  # fmt: skip
 
 

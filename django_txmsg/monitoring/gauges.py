@@ -28,7 +28,7 @@ TEXTS = {
     "stage_full": "1 while an ordered stage receives nothing: too many wait.",
     "stage_workers": "Live processes that run the stage, if it is declared here.",
     "workers": "Living processes.",
-    "outage_seconds": "How long a process has not been able to use what is named.",
+    "outage_seconds": "How long a process has been unable to use the named resource.",
     "database_unreadable": "1 while a database in use does not answer.",
     "queue_waiting": "Messages in a queue of the embedded broker.",
     "queue_overdue": "Such messages available for more than two minutes.",
@@ -36,9 +36,9 @@ TEXTS = {
     "worker_heartbeat_age_seconds": "Since the last heartbeat of a worker that lives, "
     "or that is silent and was not replaced.",
     "pipeline_alert": "1 while an alert of `pipeline follow` fires.",
-    "pipeline_value": "What it has measured.",
-    "pipeline_limit": "Above what it fires.",
-    "pipeline_checked_age_seconds": "Since it has measured.",
+    "pipeline_value": "The value that it measured last.",
+    "pipeline_limit": "The value above which it fires.",
+    "pipeline_checked_age_seconds": "Since its last measurement.",
 }
 
 

@@ -76,11 +76,11 @@ class Presence:
             self._quietly(look)
         for other, shared in found:
             raise ConfigurationError(
-                f"Service {other.service!r} (process {other.pid} on {other.host}) runs "
-                f"stage {min(shared)!r} in the same database as this service, "
-                f"{self._service!r}: they would take each other's messages for copies, "
-                f"and one of them would process none. Give one of the stages another "
-                f"name=, or each service a database of its own."
+                f"Service {other.service!r} (process {other.pid} on {other.host}) "
+                f"runs stage {min(shared)!r} in the same database as this service, "
+                f"{self._service!r}: a message that one of them has processed, the "
+                "other would drop as a copy. Give one of the stages another name=, "
+                "or each service a database of its own."
             )
 
     def leave(self) -> None:

@@ -131,13 +131,14 @@ def note(letter: DeadLetter) -> str:
     if waiting:
         verb = "waits" if waiting == 1 else "wait"
         return (
-            f"{capped(waiting)} {verb} behind this one. Redelivered, it runs, and then "
-            f"they do, in their order; discarded, it lets them go."
+            f"{capped(waiting)} {verb} behind this one. If you redeliver it, it runs, "
+            "and then they do, in their order; if you discard it, they run without "
+            "it."
         )
     skipping = {one.name for one in all_stages() if one.ordered == "skip"}
     passed = letter.resolution == Resolution.OPEN and wire.KEY in letter.headers
     if passed and letter.stage in skipping:
-        return "Those behind it have not waited: redelivered, it runs after them."
+        return "The ones behind it did not wait: if redelivered, it runs after them."
     return ""
 
 

@@ -54,7 +54,7 @@ class Dispatcher:
         self._again: list[tuple[float, int, list[int]]] = []
         self._breaker = Breaker(broker, conf.get().RELAY.BREAKER_MAX_PAUSE)
         self._retry = database_health.Retry(
-            using, "what was committed is left to the relay"
+            using, "committed messages are left to the relay"
         )
         self._stopping = threading.Event()
         self._thread = threading.Thread(

@@ -394,7 +394,7 @@ class Lane:
                 )
             if found.again and not apart:
                 log.info(
-                    "broker %r hung up on %d messages: each again by itself",
+                    "broker %r hung up on %d messages: sending them one by one",
                     self.broker_alias,
                     len(found.again),
                 )

@@ -66,9 +66,9 @@ class Listener:
                 pause = AGAIN
                 if not told:
                     log.warning(
-                        "database %r: a notification did not come, and all wait by "
-                        "polling. Behind a pooler in transaction mode, name a direct "
-                        'way in TXMSG["LISTEN_DATABASE"]',
+                        "database %r: no notification arrived, so all threads poll. "
+                        "Behind a pooler in transaction mode, name a direct "
+                        'connection in TXMSG["LISTEN_DATABASE"]',
                         self._alias,
                     )
                 told = True

@@ -241,7 +241,7 @@ class Settlement:
                 over = not self._lease.left or self._stop.is_set()
                 if over or in_block(connection) or not database_health.may_pass(error):
                     raise
-                log.info("what the broker has answered is noted once more: %s", error)
+                log.info("retrying to record the broker's receipts: %s", error)
             self._stop.wait(min(pause, self._lease.left))
             pause, repeated = min(2 * pause, 2.0), True
 

@@ -96,8 +96,8 @@ class Timekeeper(TimeLoop):
         if row.paused_at is None:
             if after > now + AHEAD:
                 log.warning(
-                    "recurring message %r: its last tick, %s, is to come yet: the "
-                    "clock was set back. It goes on from now",
+                    "recurring message %r: its last tick, %s, is in the future, so "
+                    "the clock was set back. It continues from now",
                     one.name,
                     after.isoformat(),
                 )
@@ -123,7 +123,8 @@ class Timekeeper(TimeLoop):
                     if isinstance(error, AnyDatabaseError) and not own:
                         raise
                     log.exception(
-                        "recurring message %r is not stored for %s, and tried again",
+                        "recurring message %r could not be stored for %s; it is "
+                        "tried again",
                         one.name,
                         tick.isoformat(),
                     )
@@ -147,8 +148,8 @@ class Timekeeper(TimeLoop):
         first = one.cron.after(after)
         if first is not None and first < latest:
             log.warning(
-                "recurring message %r: the ticks from %s on were missed, and only the "
-                "latest is made up for, of %s",
+                "recurring message %r: ticks were missed from %s on, and only the "
+                "latest is caught up, that of %s",
                 one.name,
                 first.isoformat(),
                 latest.isoformat(),

@@ -161,7 +161,7 @@ def require_transaction(alias: str, destination: str) -> None:
         f"outbox_session(), or add django_txmsg.middleware.OutboxMiddleware to "
         f"MIDDLEWARE, which does so for each request. In an async view or a streaming "
         f"response, do so inside "
-        f'sync_to_async(). TXMSG["REQUIRE_ATOMIC"] = False gives this up.'
+        f'sync_to_async(). TXMSG["REQUIRE_ATOMIC"] = False lifts this requirement.'
     )
 
 
@@ -201,7 +201,7 @@ def _new_message(
     if len(content) > settings.MAX_MESSAGE_BYTES:
         raise InvalidMessage(
             f"The body has {len(content)} bytes; at most {settings.MAX_MESSAGE_BYTES} "
-            f'are taken (TXMSG["MAX_MESSAGE_BYTES"]). Store it elsewhere and send a '
+            f'are accepted (TXMSG["MAX_MESSAGE_BYTES"]). Store it elsewhere and send a '
             f"link."
         )
     own_headers = check_headers(headers)

@@ -67,7 +67,7 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
         raise DecodeError(
             IN_DOUBT,
             f"request {undone.request_id} is older than what the inbox of stage "
-            f"{stage!r} remembers: nobody can tell whether it was done",
+            f"{stage!r} remembers: it is unknown whether it was done",
         )
     copies = _copies(undone, stage, using)
     revoked = [inbox.revoke(stage, one) for one in copies]

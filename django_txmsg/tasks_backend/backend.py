@@ -231,7 +231,7 @@ class TransactionalBackend(BaseTaskBackend):
         _warned.add(package)
         log.warning(
             "The task %r is in no installed app. A worker that has not imported %r "
-            "by itself fails it. %s", path, package, name_it(self.alias, path),
+            "will fail it. %s", path, package, name_it(self.alias, path),
         )  # fmt: skip
 
     def stages(self) -> Iterator[Stage]:

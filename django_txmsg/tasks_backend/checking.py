@@ -25,6 +25,6 @@ def _found() -> Iterator[CheckMessage]:
         for name, why in backend.problems():
             yield Error(
                 f"{name} {why}.",
-                hint="See docs/how-to/django-tasks.md for what there is.",
+                hint="See docs/how-to/django-tasks.md for the options.",
                 id="txmsg.E040",
             )

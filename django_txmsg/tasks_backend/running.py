@@ -150,8 +150,9 @@ def call(result: AnyResult) -> Any:
         json.dumps(value, allow_nan=False)
     except ValueError:
         raise ValueError(
-            f"The task {task.module_path} returned NaN or an infinity, or something "
-            f"with one in it, which JSON has not. Let it return None or text instead."
+            f"The task {task.module_path} returned NaN or an infinity, or a value "
+            "that contains one, and JSON has neither. Let it return None or text "
+            "instead."
         ) from None
     return value
 

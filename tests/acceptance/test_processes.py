@@ -153,7 +153,7 @@ def test_sigterm_drains_all_children_and_ends_with_zero(
     process.terminate()
     process.succeed()
     assert process.output.count("started") == 2
-    assert process.output.count("ended in good order") == 2
+    assert process.output.count("ended normally") == 2
     assert not Worker.objects.exists()
     if command == "txmsg run":
         assert effects() == 1
@@ -247,7 +247,7 @@ def test_a_child_above_max_memory_is_replaced_at_once(
     (before,) = working(1)
     with txmsg(), transaction.atomic():
         send_message("tests.processes", 1)
-    process.wait_for_line(r"process 1 .* ended in good order")
+    process.wait_for_line(r"process 1 .* ended normally")
     wait_until(lambda: working(1) - {before}, deadline=60)
     process.terminate()
     process.succeed()
@@ -296,16 +296,16 @@ def test_probes_of_a_healthy_a_hung_and_a_draining_process(
     soon = where + LIVE.replace("600", "3")
     wait_until(lambda: ask(soon)[0] == 503)
     # On SQLite its transaction keeps other loops waiting, too.
-    assert re.search(r"txmsg-[\w.-]+ has not turned", ask(soon)[1])
+    assert re.search(r"txmsg-[\w.-]+ has not run", ask(soon)[1])
     assert ask(where + LIVE)[0] == 200
     live, ready = COMMANDS
     # Its file of a second ago says the same a second later.
     probe = failing(start, [word.replace("600", "3") for word in live])
-    assert re.search(r"txmsg-[\w.-]+ has not turned", probe.output)
+    assert re.search(r"txmsg-[\w.-]+ has not run", probe.output)
     process.terminate()
     wait_until(lambda: ask(where + READY)[0] == 503)
     assert ask(where + LIVE)[0] == 200
-    assert "told to stop" in failing(start, ready).output
+    assert "is stopping" in failing(start, ready).output
     process.terminate()
     assert process.wait() != 0
     # Killed, it left a file: the probe does not take it for a process.

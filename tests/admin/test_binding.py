@@ -106,7 +106,7 @@ def test_a_dry_runs_token_binds_the_command() -> None:
     assert DeadLetter.objects.get(resolution="open").stage == "other"
     with pytest.raises(CommandError, match="2 of the 2"):
         call_command("dead_letters", "discard", "--all", "--shown", token, stdout=out)
-    with pytest.raises(CommandError, match="Not what --dry-run has printed"):
+    with pytest.raises(CommandError, match="Not a token of --dry-run"):
         call_command("dead_letters", "discard", "--all", "--shown", "x", stdout=out)
 
 
@@ -222,7 +222,7 @@ def test_note_does_not_overwrite_an_unseen_newer_note(
 
     page = operator.post(f"{DEAD}note/", stale, follow=True).content.decode()
 
-    assert "has noted on this error in the meantime" in page
+    assert "has written a note on this error in the meantime" in page
     assert FailureNote.objects.get().note == fresh["note"]
     [group] = operator.get(DEAD).context["groups"]
     operator.post(f"{DEAD}note/", {**stale, "seen": group["note"].version})

@@ -69,7 +69,7 @@ def page(of: DeadLetter, operator: Client) -> str:
 def test_how_many_wait_behind_a_dead_letter(
     letter: DeadLetter, operator: Client
 ) -> None:
-    told = "2 wait behind this one. Redelivered, it runs, and then they do"
+    told = "2 wait behind this one. If you redeliver it, it runs, and then they do"
     assert told in printed("dead_letters", "show", str(letter.pk))
     assert told in page(letter, operator)
 

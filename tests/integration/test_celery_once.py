@@ -122,7 +122,7 @@ def test_a_result_that_cannot_be_kept_is_none_for_a_copy(
     task = once_task(lambda: object())
 
     assert deliver(task) is not None
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
     assert deliver(task) is None
 
 

@@ -325,7 +325,7 @@ def test_the_command_writes_and_checks(tmp_path: Path) -> None:
         assert json.loads(run("export", "-")[0])["asyncapi"] == "3.0.0"
     with service(takes={"orders.place": Compatible}):
         said, code = run("check", file)
-        assert (code, "Nothing that has changed is breaking" in said) == (0, True)
+        assert (code, "The changes break nothing" in said) == (0, True)
     with service(takes={"orders.place": Breaking}):
         assert run("check", file) == (f"shop.Order: $.order: missing; {IN}\n", 1)
         said, code = run("check", file, "--json")

@@ -152,7 +152,9 @@ def test_let_go_does_not_wait_long_for_a_running_message(
 
     with transaction.atomic(), ThreadPoolExecutor(1) as pool:
         InboxMessage.objects.select_for_update().get(pk=first.pk)
-        assert "a worker runs the first message" in pool.submit(refused).result(60)
+        assert "a worker is running the first message" in pool.submit(refused).result(
+            60
+        )
     assert InboxMessage.objects.filter(waits_for__isnull=False).count() == 3
 
 

@@ -109,7 +109,7 @@ def test_the_latest_of_the_missed_ticks_is_made_up_for(
 
     made_up = 400 * 24 * 60
     assert stored() == at(made_up, made_up + 1)
-    assert "the ticks from 2026-06-01T12:01:00+00:00 on were missed" in caplog.text
+    assert "ticks were missed from 2026-06-01T12:01:00+00:00 on" in caplog.text
 
 
 @pytest.mark.django_db
@@ -262,7 +262,7 @@ def test_unstorable_recurring_message_is_retried_and_blocks_no_other(
         with caplog.at_level(logging.ERROR):
             assert timekeeper._keep("default") == AFTER_FAILURE
         assert stored() == at(1)
-        assert "'bad' is not stored for 2026-06-01T12:01:00+00:00" in caplog.text
+        assert "'bad' could not be stored for 2026-06-01T12:01:00+00:00" in caplog.text
         assert Schedule.objects.get(name="bad").last_tick == NOON
 
 

@@ -379,7 +379,9 @@ def test_a_timekeeper_goes_on(caplog: pytest.LogCaptureFixture) -> None:
             )
             # SQLite's trigger refuses as a constraint does: the tick's own fault.
             wait_until(
-                lambda: keeping._failures >= 2 or "is not stored for" in caplog.text
+                lambda: (
+                    keeping._failures >= 2 or "could not be stored for" in caplog.text
+                )
             )
         wait_until(OutboxMessage.objects.exists)
     finally:

@@ -344,7 +344,7 @@ def test_behind_a_pooler_it_says_so_and_all_poll(
 ) -> None:
     with txmsg(LISTEN_DATABASE=pooled):
         with listener.listening({"default"}):
-            wait_until(lambda: "a notification did not come" in caplog.text)
+            wait_until(lambda: "no notification arrived" in caplog.text)
             assert not notifications.heard("default")
         assert checked() == ["txmsg.W030"]
 
@@ -369,7 +369,7 @@ def test_listener_of_a_former_primary_falls_back_to_polling(
                 # Whoever connects from now on is led to another server.
                 moved.setitem(connections.databases, "default",
                               {**given, "NAME": elsewhere})  # fmt: skip
-                wait_until(lambda: "a notification did not come" in caplog.text)
+                wait_until(lambda: "no notification arrived" in caplog.text)
                 wait_until(lambda: not notifications.heard("default"))
         wait_until(lambda: not _listens())
         wait_until(lambda: not any(one._running for one in notifier._notifier.all()))

@@ -95,7 +95,7 @@ class Publisher:
                 break
         for index in sorted(sending.open):
             outcomes[index] = DispatchUnknown(
-                f"it was not sent, after another was not: {error}",
+                f"it was not sent, because another message failed: {error}",
                 written=False,
                 hung_up=hung_up,
             )

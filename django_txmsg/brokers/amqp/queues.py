@@ -80,7 +80,7 @@ class Queues:
             if error.code == LOCKED:
                 raise DestinationUnavailable(
                     f"queue {queue!r} is exclusive to another connection: RabbitMQ "
-                    f"deletes it, with what lies in it, when that connection ends"
+                    "deletes it, with its messages, when that connection ends"
                 ) from error
             if error.code == REFUSED:
                 return 0, 0  # it exists; its next use shows the rest
@@ -107,8 +107,8 @@ class Queues:
                 raise
         else:
             raise DispatchRejected(
-                f"queue {queue!r} is a stream, of which a stage would miss what was "
-                f"sent while it was away. Name a classic or a quorum queue"
+                f"queue {queue!r} is a stream, and a stage would miss what was sent "
+                "while it was not connected. Name a classic or a quorum queue"
             )
 
     def private(self, topic: str) -> str:
@@ -165,7 +165,7 @@ class Queues:
     def _make(self, queue: str, arguments: dict[str, Any] | None) -> None:
         if not self._options.declare:
             raise DestinationUnavailable(
-                f"there is no queue {queue!r}, and ?declare=no makes none"
+                f"there is no queue {queue!r}, and ?declare=no forbids declaring it"
             )
         if arguments is None:
             arguments = {"x-queue-type": self._options.queue_type}

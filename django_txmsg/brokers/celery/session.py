@@ -265,5 +265,5 @@ def _unsent(error: BrokerError | None) -> DispatchUnknown:
 
 def send_only() -> NoReturn:
     raise BrokerError(
-        "a celery:// broker only sends: Celery's workers consume what it is sent"
+        "a celery:// broker only sends: Celery's workers receive its messages"
     )

@@ -173,6 +173,6 @@ def heartbeat(
 def _count(using: str) -> None:
     """Aggregate the counts; if it fails now, a later run does it."""
     counting = database_health.retry(
-        using, f"the charts of database {using!r} are not counted"
+        using, f"the charts of database {using!r} are not updated"
     )
     counting.run(lambda: periods.remember(using, clock(using)))

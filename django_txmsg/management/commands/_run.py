@@ -195,8 +195,8 @@ class Command(BaseCommand):
                 service.run()
             except (TxmsgError, AnyDatabaseError) as error:
                 raise CommandError(
-                    f"It ended: {str(error).rstrip('.')}. What is not dispatched stays "
-                    f"in the outbox, what is not processed with its broker."
+                    f"It ended: {str(error).rstrip('.')}. Messages not dispatched "
+                    "stay in the outbox, messages not processed with their broker."
                 ) from error
 
     def _introduce(

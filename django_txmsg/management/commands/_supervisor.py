@@ -102,7 +102,7 @@ class Supervisor:
             silent = silent if state is None else min(silent, state.silent)
             if silent > within:
                 loop = f": {state.loop}" if state else ""
-                return f"{slot}{loop} has not turned for {silent:.0f} s"
+                return f"{slot}{loop} has not run for {silent:.0f} s"
         return ""
 
     @property
@@ -136,7 +136,7 @@ class Supervisor:
             self._code = max(self._code, code)
         if code == 0:
             slot.failures = 0
-            log.info("%s ended in good order after %.0f s", slot, lived)
+            log.info("%s ended normally after %.0f s", slot, lived)
             return
         slot.failures += 1
         pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** (slot.failures - 1))

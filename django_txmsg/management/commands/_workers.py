@@ -100,7 +100,7 @@ def alive(within: float) -> str:
     state = liveness.state()
     if state.silent <= within:
         return ""
-    return f"{state.loop} has not turned for {state.silent:.0f} s"
+    return f"{state.loop} has not run for {state.silent:.0f} s"
 
 
 @contextmanager

@@ -25,15 +25,15 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("stages", nargs="*", metavar="STAGE")
-        parser.add_argument("--once", action="store_true", help="until idle")
+        parser.add_argument("--once", action="store_true", help="end when idle")
         parser.add_argument(
             "--concurrency", type=int, metavar="N", help="threads for each stage"
         )
         parser.add_argument(
-            "--max-messages", type=int, metavar="N", help="deliveries, and then end"
+            "--max-messages", type=int, metavar="N", help="end after so many deliveries"
         )
         parser.add_argument(
-            "--max-memory", type=float, metavar="MIB", help="end when it has grown"
+            "--max-memory", type=float, metavar="MIB", help="end above so much memory"
         )
         add_arguments(parser)
 

@@ -222,17 +222,18 @@ class Command(BaseCommand):
         parser.add_argument(
             "--force",
             action="store_true",
-            help="redeliver also what its stage has processed in the meantime; the "
-            "bulk operation in the admin says who did so",
+            help="redeliver also messages that their stage has processed since; the "
+            "bulk operation records who did so",
         )
         parser.add_argument(
             "--dry-run",
             action="store_true",
-            help="say how many, with a token for --shown",
+            help="print how many, and a token for --shown",
         )
         parser.add_argument(
             "--shown", metavar="TOKEN",
-            help="of --dry-run: change exactly what it has counted, or nothing",
+            help="the token of a --dry-run: change exactly the dead letters it "
+                 "counted, or none",
         )  # fmt: skip
         parser.add_argument("--json", action="store_true")
         parser.add_argument("--database", metavar="ALIAS")
@@ -350,9 +351,9 @@ class Command(BaseCommand):
             facts = selection.summary(letters)
             if action == "discard" and facts.in_doubt:
                 self.stderr.write(
-                    f"{facts.in_doubt} of them are undos in doubt: discarding confirms "
-                    f"that you have checked, and undone by hand what was done. Their "
-                    f"flows continue."
+                    f"{facts.in_doubt} of them are undos in doubt: discarding "
+                    "confirms that you have checked them, and undone by hand what "
+                    "had been done. Their flows continue."
                 )
             if action == "redeliver" and facts.forgotten:
                 self.stderr.write(

@@ -40,7 +40,7 @@ class Command(BaseCommand):
             f"(default: {','.join(sorted(STUCK))}, without warnings)",
         )  # fmt: skip
         parser.add_argument(
-            "--database", metavar="ALIAS", help="this one alone, of all that are in use"
+            "--database", metavar="ALIAS", help="only this one, not all that are in use"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -111,7 +111,7 @@ class Command(BaseCommand):
 def _kinds(text: str) -> frozenset[str]:
     kinds = frozenset(kind.strip() for kind in text.split(","))
     if unknown := kinds - {*alarms.KINDS, BAD}:
-        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is no kind of alarm")
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is not a kind of alarm")
     return kinds
 
 

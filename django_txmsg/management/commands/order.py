@@ -23,14 +23,16 @@ from ._tables import require_tables
 class Command(BaseCommand):
     """Show messages that wait for their predecessors, and release one."""
 
-    help = "Lists the keys whose messages wait at ordered stages; lets one go."
+    help = "Lists the keys whose messages wait at ordered stages; releases one."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "action", choices=["list", "let_go"], metavar="ACTION", help="list, let_go"
         )
         parser.add_argument("--stage", help="of let_go: the ordered stage")
-        parser.add_argument("--key", help="of let_go: the key whose first one may run")
+        parser.add_argument(
+            "--key", help="of let_go: the key whose first message may run"
+        )
         parser.add_argument("--json", action="store_true", help="of list")
         parser.add_argument("--database", metavar="ALIAS")
 
@@ -59,8 +61,8 @@ class Command(BaseCommand):
             if not database_health.gave_up_waiting(error):
                 raise
             raise CommandError(
-                f"Nothing is changed: a worker runs the first message of key {key!r} "
-                f"at stage {stage!r} just now."
+                "Nothing is changed: a worker is running the first message of key "
+                f"{key!r} at stage {stage!r} just now."
             ) from error
         if rows.behind(stage, key, 1):
             raise CommandError(

@@ -30,7 +30,9 @@ class Command(BaseCommand):
     help = "Hands stored messages to the broker until stopped (SIGTERM or SIGINT)."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--once", action="store_true", help="until nothing is due")
+        parser.add_argument(
+            "--once", action="store_true", help="end when nothing is due"
+        )
         parser.add_argument("--batch-size", type=int, metavar="N")
         parser.add_argument(
             "--database", action="append", metavar="ALIAS", help="may be repeated"
@@ -47,9 +49,9 @@ class Command(BaseCommand):
         databases = options["database"] or with_tables()
         if options["verbosity"] > 0 and not options["database"] and left_out():
             self.stdout.write(
-                f"Serving the databases {', '.join(databases)}, and not "
-                f"{', '.join(left_out())}: where messages are stored there with using=,"
-                f" say --database for each."
+                f"Serving the databases {', '.join(databases)}, but not "
+                f"{', '.join(left_out())}. If messages are stored there with using=, "
+                "name each with --database."
             )
         brokers = options["broker"] or sorted(conf.get().BROKERS)
         unknown = [name for name in brokers if name not in conf.get().BROKERS]
@@ -81,8 +83,8 @@ class Command(BaseCommand):
                 relay.run(once=options["once"])
             except (TxmsgError, AnyDatabaseError) as error:
                 raise CommandError(
-                    f"{_said(relay)} The relay ended: {str(error).rstrip('.')}. What "
-                    f"is not dispatched stays in the outbox."
+                    f"{_said(relay)} The relay ended: {str(error).rstrip('.')}. "
+                    "Messages not dispatched stay in the outbox."
                 ) from error
         if options["verbosity"] > 0:
             say(self.stdout, _said(relay))

@@ -33,12 +33,14 @@ class Command(BaseCommand):
         actions = parser.add_subparsers(
             dest="action", required=True, parser_class=VerbParser
         )
-        listing = actions.add_parser("list", help="who subscribed to what")
+        listing = actions.add_parser("list", help="all topics and their subscribers")
         listing.add_argument("--json", action="store_true")
-        ending = actions.add_parser("remove", help="end one, and delete what waits")
+        ending = actions.add_parser("remove", help="end one, and delete its messages")
         ending.add_argument("topic", metavar="TOPIC")
         ending.add_argument("subscriber", metavar="SUBSCRIBER")
-        ending.add_argument("--dry-run", action="store_true", help="say how many wait")
+        ending.add_argument(
+            "--dry-run", action="store_true", help="print how many wait"
+        )
         for one in (listing, ending):
             one.add_argument("--broker", default="default", metavar="ALIAS")
 

@@ -212,7 +212,7 @@ def test_bytes_that_are_no_stomp_end_the_connection(
     broker.write(b"MESSAGE\ncontent-length:3\n\nlonger\x00")
 
     wait_until(lambda: connection.failed)
-    assert "no STOMP" in str(connection.error)
+    assert "not STOMP" in str(connection.error)
 
 
 def test_an_unknown_frame_is_ignored(broker: ScriptedBroker, connect: Connect) -> None:

@@ -121,7 +121,7 @@ def test_any_header_block_of_a_parsable_frame_is_handed_on(block: bytes) -> None
         (b"a:\\", "unknown escape"),
         (b"no colon", "without a name or colon"),
         (b":no name", "without a name or colon"),
-        (b"a:\xff", "no UTF-8"),
+        (b"a:\xff", "not UTF-8"),
         (b"content-length:many", "content-length"),
         (b"content-length:-1", "content-length"),
         ("content-length:\u0661".encode(), "content-length"),
@@ -182,7 +182,7 @@ def test_a_body_too_long_to_keep_goes_by_and_the_stream_goes_on(
     long, after = found
     assert isinstance(long, Frame)
     assert long.headers["ack"] == "1"
-    assert "more than is taken" in str(long.problem)
+    assert "more than is accepted" in str(long.problem)
     assert body.startswith(long.body)
     assert len(long.body) == 1 << 16
     assert after == Receipt(b"1-1")
