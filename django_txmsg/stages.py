@@ -17,6 +17,7 @@ from django.utils.module_loading import import_string
 from . import codecs, conf, wire
 from .envelope.handler import Body, Declaring, Handler, accepted, bound, check, path_of
 from .envelope.message import Message, check_destination
+from .envelope.rate import Rate
 from .envelope.redelivery import RedeliveryPolicy
 from .envelope.transaction_definition import (
     TransactionDefinition as TransactionDefinition,
@@ -65,6 +66,9 @@ class Stage:
     timeout: float | None = None
     #: Whether messages of one key run in order, and whether a dead one blocks them.
     ordered: Order | None = None
+    #: How many messages it processes in a time, for each value of the header `per`.
+    rate: Rate | None = None
+    per: str | None = None
     #: The annotation of the body that the handler takes, or that body's reader; None:
     #: the handler takes the message.
     accepts: Any = None
@@ -178,6 +182,8 @@ def stage(
     batch: int = 1,
     timeout: float | None = None,
     ordered: Order | None = None,
+    rate: str | None = None,
+    per: str | None = None,
     undoes: Destination[Any, Any] | None = None,
 ) -> Declaring[Body]: ...
 @overload
@@ -194,6 +200,8 @@ def stage(
     batch: int = 1,
     timeout: float | None = None,
     ordered: Order | None = None,
+    rate: str | None = None,
+    per: str | None = None,
     undoes: Destination[Any, Any] | None = None,
 ) -> Callable[[Decorated], Decorated]: ...
 def stage(
@@ -209,6 +217,8 @@ def stage(
     batch: int = 1,
     timeout: float | None = None,
     ordered: Order | None = None,
+    rate: str | None = None,
+    per: str | None = None,
     undoes: Destination[Any, Any] | None = None,
     **unknown: Any,
 ) -> Callable[[Any], Any]:
@@ -227,10 +237,12 @@ def stage(
     seconds for one execution of the handler. Then its query is cancelled, it can run no
     other, and the attempt fails with StageTimedOut. `ordered`: messages of one key run
     one at a time, in the order in which they left; a dead one blocks its followers
-    ("block") or does not ("skip"). What the handler returns is the answer, if a flow
-    has asked for one. `undoes` is the destination of the requests that this stage
-    undoes. It runs once if the request was processed here; otherwise it does not run,
-    and the request never will.
+    ("block") or does not ("skip"). `rate` ("10/s", "900/m"; also h and d) limits how
+    many messages all processes handle together, for each value of the header `per`;
+    messages over the rate wait in the inbox. What the handler returns is the answer, if
+    a flow has asked for one. `undoes` is the destination of the requests that this
+    stage undoes. It runs once if the request was processed here; otherwise it does not
+    run, and the request never will.
 
     Raises ConfigurationError if the name is taken, an option is unknown or the options
     contradict each other.
@@ -240,6 +252,8 @@ def stage(
     reply = getattr(destination, "reply", None)
     destination = _named(destination)
     _check(transaction, isolation, concurrency, batch, timeout, ordered)
+    limit = None if rate is None else Rate.parse(rate)
+    _check_rate(limit, per, batch, ordered, redelivery)
     if undoes is not None and transaction != "outbox":
         raise ConfigurationError(
             f"The stage of {destination!r} undoes {undoes} and has "
@@ -270,6 +284,8 @@ def stage(
             batch=batch,
             timeout=timeout,
             ordered=ordered,
+            rate=limit,
+            per=per,
             undoes=None if undoes is None else str(undoes),
             answering=partial(replying, annotation=reply, broker=broker),
         )
@@ -386,3 +402,33 @@ def _check(
         raise ConfigurationError(
             f"ordered={ordered!r} must be one of {', '.join(ORDERS)}, or None."
         )
+
+
+def _check_rate(
+    rate: Rate | None,
+    per: str | None,
+    batch: int,
+    ordered: str | None,
+    redelivery: RedeliveryPolicy | None,
+) -> None:
+    if per is not None and (rate is None or not isinstance(per, str) or not per):
+        raise ConfigurationError(
+            f"per={per!r} is not the name of a header beside a rate=."
+        )
+    if rate is None:
+        return
+    reason = ""
+    if batch > 1:
+        reason = (
+            "batch: each message takes its slot in a commit of its own, and a batch "
+            "exists to save commits."
+        )
+    elif ordered is not None:
+        reason = "ordered: a message would use its slot up while its predecessor runs."
+    elif redelivery is not None and redelivery.mode == "blocking":
+        reason = (
+            'redelivery mode "blocking": its attempts follow each other in the thread. '
+            'Use "non_blocking".'
+        )
+    if reason:
+        raise ConfigurationError(f"rate cannot be combined with {reason}")

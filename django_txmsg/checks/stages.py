@@ -44,6 +44,7 @@ def check() -> list[CheckMessage]:
             _codec,
             _middleware,
             _order,
+            _rate,
             _undo,
         ):
             found += look(stage)
@@ -215,6 +216,16 @@ def _order(stage: Stage) -> Iterator[CheckMessage]:
             f"some of its messages, and waits for the others.",
             hint="Give the queue one stage, or send to a topic.",
             id="txmsg.E061",
+        )
+
+
+def _rate(stage: Stage) -> Iterator[CheckMessage]:
+    if stage.rate is not None and stage.policy.mode == "blocking":
+        yield Error(
+            f"Stage {stage.name!r} has a rate, and the settings' redelivery mode "
+            f'"blocking", whose attempts follow each other in the thread.',
+            hint='Give it redelivery=RedeliveryPolicy(mode="non_blocking").',
+            id="txmsg.E063",
         )
 
 

@@ -22,7 +22,7 @@ from ..brokers import find_broker, get_broker
 from ..dead_letters import bulk
 from ..errors import BrokerUnavailable, ConfigurationError
 from ..http_outbox.control_thread import ControlThread
-from ..models import InboxMessage, StageState, Worker
+from ..models import InboxMessage, RateLine, StageState, Worker
 from ..monitoring import databases
 from ..monitoring.presence import Presence
 from ..relaying.listener import listening
@@ -205,12 +205,17 @@ class Consumer:
         return {one for one in {*self._databases, *embedded} if one is not None}
 
     def _begin(self) -> None:
-        """Record which stages are ordered from now on, and which no longer are."""
+        """Record which stages are ordered from now on, which no longer are, and whose
+        rate has changed."""
         stages = {thread.stage.name: thread.stage for thread in self.threads}
         try:
             ordering.begin(list(stages.values()))
+            for stage in stages.values():
+                if stage.rate is not None:
+                    lines = RateLine.objects.db_manager(stage.definition.using)
+                    lines.changed(stage.name, stage.rate.period)
         except AnyDatabaseError as error:
-            log.warning("cannot record which stages are ordered: %s", error)
+            log.warning("cannot record how the stages run: %s", error)
 
     def _watch(self, once: bool) -> None:
         beat_at, beats, look_at, obey_at = 0.0, 0, 0.0, 0.0

@@ -36,7 +36,7 @@ MAX_HEADERS = 1000
 def read(delivery: Delivery, stage: Stage) -> Message:
     """Return the message of a delivery, with the body for the stage's handler. Raises
     DecodeError, including NewerCodeNeeded."""
-    given, content_type = delivery.body, _checked(delivery, stage)
+    given, content_type = delivery.body, checked(delivery, stage)
     if cloudevents.is_structured(content_type):
         given, content_type = cloudevents.data(given)
     reader = stage.reader
@@ -62,7 +62,7 @@ def envelope(delivery: Delivery, stage: Stage) -> Message:
     return _message(delivery, stage, None)
 
 
-def _checked(delivery: Delivery, stage: Stage) -> str:
+def checked(delivery: Delivery, stage: Stage) -> str:
     """Return the content type of a delivery. Raises DecodeError for its headers."""
     headers = delivery.headers
     if delivery.problem:

@@ -120,7 +120,9 @@ def unreadable(
     if arrival.parked is not None:
         seen = arrival.parked.seen
     if isinstance(error, NewerCodeNeeded):
-        return _postpone(arrival, seen, str(error), (error.name, error.version))
+        return postpone(
+            arrival, str(error), seen=seen, needs=(error.name, error.version)
+        )
     failure = Failure.of(error)
     if error.reason == "invalid_body":
         # Grouped by the fault, not by the line of our code that found it.
@@ -198,32 +200,42 @@ def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
 def keep(arrival: Arrival, reason: str) -> Outcome:
     """Park a message whose copy the broker refuses now, without counting an attempt: it
     runs from the inbox as soon as a thread is free."""
-    return _postpone(arrival, None, reason)
+    return postpone(arrival, reason)
 
 
-def _postpone(
+def postpone(
     arrival: Arrival,
-    seen: Seen | None,
     error: str,
+    *,
+    seen: Seen | None = None,
     needs: tuple[str, int] | None = None,
+    delay: float = 0.0,
+    slot: int | None = None,
+    key: str = "",
 ) -> Outcome:
-    """Park a message without counting an attempt. `seen` is its record, if there is
-    one."""
+    """Park a message for `delay` seconds without counting an attempt. `seen` is its
+    record, if there is one."""
     delivery, stage = arrival.delivery, arrival.stage
     inbox = arrival.inbox
+    if arrival.parked is not None:
+        seen = seen or arrival.parked.seen
     while True:
         row = seen
         if row is None:
             message = decoding.envelope(delivery, stage)
             row = inbox.record(stage.name, [message], together=True)[message.id]
+            if row.settled:
+                return Duplicate()
         parked = inbox.park(
             row.id,
-            delay=0.0,
+            delay=delay,
             headers=arrival.kept_headers,
             body=delivery.body,
             error=error,
             token=arrival.token,
             needs=needs,
+            slot=slot,
+            key=key,
         )
         if parked:
             return Postponed()

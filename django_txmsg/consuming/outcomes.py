@@ -30,8 +30,8 @@ class SentBack:
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """Parked, without counting an attempt: until newer code can read the body, or
-    because its queue did not take the copy back."""
+    """Parked, without counting an attempt: until newer code can read the body, because
+    its queue did not take the copy back, or until its slot by the stage's rate."""
 
 
 @dataclass(frozen=True, slots=True)

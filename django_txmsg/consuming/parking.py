@@ -7,7 +7,9 @@ their predecessor has just released come first.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import uuid
 from typing import cast
 
@@ -23,6 +25,8 @@ LEASE = 60.0
 SHARE = 16
 #: Most messages in a row that run because the one before them has ended.
 FOLLOWERS = 16
+#: Shortest pause between two queries for parked messages that were not to be had.
+_PAUSE = 0.02
 
 
 class Parking:
@@ -37,11 +41,15 @@ class Parking:
         #: Set when a message ends and releases others that waited for it.
         self.woken = threading.Event()
         self.token = uuid.uuid4()
-        self._since, self._followers = SHARE, 0
+        # Most parked messages of a stage with a rate have waited only for their slot.
+        self._share = SHARE if stage.rate is None else 1
+        self._since, self._followers = self._share, 0
+        #: When the next one is due, of a stage with a rate, by this process's clock.
+        self._next = math.inf
 
     def comes_first(self) -> bool:
         """Return whether a parked message must run before the broker is queried."""
-        return self._since >= SHARE or self.follows()
+        return self._since >= self._share or self.follows()
 
     def follows(self) -> bool:
         """Return whether a message has just released its followers: those are next, up
@@ -60,7 +68,7 @@ class Parking:
 
     def had_its_turn(self) -> None:
         """Record that no parked message was due: the next delivery comes first."""
-        self._since = min(self._since, SHARE - 1)
+        self._since = min(self._since, self._share - 1)
 
     def waited_for(self, deliveries: int) -> None:
         """Count deliveries that were processed while parked messages waited."""
@@ -68,14 +76,24 @@ class Parking:
 
     def claim(self) -> Parked | None:
         """Claim one due message, under a lease."""
-        if not self.due.is_set():
+        if not self.due.is_set() and self.pause:
             return None
         stage = self._stage
         rows = InboxMessage.objects.db_manager(stage.definition.using)
         parked = rows.claim_parked(stage.name, self.token, LEASE, stage.reads)
         if parked is None:
             self.due.clear()
+            if stage.rate is not None:
+                # Not by the consumer's poll: a slot that is used late is lost.
+                after = rows.next_due(stage.name)
+                pause = math.inf if after is None else max(_PAUSE, after)
+                self._next = time.monotonic() + pause
         return parked
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next parked message may be due, if that is known."""
+        return max(0.0, self._next - time.monotonic())
 
     def give_back(self, parked: Parked) -> None:
         """Release a claimed message at once."""

@@ -27,11 +27,10 @@ from ..runtime.breaker import Breaker
 from ..runtime.connections import leave_blocks, open_caches, recycle
 from ..runtime.idle_clock import Activity
 from ..stages import Stage
-from . import batch as batches
-from . import decoding, modes
+from . import decoding, modes, rates
 from .backpressure import Room
 from .decoding import Arrival
-from .outcomes import Outcome, to_acknowledge
+from .outcomes import Outcome, Postponed, to_acknowledge
 from .parking import NO_SESSION, Parking
 from .recycle_limits import Allowance
 from .stage_middleware import prepared
@@ -164,7 +163,8 @@ class StageThread:
             self._stopping.wait(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
             return
         self._parking.had_its_turn()
-        first = first or session.receive(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
+        pause = min(0.5, self._settings.CONSUME.POLL_INTERVAL, self._parking.pause)
+        first = first or session.receive(pause)
         if first is None:
             self._subscription.worked()
             self.dry = True
@@ -213,7 +213,7 @@ class StageThread:
             recycle()
             self.busy_since = time.monotonic()
             try:
-                outcomes = batches.process(arrivals)
+                outcomes = rates.process(arrivals)
             except (BrokerUnavailable, DestinationUnavailable):
                 raise
             except Exception as error:
@@ -280,6 +280,8 @@ class StageThread:
 
     def _note(self, outcome: Outcome) -> None:
         self._throttle.note(outcome)
+        if isinstance(outcome, Postponed):
+            self.parked_due.set()  # it may be the next one
         self._activity.note()
         self.handled += 1
         if self._allowance is not None:

@@ -24,6 +24,7 @@ from .key_tail import KeyTail
 from .outbox import OutboxMessage
 from .period_count import PeriodCount
 from .queue import QueueMessage, QueueSubscription
+from .rate_line import RateLine
 from .run import Run
 from .schedule import Schedule
 from .session_record import SessionRecord
@@ -47,6 +48,7 @@ __all__ = [
     "PeriodCount",
     "QueueMessage",
     "QueueSubscription",
+    "RateLine",
     "Run",
     "Schedule",
     "SessionRecord",

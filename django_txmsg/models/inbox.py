@@ -93,6 +93,8 @@ class Parked:
     body: bytes
     #: Seconds from one renewal of the lease to its end.
     lease: float
+    #: The slot that it waited for, at a stage with a rate.
+    slot: int | None = None
 
 
 class InboxState(models.TextChoices):
@@ -268,24 +270,29 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         error: str,
         token: uuid.UUID | None = None,
         needs: tuple[str, int] | None = None,
+        slot: int | None = None,
+        key: str = "",
     ) -> bool:
         """Keep the whole message here until it is due again in `delay` seconds.
 
         `needs` names a message type and the oldest version that reads it: workers with
-        older code do not claim it, and it costs no attempt. Returns False if it is
+        older code do not claim it. `slot` is the one that it waits for in the line of
+        `key`. Neither costs an attempt. Returns False if it is
         already processed or dead, or if its lease, `token`, has ended and another
         worker has it.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
         # Its claim counted the attempt.
-        uncounted = int(needs is not None and token is not None)
+        free = needs is not None or slot is not None
+        uncounted = int(free and token is not None)
+        line, place = (", key = %s", [key]) if slot is not None else ("", [])
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
                 " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
-                " lease_token = NULL, needs_type = %s, needs_version = %s,"
-                f" attempts = attempts - {uncounted} WHERE id = %s"
+                " lease_token = NULL, needs_type = %s, needs_version = %s, slot = %s,"
+                f" attempts = attempts - {uncounted}{line} WHERE id = %s"
                 f" AND {OPEN.sql()}{held}",
                 [
                     later_value(connection, delay),
@@ -293,6 +300,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
                     prepared(self.model, "body", body, connection),
                     error,
                     *(needs or ("", None)),
+                    slot,
+                    *place,
                     pk,
                     *fence,
                 ],
@@ -336,7 +345,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             f" {leases.FREE.sql('c', now=began_sql(connection))}{readable}",
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
             f" attempts = attempts + 1, started_at = {now}",
-            returning=f"{SEEN_COLUMNS.format(now=now)}, destination, headers, body",
+            returning=f"{SEEN_COLUMNS.format(now=now)}, destination, headers, body,"
+            " slot",
         )
         with connection.cursor() as cursor:
             cursor.execute(
@@ -352,14 +362,24 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             row = cursor.fetchone()
         if row is None:
             return None
-        *seen, destination, headers, body = row
+        *seen, destination, headers, body, slot = row
         return Parked(
             seen=read_seen(seen),
             destination=destination,
             headers=json.loads(headers) if isinstance(headers, str) else headers,
             body=bytes(body),
             lease=lease,
+            slot=slot,
         )
+
+    def next_due(self, stage: str) -> float | None:
+        """Return in how many seconds the next parked message of a stage is due, of
+        those that no worker has claimed; None if there is none."""
+        free = Q(lease_until=None) | Q(lease_until__lte=Now())
+        rows = self.filter(free, stage=stage, due_at__isnull=False, needs_version=None)
+        first = rows.order_by("due_at", "id").annotate(now=Now())
+        found = first.values_list("due_at", "now").first()
+        return None if found is None else (found[0] - found[1]).total_seconds()
 
     def extend(self, pk: int, token: uuid.UUID, lease: float) -> None:
         """Hold a claimed parked message for `lease` seconds from now, unless its row is
@@ -602,6 +622,11 @@ class InboxMessage(models.Model):
         null=True,
         blank=True,
         help_text="The predecessor's place in the order of its key.",
+    )
+    slot = models.BigIntegerField(
+        null=True,
+        blank=True,
+        help_text="The slot that it waits for, at a stage with a rate.",
     )
 
     objects = InboxManager()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.db import models, transaction
-from django.db.models import Exists, OuterRef, Q, QuerySet, Value
+from django.db.models import Exists, F, OuterRef, Q, QuerySet, Value
+from django.db.models.lookups import LessThan
 
 from .. import conf, wire
 from ..django_internals import delete_where
@@ -28,6 +29,7 @@ from ..models import (
     KeyTail,
     OutboxMessage,
     QueueMessage,
+    RateLine,
     Run,
     SessionRecord,
     TaskRun,
@@ -129,6 +131,7 @@ def kinds() -> list[Kind]:
         ),
         # The inboxes of this service forget what it has sent after the same time.
         Kind("key tails", KeyTail, keep.INBOX, _old_tail, logged=False),
+        Kind("rate lines", RateLine, keep.INBOX, _old_line, logged=False),
         Kind("silent workers", Worker, SILENT_WORKERS, _silent, logged=False),
     ]
 
@@ -256,6 +259,11 @@ def _of_no_use(cutoff: dt.datetime) -> Q:
 
 def _old_tail(cutoff: dt.datetime) -> Q:
     return Q(last_at__lt=int(cutoff.timestamp() * 1_000_000))
+
+
+def _old_line(cutoff: dt.datetime) -> Q:
+    last = F("origin") + F("taken") * F("period")
+    return Q(LessThan(last, Value(cutoff.timestamp())))
 
 
 def _silent(cutoff: dt.datetime) -> Q:

@@ -83,8 +83,8 @@ PUBLIC = {
     "django_txmsg.models": """
         Attempt AuditEntry BulkOperation DatabaseIdentity DeadLetter FailureNote
         FlowStep FlowUndo IdempotencyKey InboxMessage KeyTail OutboxMessage PeriodCount
-        QueueMessage QueueSubscription Run Schedule SessionRecord StageState TaskRun
-        Worker
+        QueueMessage QueueSubscription RateLine Run Schedule SessionRecord StageState
+        TaskRun Worker
     """,
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost

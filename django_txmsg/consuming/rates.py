@@ -1,0 +1,77 @@
+"""Around hop 7: a stage with a rate, `@stage(..., rate="900/m", per="header-name")`.
+
+A message takes a slot in the line of its key before the stage sees it, in a commit of
+its own: inside the stage's transaction the line would stay locked while the handler
+runs. A message whose slot is not due is parked until then, at no attempt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from ..errors import DecodeError
+from ..models import RateLine
+from . import batch, decoding
+from .decoding import Arrival
+from .failure import postpone
+from .outcomes import Outcome
+from .protocol import Conflicts
+
+
+def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
+    """Process arrivals like `batch.process()`, each in its turn by the stage's rate."""
+    if arrivals[0].stage.rate is None:
+        return batch.process(arrivals)
+    (arrival,) = arrivals  # no batches
+    waiting = _waiting(arrival) if _takes_slot(arrival) else None
+    return batch.process(arrivals) if waiting is None else [waiting]
+
+
+def _takes_slot(arrival: Arrival) -> bool:
+    """Return whether a message can wait, and has had no slot in an earlier try: a
+    retried arrival is recorded. The stage buries one that it does not accept."""
+    if arrival.counted.row is not None or not arrival.has_identity:
+        return False
+    try:
+        decoding.checked(arrival.delivery, arrival.stage)
+    except DecodeError:
+        return False
+    return True
+
+
+def _waiting(arrival: Arrival) -> Outcome | None:
+    """Return the outcome of a message whose slot is not due; None if it is due."""
+    stage, key = arrival.stage, _key(arrival)
+    assert stage.rate is not None
+    lines = RateLine.objects.db_manager(arrival.using)
+    before = None if arrival.parked is None else arrival.parked.slot
+    conflicts = Conflicts()
+    while True:
+        try:
+            slot, delay = lines.place(
+                stage.name, key, stage.rate.period, stage.rate.tolerance, before
+            )
+            break
+        except Exception as error:
+            if not conflicts.mends(error):
+                raise
+        arrival.stop.wait(conflicts.pause)
+    if delay > 0:
+        if before is not None:
+            # The line has moved since; do not claim its messages one by one.
+            lines.move_overdue(stage.name, key)
+        why = f"over the rate of {stage.rate}"
+        return postpone(arrival, why, delay=delay, slot=slot, key=key)
+    if arrival.parked is not None and before is not None:
+        # Used: if the worker is killed now, the message takes another slot.
+        arrival.inbox.filter(pk=arrival.parked.seen.id).update(slot=None)
+    return None
+
+
+def _key(arrival: Arrival) -> str:
+    """Return the line of a message: bounded, and without the header's value."""
+    per = arrival.stage.per
+    value = "" if per is None else arrival.delivery.headers.get(per, "")
+    given = value.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(given, digest_size=16).hexdigest()

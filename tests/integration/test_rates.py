@@ -1,0 +1,309 @@
+"""`@stage(rate=, per=)`: what is over the rate waits in the inbox, each key apart."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db.models import F, Max, Min
+from django.utils import timezone
+
+from django_txmsg import Message, RedeliveryPolicy, stage
+from django_txmsg.checks import stages as checks
+from django_txmsg.consuming.consumer import Consumer
+from django_txmsg.errors import ConfigurationError
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage, RateLine
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.testing import drain
+from tests.app.models import Effect
+from tests.factories import ago
+from tests.faults import ManageProcess, wait_until
+from tests.running import (
+    IMPATIENT,
+    Script,
+    committing,
+    declared,
+    put,
+    running,
+    send,
+    step,
+    txmsg,
+)
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+BROKER = "database://?poll=0.01&lease=2"
+HOUR = 3600.0
+
+
+def effect(message: Message) -> None:
+    Effect.objects.create(
+        name=message.headers.get("tenant", ""), message_id=str(message.id)
+    )
+
+
+def waiting() -> list[InboxMessage]:
+    return list(InboxMessage.objects.filter(due_at__isnull=False).order_by("due_at"))
+
+
+def seconds_until(row: InboxMessage) -> float:
+    assert row.due_at is not None
+    return (row.due_at - timezone.now()).total_seconds()
+
+
+@pytest.mark.parametrize("mode", ["outbox", "none", "best_effort_1pc", "broker_only"])
+def test_messages_over_the_rate_wait_for_their_slots(mode: Any) -> None:
+    """At no attempt, and not in the queue. Later ones wait for later slots."""
+    script = Script()
+    with declared(script, transaction=mode, rate="1/h") as one:
+        for _ in range(3):
+            put(one.destination)
+        step(one, times=4)
+    assert script.attempts == [1]
+    assert not QueueMessage.objects.filter(queue=one.destination).exists()
+    second, third = waiting()
+    assert [row.attempts for row in (second, third)] == [0, 0]
+    assert 0.9 * HOUR < seconds_until(second) <= HOUR
+    assert 1.9 * HOUR < seconds_until(third) <= 2 * HOUR
+    assert third.last_error == "over the rate of 1/h"
+
+
+def test_each_value_of_the_header_has_its_own_rate() -> None:
+    with declared(effect, rate="1/h", per="tenant") as one:
+        for tenant in ("a", "a", "a", "b", "b"):
+            send(one.destination, headers={"tenant": tenant})
+        send(one.destination)
+        step(one, times=8)
+    names = Effect.objects.order_by("name").values_list("name", flat=True)
+    assert list(names) == ["", "a", "b"]
+    assert len(waiting()) == 3
+
+
+def test_a_key_with_many_overdue_messages_does_not_delay_another() -> None:
+    """As after an outage: the line's origin moves, and its messages wait again."""
+    with declared(effect, rate="2/h", per="tenant") as one:
+        for _ in range(30):
+            send(one.destination, headers={"tenant": "many"})
+        step(one, times=32)
+        send(one.destination, headers={"tenant": "few"})
+        day = dt.timedelta(days=1)
+        InboxMessage.objects.filter(due_at__isnull=False).update(
+            due_at=F("due_at") - day
+        )
+        RateLine.objects.update(origin=F("origin") - day.total_seconds())
+        step(one, times=6)
+    assert sorted(Effect.objects.values_list("name", flat=True)) == [
+        "few", "many", "many",
+    ]  # fmt: skip
+    rows = waiting()
+    assert len(rows) == 28
+    apart = [
+        round((after.due_at - before.due_at).total_seconds())  # type: ignore[operator]
+        for before, after in itertools.pairwise(rows)
+    ]
+    assert set(apart) <= {1799, 1800, 1801}
+    assert 0 < seconds_until(rows[0]) <= HOUR / 2
+
+
+def test_a_message_waits_for_its_slot_once() -> None:
+    with declared(effect, rate="1/h") as one:
+        send(one.destination)
+        send(one.destination)
+        step(one, times=3)
+        (row,) = waiting()
+        _let_pass(row, HOUR)
+        step(one)
+    assert Effect.objects.count() == 2
+    assert not waiting()
+    assert InboxMessage.objects.filter(attempts=1).count() == 2
+    assert RateLine.objects.get().taken == 2
+
+
+def _let_pass(row: InboxMessage, seconds: float) -> None:
+    row.due_at = row.due_at and row.due_at - dt.timedelta(seconds=seconds)
+    row.save(update_fields=["due_at"])
+    RateLine.objects.update(origin=F("origin") - seconds)
+
+
+def test_a_redelivery_takes_a_slot_of_its_own() -> None:
+    script = Script(ValueError(), None)
+    with declared(script, rate="1/h") as one:
+        send(one.destination)
+        step(one, times=2)
+        (row,) = waiting()
+        assert (row.attempts, row.slot, script.attempts) == (1, 1, [1])
+        assert seconds_until(row) > 0.9 * HOUR
+        _let_pass(row, HOUR)
+        step(one)
+    assert script.attempts == [1, 2]
+    assert Attempt.objects.count() == 1
+
+
+def test_a_copy_of_a_waiting_message_does_not_move_it() -> None:
+    with declared(effect, rate="1/h") as one:
+        put(one.destination)
+        sent = put(one.destination)
+        step(one, times=2)
+        before = waiting()
+        put(one.destination, message_id=sent)
+        step(one)
+    (row,) = waiting()
+    assert (row.due_at, row.slot) == (before[0].due_at, before[0].slot)
+    assert row.deliveries == 2
+
+
+def test_a_worker_that_dies_after_the_slot_loses_only_the_slot() -> None:
+    """The message is claimed again when its lease has ended, and takes another one."""
+    died: list[int] = []
+
+    def handler(message: Message) -> None:
+        if not died and message.delivery_attempt == 1 and message.body == "b":
+            died.append(RateLine.objects.get().taken)
+            raise KeyboardInterrupt
+        effect(message)
+
+    with declared(handler, rate="1/h") as one:
+        send(one.destination, "a")
+        send(one.destination, "b")
+        step(one, times=2)
+        _let_pass(waiting()[0], HOUR)
+        with pytest.raises(KeyboardInterrupt):
+            step(one)
+        (row,) = waiting()
+        assert (row.slot, row.processed_at) == (None, None)
+        InboxMessage.objects.filter(pk=row.pk).update(lease_until=ago(minutes=1))
+        step(one)
+        (row,) = waiting()
+        assert row.slot == 2
+        assert 0.9 * HOUR < seconds_until(row) <= HOUR
+        _let_pass(row, HOUR)
+        step(one)
+    assert died == [2]
+    assert Effect.objects.count() == 2
+
+
+@pytest.mark.parametrize(("rate", "hours"), [("2/h", 0.5), ("1/d", 24)])
+def test_a_changed_rate_moves_the_messages_that_wait(rate: str, hours: float) -> None:
+    with declared(effect, rate="1/h") as one:
+        for _ in range(4):
+            send(one.destination)
+        step(one, times=4)
+        name, destination = one.name, one.destination
+    with declared(effect, destination, name=name, rate=rate) as changed:
+        Consumer([changed])._begin()
+    after = [seconds_until(row) / HOUR for row in waiting()]
+    expected = [hours * number for number in (1, 2, 3)]
+    assert after == pytest.approx(expected, abs=0.05 * hours)
+
+
+def test_a_message_whose_headers_cannot_be_kept_is_buried_without_a_slot() -> None:
+    with declared(effect, rate="1/h") as one:
+        put(one.destination)
+        put(one.destination, headers={"txmsg-id": "no uuid"})
+        step(one, times=2)
+    assert DeadLetter.objects.get().reason == "malformed_id"
+    assert RateLine.objects.get().taken == 1
+    assert not waiting()
+
+
+def test_drain_does_not_wait_for_slots() -> None:
+    with declared(effect, rate="1/d") as one:
+        for _ in range(3):
+            send(one.destination)
+        drain()
+    assert Effect.objects.count() == 3
+
+
+def test_an_unused_line_is_pruned() -> None:
+    with declared(effect, rate="1/s") as one:
+        send(one.destination)
+        step(one)
+    call_command("prune_messages")
+    assert RateLine.objects.count() == 1
+    RateLine.objects.update(origin=F("origin") - 15 * 86_400)
+    call_command("prune_messages")
+    assert not RateLine.objects.exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rate": "900"},
+        {"rate": "0/s"},
+        {"rate": 5},
+        {"per": "tenant"},
+        {"rate": "1/s", "per": ""},
+        {"rate": "1/s", "batch": 2},
+        {"rate": "1/s", "ordered": "block"},
+        {"rate": "1/s", "redelivery": RedeliveryPolicy(mode="blocking")},
+    ],
+)
+def test_a_rate_that_cannot_hold_is_refused(options: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"rate|per"):
+        stage("tests.refused", **options)
+
+
+def test_a_rate_with_blocking_redelivery_by_the_settings_is_an_error() -> None:
+    with declared(effect, rate="1/s"):
+        assert not [one for one in checks.check() if one.id == "txmsg.E063"]
+        with txmsg(REDELIVERY={"MODE": "blocking"}):
+            assert [one.id for one in checks.check()].count("txmsg.E063") == 1
+
+
+STAGE = """
+import os, signal
+from django_txmsg import stage
+from tests.app.models import Effect
+
+
+def declare():
+    @stage("tests.rates", rate="20/s", concurrency=2)
+    def handle(message):
+        if message.body == "kill" and message.delivery_attempt == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        Effect.objects.create(name="", message_id=str(message.id))
+"""
+
+
+def took() -> float:
+    """Return the seconds from the first processed message to the last one."""
+    ends = InboxMessage.objects.aggregate(Min("processed_at"), Max("processed_at"))
+    first, last = ends.values()
+    return float((last - first).total_seconds())
+
+
+def test_threads_share_a_rate() -> None:
+    with declared(effect, rate="20/s") as one:
+        for _ in range(21):
+            put(one.destination)
+        with running(one, 2):
+            wait_until(lambda: Effect.objects.count() == 21)
+    assert took() > 0.95
+
+
+@pytest.mark.matrix
+def test_two_processes_share_a_rate_and_one_of_them_is_killed(
+    manage: Callable[..., ManageProcess], tmp_path: Path
+) -> None:
+    """All messages have their effect once, never faster than the rate allows."""
+    (tmp_path / "rates_of_a_test.py").write_text(STAGE)
+    for number in range(60):
+        put("tests.rates", b'"kill"' if number == 0 else b"1")
+    process = manage(
+        "consume",
+        "--processes",
+        "2",
+        txmsg={**IMPATIENT, "BROKERS": {"default": {"URL": BROKER}}},
+        hook="rates_of_a_test.declare",
+        env={"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    wait_until(lambda: Effect.objects.count() == 60, deadline=300)
+    process.terminate()
+    process.succeed()
+    assert "ended with 137" in process.output
+    assert took() > 57 / 20
