@@ -39,7 +39,7 @@ def changes(sent: Any, read: Any) -> Sequence[Change]:
     if sent is read:
         return ()
     kind, arrived = type(sent), type(read)
-    if kind is not arrived and not _will_do(sent, arrived):
+    if kind is not arrived and not _will_do(sent, read):
         if kind is float and read is None and not math.isfinite(sent):
             return [((), "finite_number")]
         return [((), f"{kind.__name__} would arrive as {arrived.__name__}")]
@@ -49,18 +49,23 @@ def changes(sent: Any, read: Any) -> Sequence[Change]:
     return found
 
 
-def _will_do(sent: Any, arrived: type) -> bool:
+def _will_do(sent: Any, read: Any) -> bool:
     """Return whether a value may arrive as its class's base: what a subclass adds to
     text or numbers is not sent."""
+    arrived = type(read)
     if arrived is float:
         return type(sent) is int
     if isinstance(sent, bool) or not _replaces_its_value(sent):
         return False
     if arrived in _PLAIN:
         return isinstance(sent, arrived)
-    # A generic model created without its parameters: pydantic's == agrees.
-    generic = getattr(arrived, "__pydantic_generic_metadata__", None)
-    return generic is not None and generic["origin"] is type(sent)
+    # A generic model created without its parameters equals the same one with them:
+    # pydantic's == compares the classes of models, too.
+    return _is_model(arrived) and isinstance(read, type(sent)) and _equal(sent, read)
+
+
+def _is_model(kind: type) -> bool:
+    return hasattr(kind, "model_fields") and hasattr(kind, "__private_attributes__")
 
 
 def _replaces_its_value(sent: Any) -> bool:
@@ -188,7 +193,7 @@ def _comparison(kind: Any) -> Comparison:
 def _found_out(kind: Any) -> Comparison:
     if dataclasses.is_dataclass(kind):
         return _same_attributes([one.name for one in dataclasses.fields(kind)])
-    if hasattr(kind, "model_fields") and hasattr(kind, "__private_attributes__"):
+    if _is_model(kind):
         return _same_model(kind)
     if hasattr(kind, "get_secret_value"):
         return _same_secret
