@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 from urllib.parse import parse_qsl
@@ -27,8 +27,10 @@ from django.db import Error as AnyDatabaseError
 from .. import conf, wire
 from ..envelope.broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DeliveryLost, DispatchRejected
+from ..models import claiming
 from ..models.queue import QueueMessage, QueueSubscription, due_in, queue_name
 from ..runtime import database_health, notifications
+from ..runtime.claimed_bytes import Share
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
 from ..runtime.notifier import notify
@@ -72,6 +74,8 @@ Result = TypeVar("Result")
 #: Seconds between two checks that the listener is still alive, while no messages
 #: arrive.
 LONGEST_WAIT = 1.0
+#: Seconds for which to wait until there is room for a large body, before asking again.
+ROOM_WAIT = 0.1
 
 
 class DatabaseBroker(Broker):
@@ -134,7 +138,11 @@ class DatabaseSession(Session):
         self._durable = True
         self._prefetch = 1
         self._buffer: deque[Delivery] = deque()
-        self._held: set[int] = set()
+        #: The size of each held message, by its primary key.
+        self._held: dict[int, int] = {}
+        self._share: Share | None = None
+        #: Whether there was not enough room for the last claim: a message may be left.
+        self._cramped = False
         self._enlisted: list[Outgoing] = []
         #: Topics to notify other processes of.
         self._told: set[str] = set()
@@ -169,6 +177,7 @@ class DatabaseSession(Session):
             name = subscriber or str(self._token)
             self._queue = queue_name(destination, name)
             self._asked(lambda: self._subscriptions.add(destination, name))
+        self._share = Share()
         self._wakeup = notifications.Wakeup(
             self._using, notifications.queue(self._queue)
         )
@@ -185,7 +194,7 @@ class DatabaseSession(Session):
             # No more than it can process soon: other consumers get the rest.
             soon = max(1, int(self.AHEAD / max(self._pace, 1e-4)))
             room = min(soon, self._prefetch - len(self._held))
-            if room > 0 and wakeup.due():
+            if room > 0 and (wakeup.due() or self._cramped):
                 self._buffer.extend(self._asked(partial(self._claim, room)))
                 if self._buffer:
                     wakeup.ring()  # there may be more
@@ -196,7 +205,10 @@ class DatabaseSession(Session):
                 if room <= 0:
                     self._closed.wait(min(self._poll, left))
                 else:
-                    wakeup.wait(min(LONGEST_WAIT if wakeup.heard else self._poll, left))
+                    pause = LONGEST_WAIT if wakeup.heard else self._poll
+                    if self._cramped:
+                        pause = min(self._poll, ROOM_WAIT)
+                    wakeup.wait(min(pause, left))
         self._handed_at = time.monotonic()
         return self._buffer.popleft()
 
@@ -237,6 +249,8 @@ class DatabaseSession(Session):
         if self._wakeup is not None:
             self._wakeup.ring()
         self._keeping.end()
+        if self._share is not None:
+            self._share.leave()
         if not self._durable:
             with contextlib.suppress(BrokerUnavailable):
                 # Without a name, a subscription cannot be resumed.
@@ -291,15 +305,21 @@ class DatabaseSession(Session):
             notify(self._using, told)
 
     def _claim(self, limit: int) -> list[Delivery]:
-        rows = (
+        assert self._share is not None, "subscribe first"
+        claim = (
             self._rows.claim_by_priority
             if wire.is_task(self._destination)
             else self._rows.claim
-        )(self._queue, self._token, limit=limit, lease=self._lease)
-        self._held.update(pk for pk, *_ in rows)
-        if rows:
-            self._keeping.begin()
-        shed(self._using, sum(len(body) for _, _, body, _ in rows))
+        )
+        with self._share.claim(claiming.MAX_BYTES, ROOM_WAIT) as room:
+            rows = claim(
+                self._queue, self._token, limit=limit, lease=self._lease, room=room
+            )
+            self._hold({pk: len(body) for pk, _, body, _ in rows})
+            self._cramped = not room.complete
+            if rows:
+                self._keeping.begin()
+            shed(self._using, sum(len(body) for _, _, body, _ in rows))
         found = []
         for pk, written, body, deliveries in rows:
             headers, problem = read_headers(written)
@@ -321,8 +341,16 @@ class DatabaseSession(Session):
             return 0
         ids = [delivery.handle for delivery in deliveries]
         count = self._rows.remove(ids, self._token)
-        self._held.difference_update(ids)
+        self._hold(dict.fromkeys(ids))
         return count
+
+    def _hold(self, sizes: Mapping[int, int | None]) -> None:
+        """Record the sizes of claimed messages; None for those that are settled."""
+        self._held = {
+            pk: size for pk, size in {**self._held, **sizes}.items() if size is not None
+        }
+        if self._share is not None:
+            self._share.held = sum(self._held.values())
 
     def _extend(self) -> None:
         """Extend the lease of a message that a handler is still processing."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..runtime.claimed_bytes import UNLIMITED
 from .fields import skip_locked_sql
 
 #: Most bytes of message bodies that the claims of one process load into memory at a
@@ -50,7 +51,7 @@ def claim_sql(
                 SELECT id, due, size,
                     sum(size) OVER (ORDER BY {highest}due, id) AS total
                 FROM found) AS summed
-            WHERE total <= %s OR (%s AND total = size))
+            WHERE total <= %s OR (size <= %s AND total = size))
         UPDATE {table} AS o SET {assign}
         WHERE o.id IN (SELECT id FROM picked) AND {also}
         RETURNING {returning}
@@ -58,8 +59,8 @@ def claim_sql(
 
 
 def bounds(
-    limit: int, max_bytes: int | None = None, *, larger: bool = True
+    limit: int, max_bytes: int | None = None, *, alone: int = UNLIMITED
 ) -> Sequence[Any]:
     """Return the parameters that limit a claim in rows and in bytes, by default
-    MAX_BYTES. `larger` permits a single message that is larger."""
-    return [limit, MAX_BYTES if max_bytes is None else max_bytes, larger]
+    MAX_BYTES. A single message may have up to `alone` bytes."""
+    return [limit, MAX_BYTES if max_bytes is None else max_bytes, alone]

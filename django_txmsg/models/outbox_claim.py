@@ -17,6 +17,7 @@ from django.db import connections, models
 
 from ..rules import lease as leases
 from ..rules.outbox import PENDING, PENDING_OTHERWISE
+from ..runtime.claimed_bytes import UNLIMITED
 from ..wire import format_instant
 from .claiming import bounds, claim_sql
 from .fields import (
@@ -160,7 +161,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             """,  # noqa: S608 - constants only
         )
         parameters += [
-            *bounds(limit, max_bytes, larger=larger),
+            *bounds(limit, max_bytes, alone=UNLIMITED if larger else 0),
             later_value(connection, lease),
             prepared(self.model, "lease_token", token, connection),
             *stored_by,

@@ -11,6 +11,8 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from ..runtime.claimed_bytes import UNLIMITED, Room
+from . import claiming
 from .claiming import bounds, claim_sql
 from .fields import (
     Later,
@@ -42,22 +44,35 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     token of the lease fences."""
 
     def claim(
-        self, queue: str, token: uuid.UUID, *, limit: int, lease: float
+        self,
+        queue: str,
+        token: uuid.UUID,
+        *,
+        limit: int,
+        lease: float,
+        room: Room | None = None,
     ) -> list[tuple[int, str, bytes, int]]:
         """Claim due messages of a queue, in order: at most `limit`, and no more bytes
-        than claiming.MAX_BYTES.
+        than there is `room` for, by default claiming.MAX_BYTES or one larger body.
 
         Returns id, headers as JSON, body and number of deliveries of each.
         """
-        return self._claim(queue, token, limit, lease)
+        return self._claim(queue, token, limit, lease, room or _whole_room())
 
     def claim_by_priority(
-        self, queue: str, token: uuid.UUID, *, limit: int, lease: float
+        self,
+        queue: str,
+        token: uuid.UUID,
+        *,
+        limit: int,
+        lease: float,
+        room: Room | None = None,
     ) -> list[tuple[int, str, bytes, int]]:
         """Claim due messages like `claim()`, those of higher priority first."""
+        room = room or _whole_room()
         due = self.filter(queue=queue, available_at__lte=Now())
         if not due.exclude(priority=0).exists():
-            return self._claim(queue, token, limit, lease)
+            return self._claim(queue, token, limit, lease, room)
         found: list[tuple[int, str, bytes, int]] = []
         # Each group is read by its index: ordinary rows need not be sorted to find the
         # others.
@@ -66,9 +81,11 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             ("c.priority = 0", ""),
             ("c.priority < 0 AND c.priority <> 0", "priority"),
         ):
-            room = limit - len(found)
-            if room > 0:
-                found += self._claim(queue, token, room, lease, which, rank)
+            left = limit - len(found)
+            if left > 0:
+                found += self._claim(queue, token, left, lease, room, which, rank)
+                size = sum(len(body) for _, _, body, _ in found)
+                room = Room(max(0, room.total - size), 0) if found else room
         return found
 
     def _claim(
@@ -77,6 +94,7 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         token: uuid.UUID,
         limit: int,
         lease: float,
+        room: Room,
         which: str = "TRUE",
         rank: str = "",
     ) -> list[tuple[int, str, bytes, int]]:
@@ -86,7 +104,8 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             _TABLE,
             due="available_at",
             where=f"c.queue = %s AND c.available_at <= {began_sql(connection)}"
-            f" AND {which}",
+            # Without room for a large body, those behind it are claimed.
+            f" AND {which}{'' if room.complete else ' AND length(c.body) <= %s'}",
             assign=f"available_at = {later_sql(connection)},"
             " lease_token = %s, deliveries = deliveries + 1",
             returning="id, headers, body, deliveries, priority",
@@ -97,7 +116,8 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
                 sql,
                 [
                     queue,
-                    *bounds(limit),
+                    *(() if room.complete else (room.largest,)),
+                    *bounds(limit, room.total, alone=room.alone),
                     later_value(connection, lease),
                     prepared(self.model, "lease_token", token, connection),
                 ],
@@ -231,6 +251,10 @@ class QueueSubscription(models.Model):
 
     def __str__(self) -> str:
         return f"{self.subscriber} on {self.topic}"
+
+
+def _whole_room() -> Room:
+    return Room(claiming.MAX_BYTES, UNLIMITED)
 
 
 _TABLE = QueueMessage._meta.db_table

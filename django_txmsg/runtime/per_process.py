@@ -61,6 +61,11 @@ class Members(Generic[Made]):
         with self._lock:
             self._known.add(member)
 
+    def discard(self, member: Made) -> None:
+        """Remove an object."""
+        with self._lock:
+            self._known.discard(member)
+
     def all(self) -> list[Made]:
         """Return the objects that are still in use."""
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from django_txmsg.relaying.budget import Budget
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.relaying.turn import Turn
+from django_txmsg.runtime import claimed_bytes
 from django_txmsg.sending.outbox import send_messages
 from tests.running import committing, ship, txmsg
 
@@ -121,6 +122,91 @@ def test_prefetch_is_limited_in_bytes() -> None:
     assert claim() == [600, 400]
     assert claim() == [1]
     assert claim() == [5000]
+
+
+@pytest.fixture
+def sessions() -> Iterator[Callable[[], DatabaseSession]]:
+    """Open sessions that consume one queue, as the threads of a stage do."""
+    broker = DatabaseBroker("default", "database://?poll=0.01")
+    with ExitStack() as stack:
+
+        def consuming() -> DatabaseSession:
+            session = broker.open()
+            stack.callback(session.close)
+            session.subscribe("tests.q", prefetch=10)
+            return session
+
+        yield consuming
+
+
+def queue(*sizes: int) -> None:
+    rows = (QueueMessage(queue="tests.q", body=b"x" * size) for size in sizes)
+    QueueMessage.objects.bulk_create(rows)
+
+
+def test_the_sessions_of_a_process_hold_one_large_body_and_small_ones_go_on(
+    sessions: Callable[[], DatabaseSession],
+) -> None:
+    one, other = sessions(), sessions()
+    queue(900, 5000, 800, 100, 90)
+    large = one.receive(0)
+    assert large is not None
+    assert len(large.body) == 900
+    for size in (100, 90):
+        small = other.receive(0)
+        assert small is not None
+        assert len(small.body) == size
+        other.ack([small])
+    assert other.receive(0) is None
+
+    one.ack([large])
+    for size in (5000, 800):
+        found = other.receive(5)
+        assert found is not None
+        assert len(found.body) == size
+        assert one.receive(0) is None
+        other.ack([found])
+
+
+def test_a_body_above_the_limit_is_claimed_although_there_are_always_others(
+    sessions: Callable[[], DatabaseSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With three sessions, bodies of 400 bytes are large, and two fit at a time."""
+    first, second, third = sessions(), sessions(), sessions()
+    queue(400, 400, 5000, 400)
+    one, other = first.receive(0), second.receive(0)
+    assert one is not None
+    assert other is not None
+    monkeypatch.setattr(claimed_bytes, "PATIENCE", 0.0)
+    second.ack([other])
+    assert third.receive(0) is None
+
+    first.ack([one])
+    found = third.receive(5)
+    assert found is not None
+    assert len(found.body) == 5000
+
+
+def test_a_closed_session_gives_its_room_to_the_others(
+    sessions: Callable[[], DatabaseSession],
+) -> None:
+    one, other = sessions(), sessions()
+    queue(900, 900)
+    assert one.receive(0) is not None
+    assert other.receive(0) is None
+    one.close()
+    assert other.receive(5) is not None
+
+
+def test_a_batch_holds_no_more_than_the_share_of_its_session(
+    sessions: Callable[[], DatabaseSession],
+) -> None:
+    session, _ = sessions(), sessions()
+    queue(200, 200, 200, 5000)
+    batch = [session.receive(0) for _ in range(3)]
+    assert [one and len(one.body) for one in batch] == [200, 200, None]
+    session.ack(list(filter(None, batch)))
+    assert [len(one.body) for one in [session.receive(5)] if one] == [200]
 
 
 @pytest.mark.postgresql

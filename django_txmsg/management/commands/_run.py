@@ -32,7 +32,7 @@ from ...stages import Stage, all_stages
 from ..terminal import printable
 from . import _child as child
 from . import _reloading as reloading
-from ._process import heartbeat, say, stay_light, stop_on_signals
+from ._process import heartbeat, return_memory, say, stay_light, stop_on_signals
 from ._tables import require_tables
 from ._workers import add_arguments, probed, supervise
 
@@ -180,6 +180,7 @@ class Command(BaseCommand):
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
         supervise(options, self.stderr)
+        return_memory()
         stay_light()
         with ExitStack() as stack:
             if options["verbosity"] > 0:

@@ -13,7 +13,7 @@ from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...models import InboxMessage
 from ...stages import find
-from ._process import say, stay_light, stop_on_signals
+from ._process import return_memory, say, stay_light, stop_on_signals
 from ._tables import require_tables
 from ._workers import add_arguments, probed, supervise
 
@@ -53,6 +53,7 @@ class Command(BaseCommand):
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
         supervise(options, self.stderr)
+        return_memory()
         if not options["once"]:
             stay_light()
         with (

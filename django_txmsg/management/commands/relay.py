@@ -19,7 +19,7 @@ from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time
 from ...scheduling.timekeeper import Timekeeper
-from ._process import heartbeat, say, stay_light, stop_on_signals
+from ._process import heartbeat, return_memory, say, stay_light, stop_on_signals
 from ._tables import require_tables
 from ._workers import add_arguments, probed, supervise
 
@@ -59,6 +59,7 @@ class Command(BaseCommand):
             raise CommandError(f"No broker {unknown[0]!r} under TXMSG['BROKERS'].")
         require_tables(*databases, waits=True)
         supervise(options, self.stderr)
+        return_memory()
         relay = Relay(databases, brokers, batch_size=batch_size)
         presence = Presence("relay", router.db_for_write(Worker))
         if not options["once"]:
