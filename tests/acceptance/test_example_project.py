@@ -122,7 +122,7 @@ def test_a_failing_payment_is_tried_three_times_and_leaves_nothing(
     assert stand.rows(paid, number) == []
 
 
-def test_a_dead_letter_sent_round_again_dies_again_and_says_so(stand: Stand) -> None:
+def test_a_redelivered_letter_that_dies_again_is_marked(stand: Stand) -> None:
     number = stand.shop.order("Pot of honey", 2, fails=True)
     message = stand.over(number, arrives=False)["hops"][0]["id"]
 

@@ -186,7 +186,7 @@ def test_run_prunes_without_cron(run: Callable[..., ManageProcess]) -> None:
 
 
 @pytest.mark.sqlite
-def test_a_change_of_the_code_starts_it_again(
+def test_changed_code_restarts_the_process(
     run: Callable[..., ManageProcess], code: Path
 ) -> None:
     process = run("--reload")
@@ -283,7 +283,7 @@ def test_killed_in_a_handler_its_messages_are_processed_once(world: World) -> No
 
 
 @pytest.mark.postgresql
-def test_standing_still_its_messages_are_processed_once(world: World) -> None:
+def test_messages_of_a_stopped_process_are_processed_once(world: World) -> None:
     """Stopped while processing (on SQLite not while it holds the only lock)."""
     world.dispatch(1)
     world.start("run")

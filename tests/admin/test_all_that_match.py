@@ -87,7 +87,9 @@ def link_of(page: Any, kind: str) -> str:
 
 
 @pytest.mark.usefixtures("letters")
-def test_a_list_of_all_states_names_those_that_it_is_done_to(operator: Client) -> None:
+def test_actions_on_a_list_of_all_states_name_the_affected_letters(
+    operator: Client,
+) -> None:
     page = operator.get(URL, {"stage": "mail.send"}).content.decode()
 
     assert "Redeliver all open that match…" in page

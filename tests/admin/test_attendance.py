@@ -58,7 +58,7 @@ def test_status_without_live_processes_is_not_well(
     assert viewer.get(HEALTH, {"fail": "degraded"}).status_code == 503
 
 
-def test_with_everybody_at_work_all_is_well(
+def test_with_all_workers_running_status_is_ok(
     viewer: Client, declared: Callable[..., None]
 ) -> None:
     declared("orders.place", "mail.send")

@@ -125,7 +125,7 @@ def no_log() -> Iterator[None]:
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.usefixtures("no_log")
-def test_no_deed_is_done_that_cannot_be_logged(
+def test_no_action_runs_if_it_cannot_be_logged(
     somebody: Callable[..., Client],
 ) -> None:
     client = somebody(
@@ -229,7 +229,7 @@ def test_note_does_not_overwrite_an_unseen_newer_note(
     assert FailureNote.objects.get().note == "muted"
 
 
-def test_a_note_is_on_an_error_that_there_is(operator: Client) -> None:
+def test_a_note_needs_an_existing_error(operator: Client) -> None:
     operator.post(f"{DEAD}note/", {"fingerprint": "nonsense", "note": "x"})
     assert not FailureNote.objects.exists()
 

@@ -68,7 +68,7 @@ def test_pause_resume_and_cancel(operator: Client) -> None:
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "cancel"])
-def test_the_buttons_need_the_permission_of_the_deed(
+def test_buttons_need_the_permission_of_their_action(
     somebody: Callable[..., Client], verb: str
 ) -> None:
     factories.DeadLetterFactory()

@@ -114,7 +114,7 @@ def test_discard_and_restore(operator: Client) -> None:
     assert OutboxMessage.objects.count() == 0
 
 
-def test_every_deed_is_logged_with_its_count_and_filter(operator: Client) -> None:
+def test_every_action_is_logged_with_its_count_and_filter(operator: Client) -> None:
     factories.DeadLetterFactory.create_batch(2, stage="mail.send")
 
     operator.post(URL, {"kind": "discard", "stage": "mail.send"})
@@ -201,7 +201,7 @@ def test_each_action_needs_its_own_permission(
     assert letter.resolution == ("discarded" if kind == "restore" else "open")
 
 
-def test_why_is_kept_with_the_deed_and_in_the_log(operator: Client) -> None:
+def test_the_reason_is_stored_and_logged_with_the_action(operator: Client) -> None:
     factories.DeadLetterFactory.create_batch(2)
 
     operator.post(URL, {"kind": "discard", "why": " a duplicate import "})

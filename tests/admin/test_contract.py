@@ -72,7 +72,7 @@ def test_contract_page_shows_breaking_changes(viewer: Client) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "<<<<<<< HEAD"])
-def test_a_broken_file_is_not_taken_for_none(
+def test_a_broken_contract_file_is_reported_as_broken(
     viewer: Client, settings: Any, content: str
 ) -> None:
     Path(settings.TXMSG["CONTRACT"]).write_text(content)

@@ -108,7 +108,7 @@ def test_a_message_known_only_by_its_dead_letter(operator: Client) -> None:
     assert "Redeliver a copy" not in page  # the setting is off
 
 
-def test_nothing_of_a_message_is_markup(operator: Client) -> None:
+def test_texts_of_messages_are_escaped(operator: Client) -> None:
     letter = factories.DeadLetterFactory(
         destination=SCRIPT,
         stage=SCRIPT,

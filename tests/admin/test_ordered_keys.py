@@ -129,7 +129,7 @@ def test_page_of_a_message_that_its_relay_gave_up(letter: DeadLetter) -> None:
     assert "which its relay has given up" in printed("order", "list")
 
 
-def test_a_circle(letter: DeadLetter) -> None:
+def test_messages_that_wait_in_a_circle_are_reported(letter: DeadLetter) -> None:
     rows = InboxMessage.objects.filter(waits_for__isnull=False).order_by("after_at")
     InboxMessage.objects.filter(pk=rows[0].pk).update(waits_for=rows[1].message_id)
     assert "in a circle" in printed("order", "list")

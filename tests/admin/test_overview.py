@@ -67,7 +67,7 @@ def test_alarms_come_first_with_links(
     assert "No stage here consumes orders.place." in page
 
 
-def test_overdue_leads_to_where_they_are(viewer: Client) -> None:
+def test_the_overdue_count_links_to_the_messages(viewer: Client) -> None:
     tile = 'class="txmsg-tile txmsg-bad" href="/admin/django_txmsg/{}/?state=overdue"'
     factories.InboxMessageFactory(parked=True, due_at=factories.ago(minutes=5))
     assert tile.format("inboxmessage") in viewer.get(URL).content.decode()

@@ -73,7 +73,9 @@ def test_its_page_shows_the_call_masked(task: Any, somebody: Any) -> None:
     assert "5500 0000" not in page
 
 
-def test_the_command_names_it(task: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dead_letters_command_names_the_task(
+    task: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     call_command("dead_letters", "list")
     assert PATH in capsys.readouterr().out
     call_command("dead_letters", "show", str(DeadLetter.objects.get().pk))
@@ -92,7 +94,7 @@ def test_the_command_names_it(task: Any, capsys: pytest.CaptureFixture[str]) -> 
     ],
     ids=str,
 )
-def test_a_call_is_short(body: Any, call: str) -> None:
+def test_a_task_is_shown_as_a_short_call(body: Any, call: str) -> None:
     assert call_shown({"task": "x.y"}, body) == call
     assert call_shown({}, body) == ""
 

@@ -345,7 +345,7 @@ BIG = b"\xff" * 2_000_000
         (BlamesTheMessage, TURNED_AWAY, []),
         (TurnsAllAway, TURNED_AWAY, []),
         (AcknowledgesEarly, AGAIN, []),
-        (AcknowledgesEarly, "what_a_killed_consumer_had_comes_again", []),
+        (AcknowledgesEarly, "deliveries_of_a_killed_consumer_are_redelivered", []),
         (LosesWhatItHolds, AGAIN, []),
         (AcknowledgesAllBefore, AGAIN, []),
         (NeverAcknowledges, OVER, []),
@@ -363,14 +363,14 @@ BIG = b"\xff" * 2_000_000
         (SendsBeforeItCommits, "a_transaction_rolled_back_sends_nothing_and_its_"
          "message_stays_in_hand", []),
         (CommitsWithoutTheAcknowledgement, TOGETHER, []),
-        (AcknowledgesWhatItRollsBack, "what_was_rolled_back_and_left_comes_again",
-         []),
+        (AcknowledgesWhatItRollsBack, "a_rolled_back_delivery_is_redelivered_to_"
+         "another_session", []),
         (CommitsAtTheEnd, "a_transaction_its_session_did_not_commit_never_happened",
          []),
         (CountsAllAsOneSubscriber, EACH, []),
         (ForgetsWhoIsAway, EACH, []),
-        (WaitsForWhoNeverNamedItself, "a_topic_does_not_wait_for_who_named_no_"
-         "subscription", []),
+        (WaitsForWhoNeverNamedItself, "a_topic_keeps_nothing_for_unnamed_"
+         "subscriptions", []),
         (LosesWhatTwoSendAtOnce, "what_sessions_send_at_once_is_all_there_once_and_"
          "in_order", []),
         (GivesToEverySession, "what_sessions_receive_at_once_comes_to_one_of_them",
@@ -416,7 +416,7 @@ class OnlySends(RedisBroker):
         (OnlySends, "its_capabilities_are_of_their_types", []),
     ],
 )
-def test_a_capability_that_is_not_so_is_found(
+def test_a_false_capability_is_found(
     redis: Redis, kind: type[Broker], test: str, given: list[str]
 ) -> None:
     class Said(Suite):

@@ -82,7 +82,7 @@ def test_a_legend_names_labels_that_its_query_keeps(target: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_a_query_asks_for_what_a_scrape_has(
+def test_every_query_uses_metrics_that_a_scrape_offers(
     query: str, offered: dict[str, set[str]]
 ) -> None:
     promql_parser.parse(query)

@@ -64,7 +64,7 @@ def pages() -> dict[str, str]:
     return shown
 
 
-def test_a_picture_shows_what_its_page_is_today(pages: dict[str, str]) -> None:
+def test_every_picture_resembles_its_page(pages: dict[str, str]) -> None:
     assert pages.keys() == TAKEN.keys()
     lies = {}
     for name, page in pages.items():

@@ -151,7 +151,7 @@ def test_stage_cannot_subscribe_to_a_stream(
 
 @committing
 @pytest.mark.postgresql
-def test_a_stage_of_a_stream_says_so_and_waits(
+def test_a_stage_on_a_stream_reports_it_and_waits(
     rabbitmq_amqp: ByAmqp, bare: amqp.Channel, destination: str
 ) -> None:
     bare.queue_declare(

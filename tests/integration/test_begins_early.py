@@ -57,7 +57,7 @@ def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
 
 @pytest.mark.postgresql
 @pytest.mark.parametrize("own", [None, "read committed"])
-def test_a_stage_without_a_level_has_the_one_of_its_connection(own: Any) -> None:
+def test_a_stage_without_a_level_has_its_connections_level(own: Any) -> None:
     """OPTIONS sets the level, for the first message of a connection and for later
     ones."""
     seen: list[str] = []

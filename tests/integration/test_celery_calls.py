@@ -569,7 +569,7 @@ def test_a_refused_task_is_a_dead_letter_that_leaves_again_as_it_was() -> None:
     assert again == message
 
 
-def test_a_message_that_is_no_task_s_is_refused() -> None:
+def test_a_message_that_is_not_a_tasks_is_refused() -> None:
     broker = make_broker("celery", "celery://tests.celery_shop:app")
     assert broker.check() == []
     app.conf.broker_url = "memory://"

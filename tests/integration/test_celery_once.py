@@ -116,7 +116,7 @@ def test_a_copy_returns_the_first_one_s_result(result: Any) -> None:
     assert InboxMessage.objects.get().deliveries == 2
 
 
-def test_a_result_that_cannot_be_kept_is_none_for_a_copy(
+def test_a_result_that_cannot_be_stored_is_none_for_a_copy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     task = once_task(lambda: object())

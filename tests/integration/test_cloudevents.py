@@ -88,7 +88,7 @@ def test_another_source_is_another_event() -> None:
     assert len(got) == 2
 
 
-def test_a_source_and_an_id_are_two_things() -> None:
+def test_source_and_id_of_an_event_are_not_joined() -> None:
     with declared(place) as stage:
         for source, name in (("/shop", "2026/1"), ("/shop/2026", "1")):
             body = structured(source=source, id=name)

@@ -138,7 +138,7 @@ def test_rows_of_a_killed_process_are_soon_free(
     assert 30 < seen[1] <= 60
 
 
-def test_off_leaves_it_to_the_relay() -> None:
+def test_dispatch_off_leaves_messages_to_the_relay() -> None:
     with txmsg(DISPATCH_ON_COMMIT="off"):
         send()
         assert pending() == 1

@@ -284,7 +284,7 @@ class TestWhereTransactionsCommit(TransactionTestCase, Declares):
     available_apps: ClassVar[list[str]] = ["django_txmsg", "tests.app"]
 
     @override_settings(TXMSG={"SERVICE": "tests", "DISPATCH_ON_COMMIT": "thread"})
-    def test_nothing_in_the_hands_of_the_dispatcher_is_missed(self) -> None:
+    def test_drain_waits_for_messages_that_a_dispatcher_holds(self) -> None:
         seen: list[Message] = []
         self.stage(seen.append, "drained.committed")
         for round_ in range(5):

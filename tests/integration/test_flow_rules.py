@@ -2,7 +2,7 @@
 
 - Of all messages that could continue a run, one does:
   `test_one_of_a_concurrent_answer_deadline_and_copies_continues_the_run`,
-  `test_copies_of_everything_change_nothing`,
+  `test_redelivered_copies_do_not_change_a_run`,
   `test_the_first_who_resumes_is_the_only_one`.
 - The first to commit continues it, not the first to come:
   `test_an_unreadable_answer_does_not_disarm_the_deadline`, and one here.
@@ -216,7 +216,7 @@ def test_a_dead_request_does_not_disarm_the_deadline(undone: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("undone")
-def test_the_time_out_of_one_turn_is_one_message() -> None:
+def test_repeated_time_outs_of_one_turn_store_one_message() -> None:
     run = begun()
     for _ in range(3):
         Run.objects.update(due_at=F("due_at") - 2 * HOUR)
@@ -268,7 +268,7 @@ def test_a_signal_during_the_undo_is_late(
 
 
 @pytest.mark.usefixtures("undone")
-def test_what_waits_has_a_deadline() -> None:
+def test_asking_or_waiting_needs_a_deadline() -> None:
     flow = Obedient()
     with pytest.raises(ConfigurationError, match="without a deadline"):
         flow.ask(ask_for, Ruled(1), then=flow.done)

@@ -553,7 +553,7 @@ def test_an_undo_that_is_dead_stops_there_and_goes_on_when_redelivered() -> None
     assert effects() == ["reserve 1", "release 1"]
 
 
-def test_copies_of_everything_change_nothing() -> None:
+def test_redelivered_copies_do_not_change_a_run() -> None:
     run = place()
     drain()
     say(True)

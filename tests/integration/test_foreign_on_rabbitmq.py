@@ -76,7 +76,7 @@ def left(destination: str) -> int:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_equal_messages_are_two_and_equal_ids_for_equal_content_are_one(
+def test_foreign_messages_are_copies_if_id_and_content_are_equal(
     destination: str, batch: int
 ) -> None:
     with declared(effect, destination, batch=batch) as stage:

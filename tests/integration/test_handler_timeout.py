@@ -95,7 +95,7 @@ def test_a_query_is_cancelled_by_a_driver_that_cannot_do_it_safely(
     assert attempts()[0].startswith(TIMED_OUT)
 
 
-def test_the_last_one_is_buried_as_any_other_failure() -> None:
+def test_the_last_attempt_that_times_out_is_buried() -> None:
     with (
         txmsg(REDELIVERY={"MAX_REDELIVERIES": 0}),
         declared(lambda message: endless(), timeout=0.2) as slow,
@@ -108,7 +108,7 @@ def test_the_last_one_is_buried_as_any_other_failure() -> None:
     assert "timeout of 0.2 s" in letter.exception
 
 
-def test_no_query_begins_after_the_time() -> None:
+def test_no_query_begins_after_the_time_out() -> None:
     after: list[str] = []
 
     def handler(message: Message) -> None:
@@ -233,7 +233,7 @@ def test_time_out_does_not_affect_other_threads() -> None:
 
 
 @pytest.mark.postgresql
-def test_a_lock_is_waited_for_as_long_as_that() -> None:
+def test_waiting_for_a_lock_ends_at_the_time_out() -> None:
     Effect.objects.create(name="locked", message_id="")
 
     def handler(message: Message) -> None:

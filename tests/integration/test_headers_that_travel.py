@@ -61,7 +61,7 @@ def test_a_handler_forwards_the_headers_that_it_got() -> None:
     assert row.correlation_id == "c"
 
 
-def test_a_copy_that_is_handed_back_takes_the_brokers_headers_not_along() -> None:
+def test_a_returned_copy_drops_the_brokers_headers() -> None:
     def handler(message: Message) -> None:
         raise ValueError
 

@@ -158,7 +158,9 @@ def test_foreign_header_cannot_choose_a_forbidden_destination(
 
 
 @committing
-def test_an_error_of_ours_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_loses_no_message_and_ends_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Neither the thread ends, nor is the message lost: it is kept until it can be
     buried."""
     bury, tries = burial.bury, iter([RuntimeError, KeyError])

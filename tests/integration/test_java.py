@@ -96,7 +96,7 @@ def test_java_selects_by_our_headers(peer: JmsPeer, destination: str) -> None:
     assert json.loads(second.body) == {"text": "1"}
 
 
-def test_our_own_consumers_see_nothing_of_it(
+def test_our_own_consumers_see_no_twins_of_headers(
     activemq: ActiveMQ, destination: str
 ) -> None:
     seen: list[Message] = []

@@ -87,7 +87,7 @@ def let_go(row: InboxMessage) -> int:
 
 
 @pytest.mark.postgresql
-def test_the_first_one_is_let_go_also_while_a_worker_asks_it() -> None:
+def test_let_go_releases_the_first_message_while_a_worker_rechecks_it() -> None:
     first = first_of_three("tests.asked")
 
     went = meanwhile(
@@ -104,7 +104,7 @@ def test_the_first_one_is_let_go_also_while_a_worker_asks_it() -> None:
 
 
 @pytest.mark.postgresql
-def test_where_the_first_one_goes_by_itself_no_other_is_let_go() -> None:
+def test_let_go_changes_nothing_if_the_first_message_was_released() -> None:
     first = first_of_three("tests.by-itself")
     assert first.waits_for is not None
     before = [first.waits_for]

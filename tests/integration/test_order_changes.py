@@ -141,7 +141,9 @@ def test_a_middleware_around_the_transaction_sees_nothing_out_of_turn() -> None:
 
 @pytest.mark.postgresql
 @pytest.mark.parametrize("settings", [{}, AROUND])
-def test_a_key_in_other_hands_costs_no_attempt(settings: dict[str, tuple[str]]) -> None:
+def test_a_key_locked_elsewhere_costs_no_attempt(
+    settings: dict[str, tuple[str]],
+) -> None:
     with txmsg(**settings), declared(effect, ordered="block") as stage:
         send_chain(stage.destination, ["only"])
         lock = Turn(stage.name, "k", skips=False).lock
@@ -172,7 +174,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize(("ordered", "batch"), [("block", 7), ("skip", 1)])
-def test_a_stranger_holds_up_no_key_and_no_stage(ordered: Order, batch: int) -> None:
+def test_forged_links_block_no_key_and_no_stage(ordered: Order, batch: int) -> None:
     """Links to any message, to the message itself and in circles, under the keys of
     others: messages with their sender's links are processed, and the rest can be
     released."""

@@ -102,7 +102,7 @@ def test_a_full_stage_takes_one_message_now_and_then(
             wait_until(lambda: not full.exists(), deadline=60)
 
 
-def test_the_pause_between_two_that_it_takes_grows() -> None:
+def test_a_full_stage_pauses_longer_each_time() -> None:
     with txmsg(ORDER_MAX_WAITING=1), declared(effect, ordered="block") as stage:
         chain(stage, 1)
         step(stage)

@@ -265,7 +265,7 @@ def test_dead_with_block_lets_go_when_it_is_discarded() -> None:
     assert effects() == ["0", "2", "3"]
 
 
-def test_a_copy_in_place_of_a_dead_message_lets_its_followers_go() -> None:
+def test_a_copy_of_a_dead_message_releases_its_followers() -> None:
     with declared(refusing("bad"), ordered="block") as stage:
         send_chain(stage.destination, ["bad", 1])
         zero, one = taken(stage.destination)
@@ -436,9 +436,7 @@ def test_a_rejected_predecessor_comes_when_it_is_redelivered() -> None:
     assert effects() == ["0", "1", "2"]
 
 
-def test_with_skip_a_lost_predecessor_is_not_waited_for_longer_than_the_patience() -> (
-    None
-):
+def test_with_skip_waiting_for_a_lost_predecessor_ends() -> None:
     with declared(effect, ordered="skip") as stage:
         send_chain(stage.destination, [0, 1, 2, 3])
         _zero, _one, two, three = taken(stage.destination)
@@ -455,7 +453,7 @@ def test_with_skip_a_lost_predecessor_is_not_waited_for_longer_than_the_patience
     assert effects() == ["2", "3"]
 
 
-def test_with_block_a_lost_predecessor_is_waited_for() -> None:
+def test_with_block_a_follower_waits_for_a_lost_predecessor() -> None:
     with declared(effect, ordered="block") as stage:
         StageState.objects.ordered(stage.name)
         StageState.objects.update(ordered_since=Now() - timedelta(days=1))
@@ -527,7 +525,7 @@ def test_nothing_passes_one_of_its_key_that_is_open_here() -> None:
     assert effects() == ["0", "2"]
 
 
-def test_a_stage_that_is_ordered_no_longer_lets_all_go() -> None:
+def test_a_stage_no_longer_ordered_releases_its_messages() -> None:
     with declared(effect, ordered="block") as stage:
         send_chain(stage.destination, [0, 1, 2])
         _, one, two = taken(stage.destination)
@@ -557,7 +555,7 @@ def test_without_a_key_nothing_waits() -> None:
     ["", "nonsense", f"{ANY}", f"{ANY};at=never", "x;at=2020-01-01",
      f"{ANY};at=0001-01-01T00:00:00+14:00"],
 )  # fmt: skip
-def test_a_link_that_cannot_be_read_is_none(after: str) -> None:
+def test_an_unreadable_link_counts_as_none(after: str) -> None:
     with declared(effect, ordered="block") as stage:
         headers = {
             "txmsg-id": str(uuid.uuid4()),

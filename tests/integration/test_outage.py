@@ -86,7 +86,7 @@ def test_a_server_that_is_not_there_is_an_outage(postgres: services.PostgreSQL) 
 
 
 @pytest.mark.parametrize("name", ["sqlstate", "pgcode"])
-def test_either_driver_tells_the_servers_code(name: str) -> None:
+def test_psycopg_2_and_3_report_the_servers_code(name: str) -> None:
     """psycopg 3 and psycopg2 use different attributes."""
 
     def told(code: str) -> OperationalError:
@@ -125,7 +125,7 @@ def test_a_time_out_or_a_lost_race_is_no_outage() -> None:
 
 
 @pytest.mark.sqlite
-def test_a_file_that_cannot_be_opened_or_written_is_an_outage_and_a_lock_is_none(
+def test_an_unusable_sqlite_file_is_an_outage_and_a_lock_is_not(
     tmp_path: Path,
 ) -> None:
     other: Any = connections["other"].copy()
@@ -257,7 +257,7 @@ def test_a_stop_ends_the_wait_at_once(postgres: services.PostgreSQL) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_process_finds_out_for_itself() -> None:
+def test_a_forked_child_does_not_inherit_an_outage() -> None:
     database_health.breaker("default").failed(OperationalError("away"))
     pid = os.fork()
     if pid == 0:

@@ -59,7 +59,7 @@ def test_parked_messages_do_not_delay_others() -> None:
         assert 599 < pause < 640
 
 
-def test_the_handlers_own_word_on_when() -> None:
+def test_redeliver_decides_when_the_next_attempt_is_due() -> None:
     script = Script(Redeliver(after=900.0))
     with declared(script) as stage:
         send(stage.destination)

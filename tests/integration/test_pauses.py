@@ -229,7 +229,7 @@ def test_a_queue_at_its_limit_is_one_outage(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(n, marks=pytest.mark.matrix) for n in (2, 3))]
 )
-def test_order_per_key_across_destinations_whatever_is_full(seed: int) -> None:
+def test_order_per_key_holds_while_any_destination_is_full(seed: int) -> None:
     dice = random.Random(seed)
     names = [f"tests.d{n}" for n in range(4)]
     given = [(dice.choice(names), f"k{dice.randrange(6)}") for _ in range(250)]
@@ -278,7 +278,7 @@ def test_dispatcher_obeys_the_pause(way: Callable[[list[int]], Any]) -> None:
 
 
 @pytest.mark.usefixtures("long_pauses")
-def test_the_control_thread_s_way_obeys() -> None:
+def test_the_control_threads_dispatch_obeys_pauses() -> None:
     ROOM[FULL] = 0
     store((FULL, None), (OK, None))
     session = uuid.uuid4()

@@ -173,7 +173,7 @@ def test_relay_does_not_claim_a_message_that_is_being_cancelled() -> None:
 
 
 @committing
-def test_either_the_relay_has_it_or_it_is_cancelled() -> None:
+def test_a_message_is_either_claimed_or_cancelled() -> None:
     ids = [stored(delay=None) for _ in range(60)]
     start, claimed = threading.Barrier(2), set[uuid.UUID]()
 

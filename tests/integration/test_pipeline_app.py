@@ -121,7 +121,7 @@ def marks(connection: Any, body: str) -> tuple[Any, Any]:
     return created, changed
 
 
-def test_the_app_comes_to_messages_goes_and_comes_back(database) -> None:
+def test_the_pipelines_app_is_added_removed_and_added_again(database) -> None:
     migrate(("django_txmsg", "0001_initial"))
     store_and_change(b"before")
 
@@ -149,7 +149,7 @@ def test_the_app_comes_to_messages_goes_and_comes_back(database) -> None:
     assert [bytes(one.body) for one in rows] == [b"before", b"with", b"without"]
 
 
-def test_an_installation_without_the_app_pays_for_nothing(database) -> None:
+def test_without_the_pipelines_app_there_are_no_columns_or_triggers(database) -> None:
     with override_settings(INSTALLED_APPS=WITHOUT):
         migrate()
 

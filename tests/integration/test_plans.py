@@ -100,12 +100,12 @@ def claim(**options: Any) -> uuid.UUID:
     return token
 
 
-def test_rows_that_are_named_are_not_looked_for(backlog: list[int]) -> None:
+def test_claiming_named_rows_reads_no_others(backlog: list[int]) -> None:
     few = backlog[-10:]
     assert read_for(lambda: claim(ids=few)) < 200
 
 
-def test_rows_that_are_held_back_are_looked_up(backlog: list[int]) -> None:
+def test_finding_held_back_rows_reads_no_others(backlog: list[int]) -> None:
     few = backlog[-10:]
     claims = {"broker": "default", "services": ["", "tests"]}
     assert read_for(lambda: OutboxMessage.objects.held_back(few, 100, **claims)) < 200

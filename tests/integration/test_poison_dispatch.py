@@ -94,7 +94,9 @@ def test_the_innocent_leave_at_once_and_the_poison_dies(
     assert (letter.reason, letter.attempts) == ("rejected", ATTEMPTS)
 
 
-def test_a_suspect_takes_no_fresh_message_along(scripted: ScriptedBroker) -> None:
+def test_a_message_that_failed_before_is_sent_apart_from_new_ones(
+    scripted: ScriptedBroker,
+) -> None:
     relay = WAYS["one lane"]
     store("tests.poison")
     relay()

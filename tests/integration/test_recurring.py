@@ -281,7 +281,7 @@ def test_a_message_is_stored_in_its_own_database() -> None:
 
 
 @pytest.mark.django_db
-def test_the_settings_make_messages_recur_and_have_the_last_word() -> None:
+def test_recurring_messages_of_the_settings_override_the_code() -> None:
     schedule = {
         "tests.tick": {"EVERY": "*/5 * * * *", "DESTINATION": "tests.five"},
         "nightly": {
@@ -434,7 +434,7 @@ def test_a_tick_goes_its_whole_way_and_says_which_it_is() -> None:
     assert seen == [([1], *at(1))]
 
 
-def test_a_name_is_given_once() -> None:
+def test_two_recurring_messages_of_one_name_are_refused() -> None:
     try:
         every("* * * * *", "tests.once", {"a": 1})
         every("* * * * *", "tests.once", {"a": 1})  # imported twice

@@ -168,7 +168,7 @@ def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> N
             assert said - 0.01 < pause < 30
 
 
-def test_a_foreign_message_keeps_its_identity_in_the_broker_s_hands(
+def test_a_foreign_message_keeps_its_identity_when_returned(
     destination: str,
 ) -> None:
     """The broker gives each copy another id. Without our id the redeliveries would

@@ -91,7 +91,7 @@ def test_refused_subscription_slows_no_other_stage(
     assert "broker 'default' cannot be used" not in caplog.text
 
 
-def test_a_refusal_is_not_asked_for_again_at_once() -> None:
+def test_a_refused_subscription_is_not_retried_at_once() -> None:
     """Each try costs a connection. After an outage of the broker, the stage tries again
     sooner."""
     with txmsg(), declared(effect) as stage:

@@ -192,7 +192,7 @@ def in_another_thread(work: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def test_they_are_made_once_for_all_threads_of_a_stage() -> None:
+def test_middlewares_are_created_once_for_all_threads() -> None:
     with around("Inside", "Around"), declared(effect) as stage:
         with running(stage, concurrency=3) as threads:
             for _ in range(6):
@@ -203,7 +203,7 @@ def test_they_are_made_once_for_all_threads_of_a_stage() -> None:
     assert made == [f"inside {stage.name}"] * 2
 
 
-def test_without_one_only_the_answer_is_between_a_stage_and_its_handler() -> None:
+def test_without_middlewares_only_the_answer_wraps_a_handler() -> None:
     with txmsg(), declared(effect) as stage:
         ready = prepared(stage)
     with around("unused"), declared(effect) as other:
@@ -288,7 +288,7 @@ WRONG_AFTERWARDS: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_that_it_does_wrong_inside_makes_a_message_processed(mode: Any) -> None:
+def test_no_misuse_in_a_middleware_makes_a_message_processed(mode: Any) -> None:
     for wrong, handler, said in WRONG + WRONG_AFTERWARDS:
         does[:] = [wrong]
         with around("doing"), declared(handler, transaction=mode) as stage:
@@ -482,7 +482,7 @@ def test_in_a_batch_the_misused_message_fails_alone() -> None:
     assert attempt(stage).startswith(MISUSED)
 
 
-def test_around_the_transaction_each_message_of_a_batch_has_one() -> None:
+def test_outside_middlewares_run_once_for_each_message_of_a_batch() -> None:
     with around("Around"), declared(failing_for("1"), batch=10) as stage:
         for body in (b'"0"', b'"1"', b'"2"'):
             put(stage.destination, body)
@@ -493,7 +493,7 @@ def test_around_the_transaction_each_message_of_a_batch_has_one() -> None:
     assert done() == ["0", "2"]
 
 
-def test_a_copy_of_the_message_comes_to_none_of_them() -> None:
+def test_a_copy_of_a_message_reaches_no_middleware() -> None:
     with around("Inside", "Around"), declared(effect) as stage:
         message_id = put(stage.destination)
         step(stage)

@@ -497,7 +497,7 @@ def test_a_batch_of_tasks_shares_a_transaction_and_one_fails_alone() -> None:
     assert OutboxMessage.objects.filter(destination="tests.noted").count() == 5
 
 
-def test_any_queue_where_none_is_named(mode: str) -> None:
+def test_without_queues_any_name_is_allowed(mode: str) -> None:
     with tasks(QUEUES=[], OPTIONS={"TRANSACTION": mode}):
         task = jobs.note.using(queue_name="Straße 7")
         result = finished(task.enqueue("any"))
@@ -598,7 +598,7 @@ def test_unknown_task_is_buried(mode: str) -> None:
     assert "antigravity" not in sys.modules
 
 
-def test_a_queue_runs_tasks_of_its_modules_alone(mode: str) -> None:
+def test_a_queue_runs_only_tasks_of_its_modules(mode: str) -> None:
     def limited(*modules: str) -> override_settings:
         return tasks(OPTIONS={"TRANSACTION": mode, "MODULES": modules})
 
@@ -667,7 +667,7 @@ def test_a_task_that_a_worker_may_not_know_is_warned_of_and_fails_in_plain_words
 
 
 @pytest.mark.parametrize("options", [{}, {"MODULES": ["tests.app"]}])
-def test_a_task_of_the_project_is_warned_of_never(
+def test_a_task_of_the_project_causes_no_warning(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with tasks(OPTIONS=options):

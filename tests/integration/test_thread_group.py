@@ -74,7 +74,7 @@ def test_every_exception_of_a_handler_fails_only_its_message(
     assert InboxMessage.objects.get(dead_at__isnull=False).attempts == 3
 
 
-def test_a_crew_ends_together_and_says_why() -> None:
+def test_all_threads_of_a_group_end_with_the_first_error() -> None:
     stop = threading.Event()
     crew = Crew(stop.set)
     ended: list[str] = []

@@ -389,7 +389,7 @@ def test_a_key_that_is_freed_and_taken_all_the_time_is_held_by_one_at_a_time() -
 
 
 @pytest.mark.django_db
-def test_in_bulk_each_has_its_own_key_and_its_own_word() -> None:
+def test_in_bulk_each_message_has_its_own_key_and_conflict_rule() -> None:
     def of(body: int, unique: str | None = None, word: str = "skip") -> dict[str, Any]:
         one: dict[str, Any] = {"destination": PLACE, "body": body}
         return one | ({"unique": unique, "on_conflict": word} if unique else {})

@@ -199,7 +199,9 @@ def test_an_idle_process_asks_less_than_once_a_second(
     run.succeed()
 
 
-def test_a_paused_stage_is_heard_of(process: Callable[..., ManageProcess]) -> None:
+def test_pausing_a_stage_wakes_its_consumer(
+    process: Callable[..., ManageProcess],
+) -> None:
     run = process("txmsg", "run")
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         store()
@@ -285,7 +287,7 @@ def test_a_quiet_notifier_gives_its_connection_back(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_tells_by_itself() -> None:
+def test_a_forked_process_sends_its_own_notifications() -> None:
     with heard() as payloads:
         notifier.notify("default", {"queue parent"})
         wait_until(lambda: "queue parent" in payloads)

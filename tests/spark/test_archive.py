@@ -362,7 +362,7 @@ def test_a_column_that_a_later_version_adds_is_null_in_older_rows(
     assert delta_rows(lake).num_rows == 2
 
 
-def test_a_place_that_is_no_lake_of_ours_is_left_alone(
+def test_a_directory_that_is_not_our_lake_is_left_alone(
     spark, log: Log, tmp_path: Path
 ) -> None:
     log.send_many(2)

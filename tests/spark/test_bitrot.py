@@ -87,7 +87,7 @@ def test_no_flipped_bit_of_any_column_is_read_as_right(
     assert found > 30 * len(right.column_names)
 
 
-def test_nothing_spoilt_gets_into_journeys_or_verdicts(
+def test_corrupt_files_enter_neither_journeys_nor_verdicts(
     spark: Any, make_log, lake: LakeSpec
 ) -> None:
     log: Log = make_log("sqlite")

@@ -280,9 +280,7 @@ def test_more_lines_than_are_held_at_once_are_read(
 
 
 @pytest.mark.matrix
-def test_a_lake_may_be_at_an_address_with_a_day(
-    spark, make_log, tmp_path: Path
-) -> None:
+def test_a_lakes_path_may_contain_a_day(spark, make_log, tmp_path: Path) -> None:
     log: Log = make_log("sqlite")
     lake = LakeSpec(f"file://{tmp_path}/day=2020-01-01/lake")
     spec = JobSpec((log.spec,), lake)

@@ -96,7 +96,7 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
 
 
 @sampled
-def test_a_person_is_forgotten_everywhere_files_included(
+def test_erasing_a_person_includes_the_files(
     spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:
     ann = log_of_a_person(log)

@@ -362,7 +362,7 @@ def test_webhook_delivery_counts_even_if_its_answer_is_lost() -> None:
     assert taking.tries == 1
 
 
-def test_a_webhook_that_is_named_is_there_and_its_address_is_no_name(
+def test_an_unset_or_literal_webhook_address_is_refused(
     make_log: Callable[..., Log], lake: LakeSpec
 ) -> None:
     log = make_log("sqlite")
@@ -451,7 +451,9 @@ def test_standby_reports_that_the_database_is_back(
     assert "The database is back" in said[1]
 
 
-def test_an_archive_beside_it_is_no_lake_that_is_away(log: Log, lake: LakeSpec) -> None:
+def test_a_concurrent_archive_is_not_reported_as_a_lake_outage(
+    log: Log, lake: LakeSpec
+) -> None:
     log.send_many(5)
     options = replace(OPTIONS, away=timedelta(0))
     said: list[str] = []
@@ -617,7 +619,7 @@ def test_lake_outage_is_waited_for_and_reported(
     assert_moved_once(before, log, lake, set(range(1, 51)))
 
 
-def test_stopped_while_the_lake_is_away_it_makes_none(
+def test_follow_stopped_during_a_lake_outage_creates_no_lake(
     make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
 ) -> None:
     log = make_log("sqlite")
@@ -638,7 +640,7 @@ def test_stopped_while_the_lake_is_away_it_makes_none(
     assert [row[0] for row in log.rows(state)] == ["clean", "clean"]
 
 
-def test_a_database_that_is_away_is_no_lake_that_is(
+def test_a_database_outage_is_not_reported_as_a_lake_outage(
     make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
 ) -> None:
     log = make_log("sqlite")
@@ -661,7 +663,7 @@ def test_a_database_that_is_away_is_no_lake_that_is(
     assert said[0].startswith("The database cannot be used")
 
 
-def test_a_second_one_stands_by_and_takes_over(
+def test_a_second_follow_stands_by_and_takes_over(
     log: Log, lake: LakeSpec, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("TXMSG_PASSWORD_SHOP", "txmsg-secret")

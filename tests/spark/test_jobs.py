@@ -175,7 +175,7 @@ def test_a_person_at_a_terminal_sees_a_bar_and_a_tool_does_not(
 
 
 @pytest.mark.matrix
-def test_a_listener_added_later_owes_nothing_for_what_was_sent_before(
+def test_a_new_listener_need_not_have_earlier_messages(
     spark, log: Log, lake: LakeSpec
 ) -> None:
     topic = "topic:orders.placed"

@@ -88,7 +88,7 @@ def test_a_stage_that_is_removed_was_expected_until_now() -> None:
     assert who(known, [], []) == {"b/s": (at(0), None)}
 
 
-def test_a_stage_may_come_back() -> None:
+def test_a_retired_stage_may_subscribe_again() -> None:
     known = [Listener(TOPIC, "b/s", at(0)), Listener(TOPIC, "b/s", at(0), at(10))]
     found = listeners(known, [heard("b/s", -5, 8)], declared("s"), NOW)
     assert found.expected == [
@@ -107,7 +107,7 @@ def between(least: float, median: float, minutes: float = 60, **more: Any) -> Pl
     return Place("q", "", "a", "b", at(0), at(minutes), count, *times)
 
 
-def test_clocks_differ_where_all_messages_take_the_same_long_time() -> None:
+def test_equally_long_transit_times_are_a_clock_difference() -> None:
     [found] = differences([between(7200, 7201)], [])
     assert (found.sender, found.receiver) == ("a", "b")
     assert found.ahead == dt.timedelta(hours=2)

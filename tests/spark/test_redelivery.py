@@ -117,7 +117,7 @@ def test_replay_skips_letters_processed_meanwhile(spark: Any, spec: JobSpec) -> 
 
 @committing
 @pytest.mark.usefixtures("impatient")
-def test_more_letters_than_one_names_by_hand_are_one_operation(
+def test_replaying_thousands_of_letters_is_one_operation(
     spark: Any, spec: JobSpec
 ) -> None:
     """There is one rate, one pause and one audit entry, not one for each letter."""
@@ -135,7 +135,7 @@ def test_more_letters_than_one_names_by_hand_are_one_operation(
     assert not DeadLetter.objects.filter(resolution="open").exists()
 
 
-def test_a_name_asks_once(spark: Any, log: Log) -> None:
+def test_a_named_replay_is_stored_once(spark: Any, log: Log) -> None:
     letters = [uuid.uuid4() for _ in range(3)]
     log.bury([{"message_id": one} for one in letters])
     spec = JobSpec((log.spec,))

@@ -143,7 +143,7 @@ def test_unmounted_lake_is_not_created_again(
 
 
 @pytest.mark.parametrize("step", ["planned", "written", "committing", "committed"])
-def test_where_a_lake_has_gone_in_the_middle_nothing_is_left(
+def test_a_lake_unmounted_during_an_archive_leaves_nothing_behind(
     log: Log, lake: LakeSpec, tmp_path: Path, step: str
 ) -> None:
     log.send_many(120)
@@ -195,7 +195,7 @@ def test_lake_from_an_older_backup_is_reported(
     assert_moved_once(before, log, lake, set(before))
 
 
-def test_a_loss_that_is_accepted_is_no_dead_end(
+def test_archiving_continues_after_a_loss_is_accepted(
     spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:
     log.send_many(150)

@@ -365,7 +365,7 @@ def test_all_agree_on_when_a_received_message_and_its_attempts_are_settled(
             agree_on_settled(table, what, expected and old)
 
 
-def test_all_agree_on_when_what_is_left_of_a_message_is_settled() -> None:
+def test_all_agree_on_when_other_records_of_a_message_are_settled() -> None:
     make.AttemptFactory(failed_at=OLD)
     agree_on_settled("attempts", "forgotten by its stage", True)
     one = make.AttemptFactory(failed_at=OLD)

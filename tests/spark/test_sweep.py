@@ -72,7 +72,7 @@ def test_days_past_the_lakes_own_retention_are_dropped(
     assert len(set(delta_rows(lake)["day"].to_pylist())) == 30 - dropped
 
 
-def test_batches_that_are_joined_before_they_are_settled_are_settled_all_the_same(
+def test_batches_joined_before_they_are_settled_are_settled(
     spark, log: Log, lake: LakeSpec
 ) -> None:
     log.send_many(250)

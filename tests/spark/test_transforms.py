@@ -93,7 +93,7 @@ def expected(spark: Any, *rows: tuple[Any, ...]) -> Any:
     return spark.createDataFrame([(*row, None)[:4] for row in rows], EXPECTED)
 
 
-def test_each_verdict_has_its_case(spark) -> None:
+def test_every_verdict_is_reached(spark) -> None:
     young = HORIZON + dt.timedelta(minutes=1)
     q, topic = "q", "topic:t"
     messages = sent(

@@ -65,7 +65,7 @@ def test_a_stream_without_limits_says_which_version_has_them(
         TxmsgDataSource({"url": log.spec.url, "maxRowsPerBatch": "5"}).streamReader(ID)
 
 
-def test_a_stream_that_is_not_told_from_where_knows_another_cluster(
+def test_a_stream_without_a_start_detects_another_cluster(
     make_log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: Log = make_log("sqlite")

@@ -256,7 +256,7 @@ def test_error_in_a_task_is_one_line_and_no_finding(tmp_path: Path, make_log) ->
         ("", EnvironmentFault, "Spark gave up: Exception"),
     ],
 )  # fmt: skip
-def test_an_error_out_of_spark_is_one_of_ours(raised, kind, told) -> None:
+def test_errors_of_spark_become_errors_of_the_pipeline(raised, kind, told) -> None:
     fault = told_by_spark(Exception(raised))
 
     assert type(fault) is kind

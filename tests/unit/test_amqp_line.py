@@ -72,7 +72,7 @@ def test_a_write_that_stands_still_is_a_time_out(line: Line) -> None:
     assert not line.transport.connected
 
 
-def test_a_heart_beat_waits_for_no_line_and_is_whole_when_there_is_room(
+def test_a_heartbeat_never_blocks_and_is_written_whole(
     line: Line,
 ) -> None:
     while True:  # until it is full
@@ -97,7 +97,7 @@ def test_a_heart_beat_waits_for_no_line_and_is_whole_when_there_is_room(
     assert beats == frames.HEARTBEAT * (len(beats) // len(frames.HEARTBEAT))
 
 
-def test_a_full_line_delays_no_other_s_heart_beat(line: Line) -> None:
+def test_a_blocked_connection_delays_no_other_heartbeat(line: Line) -> None:
     class Beating:
         """What the heartbeat thread uses of a connection."""
 

@@ -91,7 +91,7 @@ def test_a_password_that_was_not_encoded_is_in_no_error(scheme: str, url: str) -
 @pytest.mark.parametrize(
     "option", ["connect_timeout=inf", "send_timeout=1e12", "heartbeat=65536"]
 )
-def test_more_than_there_is_room_for_is_no_number(option: str) -> None:
+def test_too_large_an_option_is_refused(option: str) -> None:
     (wrong,) = make_broker("tested", f"amqp://mq?{option}").check()
     assert "too large" in wrong
 

@@ -90,7 +90,7 @@ def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> Non
     assert enter(budget, stack).larger
 
 
-def test_a_lane_that_was_alone_claims_again_when_another_has_passed_by(stack) -> None:
+def test_a_lane_claims_again_if_another_lane_locked_a_large_row(stack) -> None:
     """The other lane's claim locked the large row, which it may not take, and so hid
     it."""
     budget, first = Budget(4), ExitStack()

@@ -552,7 +552,7 @@ def test_a_batch_that_a_middleware_keeps_from_being_one_is_a_warning() -> None:
 def typed(body: dict[str, int]) -> None: ...
 
 
-def test_a_contract_that_lies_wherever_one_starts_is_a_warning(
+def test_a_contract_in_the_working_directory_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -573,7 +573,7 @@ def test_a_contract_that_lies_wherever_one_starts_is_a_warning(
 
 
 @pytest.mark.parametrize("content", ["<<<<<<< HEAD", "[]", "{}"])
-def test_a_contract_that_is_none_is_an_error(tmp_path: Path, content: str) -> None:
+def test_an_invalid_contract_is_an_error(tmp_path: Path, content: str) -> None:
     file = tmp_path / "asyncapi.json"
     with txmsg(CONTRACT=str(file)):
         assert check() == []

@@ -159,7 +159,7 @@ def test_override_settings_takes_effect_and_ends() -> None:
     assert before == conf.get().SERVICE
 
 
-def test_a_lake_is_a_uri_or_all_about_it() -> None:
+def test_a_lake_is_a_uri_or_a_dict() -> None:
     with override_settings(TXMSG={"LAKE": "file:///var/lake"}):
         lake = conf.get().LAKE
     assert lake is not None

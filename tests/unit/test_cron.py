@@ -62,7 +62,7 @@ def test_a_change_of_the_clock_is_taken_as_cron_takes_it(
     ["*/7 * * * *", "30 2 * * *", "0 3 * * *", "15 1-3 * * *", "*/20 2 * * *",
      "0 */2 * * *", "30 2 * * SUN", "*/30 * * * * *", "59 23 L * *"],
 )  # fmt: skip
-def test_where_one_looks_from_makes_no_difference(
+def test_the_next_and_last_ticks_agree_from_any_instant(
     expression: str, night: dt.datetime
 ) -> None:
     cron = Cron(expression, "Europe/Berlin")

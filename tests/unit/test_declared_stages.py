@@ -213,7 +213,7 @@ def test_callable_handlers_are_declared(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", DECORATED)
-def test_a_decorator_may_give_other_arguments_than_it_gets(case: str) -> None:
+def test_a_decorator_may_change_the_arguments(case: str) -> None:
     handler, body, returned = DECORATED[case]
     stage("tests.decorated")(handler)
     [declared] = find(["tests.decorated"])

@@ -44,7 +44,7 @@ def test_it_can_be_copied_and_pickled(again: object) -> None:
     assert again(MESSAGE) == MESSAGE  # type: ignore[operator]
 
 
-def test_an_attempt_is_another_envelope_of_the_same() -> None:
+def test_an_attempt_is_a_copy_with_the_same_id() -> None:
     second = MESSAGE.attempted(2)
     assert (second.delivery_attempt, MESSAGE.delivery_attempt) == (2, 0)
     assert second.id == MESSAGE.id

@@ -66,7 +66,7 @@ def test_what_each_error_means(error: Exception, expected: object) -> None:
     assert decide(policy, 1, error) == expected
 
 
-def test_a_handlers_own_word_ends_with_the_maximum_too() -> None:
+def test_redeliver_obeys_the_maximum_of_attempts() -> None:
     policy = RedeliveryPolicy(max_redeliveries=1)
     assert decide(policy, 2, Redeliver(after=1.0)) == Dead("attempts_exhausted")
 
@@ -84,7 +84,7 @@ def test_a_handlers_own_word_ends_with_the_maximum_too() -> None:
         {"mode": "sometimes"},
     ],
 )
-def test_a_policy_that_makes_no_sense(wrong: dict[str, object]) -> None:
+def test_an_invalid_policy_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RedeliveryPolicy(**wrong)  # type: ignore[arg-type]
 

@@ -225,7 +225,7 @@ def test_a_fault_names_the_place() -> None:
          ["type"]),
     ],
 )  # fmt: skip
-def test_where_it_cannot_tell_it_says_no(
+def test_an_undecidable_comparison_is_a_fault(
     reader: Any, writer: Any, kinds: list[str]
 ) -> None:
     assert [fault.kind for fault in faults(reader, writer)] == kinds

@@ -126,7 +126,7 @@ def test_without_an_id_each_gets_one_of_its_own(
     assert not any(isinstance(heads.item(one), Encoded) for _ in range(3))
 
 
-def test_one_that_expires_has_its_own_head(session: StompSession) -> None:
+def test_an_expiring_message_has_its_own_head(session: StompSession) -> None:
     one = Outgoing("orders.place", USUAL, b"{}", time_to_live=60.0)
     heads = Heads(session._session, session._mortal)
 

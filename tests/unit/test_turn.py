@@ -44,7 +44,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_one_waits_for_the_other_while_the_broker_is_at_work() -> None:
+def test_one_lane_waits_for_another_while_the_broker_is_busy() -> None:
     turn = Turn()
     with ExitStack() as here, turn.at_broker():
         here.enter_context(turn.at_database())
@@ -55,14 +55,14 @@ def test_one_waits_for_the_other_while_the_broker_is_at_work() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_with_a_place_more_there_is_room_for_the_other() -> None:
+def test_a_second_place_admits_a_second_lane() -> None:
     turn = Turn(2)
     with turn.at_broker(), turn.at_database(), another(turn) as came:
         assert came.wait(5)
 
 
 @pytest.mark.usefixtures("patient")
-def test_two_go_while_the_broker_has_nothing_to_do_and_no_third() -> None:
+def test_two_lanes_use_the_database_while_the_broker_is_idle() -> None:
     turn = Turn()
     with ExitStack() as first, turn.at_database():
         with another(turn) as second:
@@ -75,7 +75,7 @@ def test_two_go_while_the_broker_has_nothing_to_do_and_no_third() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_all_for_whom_there_is_room_go_as_soon_as_the_broker_is_left() -> None:
+def test_waiting_lanes_go_on_when_the_broker_becomes_idle() -> None:
     turn = Turn(2)
     with turn.at_database(), turn.at_database(), ExitStack() as broker:
         broker.enter_context(turn.at_broker())

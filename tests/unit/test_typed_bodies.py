@@ -340,7 +340,7 @@ def test_the_oldest_reader_is_said_or_comes_after_the_last_upgrader() -> None:
     [{"version": 0}, {"version": 1001}, {"version": 1, "readable_from": 2},
      {"name": "a b"}, {"name": "a;v=1"}, {"name": "x" * 300}],
 )  # fmt: skip
-def test_a_declaration_that_cannot_be_is_refused(given: dict[str, Any]) -> None:
+def test_an_impossible_declaration_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         message_type(**given)
 

@@ -57,7 +57,9 @@ class Receiving(Talk):
                 assert one.broker_message_id == first.broker_message_id
         assert self.rest(destination) == []
 
-    def test_what_a_killed_consumer_had_comes_again(self, destination: str) -> None:
+    def test_deliveries_of_a_killed_consumer_are_redelivered(
+        self, destination: str
+    ) -> None:
         self.send(*numbered(destination, 3))
         with self.held_elsewhere(destination):
             pass  # and there it ends

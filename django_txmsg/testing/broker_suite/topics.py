@@ -68,7 +68,7 @@ class Topics(Talk):
                 assert session.receive(0.3) is None
             self.broker().unsubscribe(topic, name)
 
-    def test_a_topic_does_not_wait_for_who_named_no_subscription(
+    def test_a_topic_keeps_nothing_for_unnamed_subscriptions(
         self, destination: str
     ) -> None:
         topic = f"topic:{destination}"

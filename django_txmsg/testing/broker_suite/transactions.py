@@ -56,7 +56,9 @@ class Transactions(Talk):
         assert self.rest(f"{destination}.next") == []
         assert self.rest(destination) == []
 
-    def test_what_was_rolled_back_and_left_comes_again(self, destination: str) -> None:
+    def test_a_rolled_back_delivery_is_redelivered_to_another_session(
+        self, destination: str
+    ) -> None:
         self.send(*numbered(destination, 1))
         with self.consumer(destination, transacted=True) as session:
             take(session, 1)

@@ -158,7 +158,7 @@ def test_session_without_messages_sends_no_control_message(arrivals) -> None:
 
 
 @on_postgresql
-def test_while_in_progress_it_is_looked_at_often(arrivals, heard) -> None:
+def test_a_session_in_progress_is_checked_often(arrivals, heard) -> None:
     pauses = []
     with transaction.atomic():
         with transaction.atomic(), outbox_session():
@@ -299,7 +299,7 @@ def test_a_transaction_id_from_the_future_falls_back_to_waiting(
     assert heard["handled"][0]["outcome"] == "given_up"
 
 
-def test_without_an_oracle_it_waits_longer_each_time(arrivals, heard) -> None:
+def test_without_a_commit_status_checks_become_rarer(arrivals, heard) -> None:
     session_id = uuid.uuid4()
     _forge(session_id)
     delivery = arrivals.receive(30)
@@ -500,7 +500,7 @@ def test_nothing_is_given_up_on_a_stranger_s_word(
     assert not SessionRecord.objects.exists()
 
 
-def test_a_signature_is_for_each_of_the_headers(arrivals, heard) -> None:
+def test_the_signature_covers_every_header(arrivals, heard) -> None:
     with outbox_session() as session:
         session.metadata["tenant"] = "north"
         send_two()

@@ -81,7 +81,7 @@ def test_all_threads_share_one_connection(together, proxy, destination) -> None:
     assert sorted(arrived(destination)) == sorted([*expected, "m-99"])
 
 
-def test_a_cut_makes_them_all_change_over_together(
+def test_after_a_cut_all_threads_change_to_one_new_connection(
     together, proxy, destination
 ) -> None:
     messages = [outgoing(destination, number) for number in range(THREADS)]

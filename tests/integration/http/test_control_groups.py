@@ -166,7 +166,9 @@ def test_late_store_sends_the_groups_message_again(grouped, receiver, heard) -> 
     wait_until(lambda: pending() == 0)
 
 
-def test_while_one_is_open_nothing_is_settled(grouped, receiver, heard) -> None:
+def test_an_open_session_keeps_its_groups_message_unsettled(
+    grouped, receiver, heard
+) -> None:
     store("opens")
     with outbox_session():
         send("joins", key="a")

@@ -125,7 +125,7 @@ def test_it_stops_while_several_looks_are_due(monkeypatch) -> None:
         connection_created.disconnect(slow_down)
 
 
-def test_a_control_message_that_is_no_more_use_is_dropped(monkeypatch) -> None:
+def test_an_outdated_control_message_is_dropped(monkeypatch) -> None:
     """Its database could never be queried. After a day it is dropped, however often it
     was sent again."""
     monkeypatch.setattr(control_thread, "HOLD", 0.0, raising=False)

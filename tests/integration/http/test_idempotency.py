@@ -233,7 +233,7 @@ def test_a_project_says_who_its_callers_are() -> None:
     assert Order.objects.count() == 2
 
 
-def test_a_session_with_something_in_it_is_a_caller() -> None:
+def test_a_session_with_data_identifies_a_caller() -> None:
     client = Client()
     session = client.session
     session["cart"] = 7
@@ -269,7 +269,7 @@ def test_a_response_that_is_too_large_is_not_kept(monkeypatch) -> None:
     assert Order.objects.count() == 1
 
 
-def test_a_body_that_cannot_be_compared_is_refused() -> None:
+def test_a_body_too_large_to_compare_is_refused() -> None:
     def send(headers: dict[str, str]) -> Any:
         return Client().post(
             "/order?number=1",

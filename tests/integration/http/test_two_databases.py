@@ -112,7 +112,7 @@ def test_each_database_gets_its_control_messages_though_the_other_takes_them_fir
             wait_until(taken, deadline=60, message=partial(outputs, stranger, consumer))
 
 
-def test_a_message_says_whose_it_is_and_an_old_one_does_not() -> None:
+def test_a_control_message_names_its_database_and_an_old_one_does_not() -> None:
     identity = database_identity.current("default")
     assert str(connection.settings_dict["NAME"]) in identity
     new = control_send.control_message(

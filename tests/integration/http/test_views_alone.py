@@ -385,7 +385,7 @@ def test_outside_of_requests_it_is_the_same() -> None:
         assert OutboxMessage.objects.count() == control_messages() == 1
 
 
-def test_a_durable_block_wants_a_view_that_is_left_alone(client) -> None:
+def test_a_durable_block_needs_a_view_without_the_outbox(client) -> None:
     assert client.post("/durable").status_code == 500
     assert nothing_happened()
     assert client.post("/own_durable").status_code == 201

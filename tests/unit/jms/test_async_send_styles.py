@@ -223,7 +223,7 @@ def test_a_volatile_message_is_told_apart_the_way_the_broker_wants_it(
         {"delay": timedelta(seconds=-1)},
     ],
 )
-def test_a_delivery_no_broker_could_mean_is_refused_where_it_is_made(
+def test_impossible_delivery_options_are_refused_when_created(
     options: dict[str, Any],
 ) -> None:
     with pytest.raises(ValueError, match=r"priority|mode|duration|negative"):

@@ -176,7 +176,7 @@ def test_an_entry_is_settled_at_most_once_by_any_events_and_never_lost(
     assert all(entry.told == 1 for entry in entries)
 
 
-def test_a_receipt_is_no_word_on_earlier_sends() -> None:
+def test_a_receipt_settles_only_its_own_send() -> None:
     ledger = Ledger(1, lambda: "the broker")
     entries = [Counted(n, 100) for n in range(3)]
     for entry in entries:

@@ -137,7 +137,7 @@ def test_a_rollback_may_keep_the_message_back_until_it_is_adopted(
 
 
 @pytest.mark.parametrize("verb", ["commit", "rollback"])
-def test_neither_is_written_before_all_sends_are_settled_and_told(
+def test_commit_and_abort_wait_for_all_sends_and_callbacks(
     broker: ScriptedBroker, connect: Connect, verb: str
 ) -> None:
     session = connect(broker).create_session(transacted=True)

@@ -188,7 +188,7 @@ def test_a_parked_frame_is_overtaken(broker: ScriptedBroker, client: RawClient) 
     assert stored(broker) == 2
 
 
-def test_a_send_parked_beyond_its_commit_is_not_in_it(
+def test_a_send_parked_beyond_its_commit_is_not_committed(
     broker: ScriptedBroker, client: RawClient
 ) -> None:
     broker.on("SEND").park()
@@ -207,7 +207,7 @@ def test_a_send_parked_beyond_its_commit_is_not_in_it(
     indirect=["broker"],
     ids=["classic", "artemis", "rabbitmq"],
 )
-def test_a_refusal_is_the_profile_s(
+def test_a_refusal_follows_the_profile(
     broker: ScriptedBroker, client: RawClient, named: bool, closes: bool
 ) -> None:
     broker.on("SEND", nth=2).reject("no room", "a trace")
@@ -226,7 +226,7 @@ def test_a_refusal_is_the_profile_s(
 
 @pytest.mark.parametrize("names_receipt", [True, False])
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_refusal_is_as_told(
+def test_a_refusal_takes_the_options_of_its_rule(
     broker: ScriptedBroker, client: RawClient, names_receipt: bool, closes: bool
 ) -> None:
     broker.on("SEND", nth=1).reject(names_receipt=names_receipt, closes=closes)
