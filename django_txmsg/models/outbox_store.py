@@ -23,6 +23,8 @@ from .fields import ids_sql, later_sql, later_value, now_sql, read_instant, read
 #: The origin of a message id. If a "caller" id is stored already, that is an error. A
 #: "derived" id is stored already when its stage is run again by force.
 Origin = Literal["new", "caller", "derived"]
+#: What follows if a pending message has the unique key of a new one.
+OnConflict = Literal["error", "skip", "replace"]
 
 
 @dataclass(slots=True)
@@ -48,8 +50,8 @@ class NewMessage:
     expiry: float | None = None
     expires_at: dt.datetime | None = None
     unique: str = ""
-    #: Whether it is skipped if its unique key is taken.
-    skips: bool = False
+    #: What follows if its unique key is taken.
+    on_conflict: OnConflict = "error"
     origin: Origin = "new"
     #: The body as its sender passed it.
     given: object = None

@@ -6,9 +6,10 @@ import datetime as dt
 import uuid
 from collections.abc import Mapping
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 from ..envelope.message import Message
+from ..models.outbox_store import OnConflict
 from .outbox import send_message
 from .typed_name import Body, TypedName
 
@@ -63,7 +64,7 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
         using: str | None = None,
         broker: str = "default",
         unique: str | None = None,
-        on_conflict: Literal["error", "skip"] = "error",
+        on_conflict: OnConflict = "error",
     ) -> Message:
         """Store one message like `send_message()`, with the same errors; also raises
         InvalidMessage for a body of another type."""

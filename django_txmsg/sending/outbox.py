@@ -11,7 +11,7 @@ import datetime as dt
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 from django.db import connections, router, transaction
 from django.utils import timezone
@@ -29,7 +29,7 @@ from ..envelope.message import (
 )
 from ..errors import InvalidMessage, TransactionRequired
 from ..models import OutboxMessage
-from ..models.outbox_store import NewMessage, Origin
+from ..models.outbox_store import NewMessage, OnConflict, Origin
 from .scope import current_scope
 from .storing import as_sent, store
 from .typed_name import TypedName
@@ -48,7 +48,7 @@ def send_message(
     using: str | None = None,
     broker: str = "default",
     unique: str | None = None,
-    on_conflict: Literal["error", "skip"] = "error",
+    on_conflict: OnConflict = "error",
 ) -> Message:
     """Store one message; it leaves if and only if the open transaction commits.
 
@@ -58,7 +58,7 @@ def send_message(
     the database's clock. `using` names the database. Only one pending message can have
     a `unique` key, until a relay claims it, or it is cancelled or expires. With
     `on_conflict` "skip", a second message is not stored; the pending one is returned,
-    and leaves after this transaction.
+    and leaves after this transaction; with "replace", the pending one is cancelled.
 
     Raises TransactionRequired outside a transaction, InvalidMessage for what cannot be
     carried, DuplicateMessage if `message_id` is stored already, AlreadyPending if the
@@ -188,7 +188,7 @@ def _new_message(
     expires: dt.timedelta | None = None,
     broker: str,
     unique: str | None = None,
-    on_conflict: Literal["error", "skip"] = "error",
+    on_conflict: OnConflict = "error",
 ) -> NewMessage:
     """Return the message that send_message() stores. Raises InvalidMessage."""
     settings, current = conf.get(), current_scope()
@@ -214,9 +214,9 @@ def _new_message(
         own_headers[wire.TYPE] = body_type
     if message_id is not None and not isinstance(message_id, uuid.UUID):
         raise InvalidMessage(f"message_id must be a uuid.UUID, not {message_id!r}.")
-    if on_conflict not in ("error", "skip"):
+    if on_conflict not in get_args(OnConflict):
         raise InvalidMessage(
-            f'on_conflict={on_conflict!r} is neither "error" nor "skip".'
+            f"on_conflict={on_conflict!r} is none of {', '.join(get_args(OnConflict))}."
         )
     origin: Origin = "new" if message_id is None else "caller"
     cause = None if current is None else current.cause
@@ -251,7 +251,7 @@ def _new_message(
         delay=_seconds(check_duration("delay", delay)) or 0.0,
         expiry=_seconds(check_duration("expires", expires)),
         unique=check_key(unique),
-        skips=on_conflict == "skip",
+        on_conflict=on_conflict,
         committed=committed,
     )
 

@@ -5,7 +5,7 @@ claims the row, or it is settled otherwise. A transaction that wants a key held 
 another transaction waits for that one's end. A transaction that reuses another's
 message locks it until its own end: the message does not leave, so that its receiver
 sees the changes of both; it is not cancelled; and it expires no sooner than the message
-that was not stored.
+that was not stored. A message that replaces another cancels it in its own transaction.
 """
 
 from __future__ import annotations
@@ -65,8 +65,17 @@ def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
     for row in rows:
         holder = first.setdefault(row.unique, row) if row.unique else row
         if holder is not row:
-            if not row.skips:
+            if row.on_conflict == "error":
                 raise _conflict(row, holder.message_id)
+            if row.on_conflict == "replace":
+                replaced = [*holders, holder.message_id]
+                holders |= {
+                    one: row.message_id
+                    for one in replaced
+                    if holders.get(one, one) == holder.message_id
+                }
+                first[row.unique] = row
+                continue
             if row.expiry is None or holder.expiry is None:
                 holder.expiry = None
             else:
@@ -79,10 +88,13 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
     """Return, for each row to skip, the message that holds its key; nothing if those
     have left meanwhile."""
     known = OutboxMessage.objects.using(alias)
+    pending = OutboxMessage.objects.db_manager(alias)
     wanted = {
-        row.unique: row.expiry if row.skips else 0.0 for row in rows if row.unique
+        row.unique: row.expiry if row.on_conflict == "skip" else 0.0
+        for row in rows
+        if row.unique and row.on_conflict != "replace"
     }
-    held = OutboxMessage.objects.db_manager(alias).hold(wanted)
+    held = pending.hold(wanted)
     holders = {one.unique_key: one for one in known.filter(PENDING, pk__in=held)}
     ids = [row.message_id for row in rows]
     stored = {
@@ -97,9 +109,13 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
                     f"once. If this is a retry, the first call has done the work."
                 )
             found[row.message_id] = message_of(stored[row.message_id])
+        elif row.on_conflict == "replace":
+            # Not locked before: two transactions that both had would deadlock here.
+            for one in known.filter(PENDING, unique_key=row.unique):
+                pending.cancel(one.message_id, why=f"replaced by {row.message_id}")
         elif row.unique in holders:
             holder = holders[row.unique]
-            if not row.skips:
+            if row.on_conflict == "error":
                 raise _conflict(row, holder.message_id)
             found[row.message_id] = message_of(holder)
             # A dispatcher may have skipped it, because it was locked.
@@ -111,7 +127,7 @@ def _conflict(row: NewMessage, holder: uuid.UUID) -> AlreadyPending:
     return AlreadyPending(
         f"Message {holder} has the unique key {row.unique!r} and has not left, so none "
         f'is stored to {row.destination!r}. Use on_conflict="skip" to go on with that '
-        f"one.",
+        f'one, or "replace" to cancel it.',
         holder,
     )
 

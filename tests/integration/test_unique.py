@@ -389,6 +389,72 @@ def test_a_key_that_is_freed_and_taken_all_the_time_is_held_by_one_at_a_time() -
 
 
 @pytest.mark.django_db
+def test_a_message_replaces_the_pending_one() -> None:
+    first = send(1)
+    second = send(2, on_conflict="replace")
+    assert second.id != first.id
+    replaced = OutboxMessage.objects.get(message_id=first.id)
+    assert replaced.cancelled_at is not None
+    assert replaced.last_error == f"cancelled: replaced by {second.id}"
+    assert send(3).id == second.id
+    assert ship() == 1
+    third = send(4, on_conflict="replace")  # the second one has left
+    assert OutboxMessage.objects.get(message_id=third.id).cancelled_at is None
+    assert OutboxMessage.objects.exclude(cancelled_at=None).count() == 1
+
+
+@committing
+def test_a_replacement_that_rolls_back_cancels_nothing() -> None:
+    with transaction.atomic():
+        first = send(1)
+    with suppress(KeyError), transaction.atomic():
+        send(2, on_conflict="replace")
+        raise KeyError
+    assert bodies() == ["1"]
+    assert OutboxMessage.objects.get(message_id=first.id).cancelled_at is None
+
+
+@pytest.mark.django_db
+def test_in_bulk_the_last_replacement_of_a_key_is_stored() -> None:
+    held = send(0)
+    words = ["skip", "replace", "skip", "replace"]
+    found = send_messages(
+        {"destination": PLACE, "body": body, "unique": "k", "on_conflict": word}
+        for body, word in enumerate(words, 1)
+    )
+    assert {one.body for one in found} == {4}
+    assert bodies() == ["0", "4"]
+    assert OutboxMessage.objects.get(message_id=held.id).cancelled_at is not None
+
+
+@committing
+def test_of_concurrent_replacements_one_is_pending() -> None:
+    """Each waits for the one before it, and cancels its message; none deadlocks."""
+    start, failed = threading.Barrier(4), list[BaseException]()
+
+    def race(number: int) -> None:
+        try:
+            start.wait(30)
+            for _ in range(5):
+                with transaction.atomic():
+                    send(number, on_conflict="replace")
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            connections.close_all()
+
+    threads = [threading.Thread(target=race, args=(one,)) for one in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert failed == []
+    assert OutboxMessage.objects.count() == 20
+    assert OutboxMessage.objects.filter(cancelled_at=None).count() == 1
+
+
+@pytest.mark.django_db
 def test_in_bulk_each_message_has_its_own_key_and_conflict_rule() -> None:
     def of(body: int, unique: str | None = None, word: str = "skip") -> dict[str, Any]:
         one: dict[str, Any] = {"destination": PLACE, "body": body}
