@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS = ["celery", "dramatiq[rabbitmq]", "django-dramatiq", "django-tasks-db",
          "procrastinate", "psycopg[binary]", "django-environ", "psutil"]  # fmt: skip
 PROJECT = "benchmarks._workers_project"
+#: Fewest tasks of a round.
+FEWEST = 500
 CELERY = ["celery", "-A", "benchmarks._workers_celery", "worker", "--loglevel", "ERROR",
           "--concurrency", "2", "--without-gossip", "--without-mingle"]  # fmt: skip
 RUN = [PROJECT, "txmsg", "run", "--verbosity", "0"]
@@ -84,6 +86,9 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=50, help="tasks for the latency")
     parser.add_argument("--only", default="", help="these backends, by commas")
     options = parser.parse_args()
+    if options.tasks < FEWEST:
+        # A worker that has finished before it is first looked at has no rate.
+        parser.error(f"--tasks: at least {FEWEST}")
     from tests import services
     from tests.services.stomp_server import PASSWORD, USER
 
