@@ -22,8 +22,8 @@ from .filters import AgeFilter
 
 @contextmanager
 def audited(using: str) -> Iterator[None]:
-    """Begin the transaction of a deed in a database and of its audit. If Django's log
-    is in another database, it commits first: no deed is done without an entry."""
+    """Begin the transaction of an action in a database and of its audit. If Django's
+    log is in another database, it commits first: nothing is done without an entry."""
     log = router.db_for_write(LogEntry)
     with transaction.atomic(using=using), transaction.atomic(using=log):
         yield
@@ -55,7 +55,7 @@ class SourceFilter(admin.SimpleListFilter):
     title, parameter_name = "source", "via"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return the two ways."""
+        """Return the two sources."""
         return [("page", "a page"), ("command", "a command")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:

@@ -38,7 +38,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     list_per_page = 50
     list_max_show_all = 0
     show_full_result_count = False
-    show_facets = admin.ShowFacets.NEVER  # our filters count, but not without end
+    show_facets = admin.ShowFacets.NEVER  # our filters count, up to a cap
     paginator = CappedPaginator
     sortable_by: ClassVar[Any] = ()
     actions: Any = None

@@ -100,7 +100,7 @@ class GroupPages:
 
 def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     """Return the open dead letters by fingerprint, with an example and the note; most
-    first, or the latest, but for muted ones, which come last."""
+    first, or the latest; muted ones come last."""
     groups: dict[str, dict[str, Any]] = {}
     for one in dead.by_error(using):
         group = groups.setdefault(

@@ -1,7 +1,7 @@
 """A message's own page: facts, timeline, attempts, headers, body, and its flow.
 
-One page for all tables: whether a message is stored here, received here, dead here, or
-all of it, its address contains its id.
+One page for all tables: a message may be stored, received or dead here, or all three.
+The page's address contains the message's id.
 """
 
 from __future__ import annotations

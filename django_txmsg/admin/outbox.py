@@ -1,4 +1,4 @@
-"""The outbox's list, and every message's own page, which is below it."""
+"""The outbox's list, and every message's own page, whose address is below it."""
 
 from __future__ import annotations
 

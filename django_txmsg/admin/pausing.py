@@ -23,7 +23,8 @@ class PausableAdmin(ReadOnlyAdmin):
 
     #: The paused kind of object, in names of addresses and of the permission.
     kind: ClassVar[str]
-    #: The same for people; and before a name, if the name alone would not do.
+    #: The same as people read it; and a word to put before a name that is unclear
+    #: alone.
     noun: ClassVar[str]
     called: ClassVar[str] = ""
     #: The form's field with the name.
@@ -32,8 +33,8 @@ class PausableAdmin(ReadOnlyAdmin):
     follows: ClassVar[str] = ""
 
     def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
-        """Pause or resume one. Returns its row, or None if nothing changed. Raises
-        LookupError for an unknown name."""
+        """Pause or resume the one with this name. Returns its row, or None if nothing
+        changed. Raises LookupError for an unknown name."""
         raise NotImplementedError
 
     def database(self, name: str) -> str:

@@ -20,7 +20,7 @@ class RecordAdmin(ReadOnlyAdmin):
     """A record that cannot be deleted here."""
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        """Not from here."""
+        """Return False: these records are kept."""
         return False
 
 

@@ -26,7 +26,7 @@ class WorkerAdmin(ReadOnlyAdmin):
     ordering = ("kind", "host", "pid")
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        """Live processes delete the rows of dead ones."""
+        """Return False: live processes delete the rows of dead ones."""
         return False
 
     @admin.display(description="state")

@@ -50,7 +50,8 @@ MAX_HOPS = 200
 MAX_BAGGAGE = 4096
 #: The reason that `otherwise` gets if a flow was cancelled.
 CANCELLED = "cancelled"
-#: How long a signal waits for its run, in total and at a time.
+#: How long a signal waits for its run in total, and between two tries at most and at
+#: least.
 SIGNAL_WAITS = dt.timedelta(minutes=15)
 MAX_PAUSE = dt.timedelta(minutes=1)
 MIN_PAUSE = dt.timedelta(seconds=1)
@@ -248,7 +249,8 @@ class Going:
         one."""
         undo = self._undoing()
         if self._message.body.type == "txmsg.Dead" and not undo.cancels:
-            # This confirms no undo, which must still be done; but a flow may fail so.
+            # A dead undo is not confirmed, because it must still be done. But a flow
+            # that was cancelled may end with this answer.
             return _late(self.declared, self._message, self.run.run_id)
         self._open_undos().filter(number=undo.number).update(confirmed_at=Now())
         self._step = "undo"

@@ -78,8 +78,8 @@ def send_signal(
     since: dt.datetime | None = None,
     delay: dt.timedelta | None = None,
 ) -> None:
-    """Store a signal. `since`: when it was first stored, if it waits for its run once
-    more for `delay`."""
+    """Store a signal. `since` is when it was first stored, if it is stored again to
+    wait for its run for another `delay`."""
     taking = {one.name: one for one in declared.signals.values()}.values()
     fitting = [
         one

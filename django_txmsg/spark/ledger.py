@@ -28,13 +28,13 @@ from .standstill import Held, held
 BATCH_BYTES = 1 << 30
 
 
-#: What a row is: its id, and whose it is. A database that was restored gives its ids
-#: anew, and two databases of a service give the same ones.
+#: What identifies a row: its id, and its message (and stage). The id alone does not: a
+#: restored database assigns ids again, and two databases assign the same.
 Row = tuple[int, str]
 
 
 def whose(rows: pa.RecordBatch) -> list[str]:
-    """Return of each row its message and, where its table has stages, its stage."""
+    """Return each row's message and, if the table has stages, its stage."""
     messages: list[str] = rows.column(
         rows.schema.get_field_index("message_id")
     ).to_pylist()

@@ -1,6 +1,7 @@
 """Locks that are released when their process ends, however it ends.
 
-In PostgreSQL advisory locks of a session, beside a SQLite file locks of a file.
+PostgreSQL has advisory locks of a session; an SQLite database has a locked file beside
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For tests of flows: a participant that is not there, and what it answers."""
+"""For tests of flows: answers in place of a stage that is not there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def answers(
     destination: Destination[Body, Reply], reply: Reply | Exception
 ) -> Iterator[list[Body]]:
     """Answer each request to a destination with `reply` for the duration of the block,
-    in place of its stage, or raise it if it is an exception. Gives a list of the
+    in place of its stage, or raise it if it is an exception. Yields a list of the
     requests that came. For `drain()` inside the block."""
     real = [one for one in stages.all_stages() if one.destination == destination.name]
     for one in real:

@@ -1,4 +1,4 @@
-"""What the pipeline asks of a database, whichever it is: batches, samples, literals.
+"""The interface of a database for the pipeline: batches, samples, literals.
 
 An implementation is small and picklable: executors get it with its address inside, and
 open a connection of their own for every read.
@@ -42,7 +42,7 @@ class Database(Protocol):
         ...
 
     def sample(self, table: Table) -> list[int]:
-        """Return ids of a table, as many where many are."""
+        """Return a sample of a table's ids, with more of them where ids are dense."""
         ...
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:

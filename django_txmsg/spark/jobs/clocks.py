@@ -1,8 +1,8 @@
 """Clocks that differ between services, as the messages between them show it.
 
-A message takes some time, always more than the least. If all messages from one service
-to another take about the same long time, whenever they were sent, then it is the clocks
-that differ: messages that wait for a consumer wait the longer the earlier they came.
+If all messages from one service to another take about the same long time, whenever they
+were sent, the clocks of the two differ. Messages that wait for a consumer would take
+different times: the earlier they came, the longer.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from ..tally import Line
 from .places import Place
 
-#: A difference that nobody needs to be told.
+#: Smaller differences are not reported.
 SMALL = dt.timedelta(minutes=1)
-#: Messages that show a difference, at least.
+#: Fewest messages that show a difference.
 FEW = 3
-#: How much their times may differ, as part of the time in which they were sent.
+#: How much their times may differ, as a fraction of the period in which they were sent.
 SPREAD = 0.1
 
 
@@ -32,7 +32,7 @@ class Difference:
     ahead: dt.timedelta
 
     def describe(self) -> str:
-        """Say it."""
+        """Return the difference in words."""
         seconds = abs(self.ahead.total_seconds())
         side = "ahead of" if self.ahead > dt.timedelta() else "behind"
         return (
@@ -42,8 +42,8 @@ class Difference:
 
 
 def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Difference]:
-    """Return the differences that messages show. `prompt` are messages that were not
-    read, since they were processed soon: where there are such, clocks agree."""
+    """Return the differences that messages show. `prompt` counts messages that were not
+    read because they were processed promptly: if there are some, the clocks agree."""
     pairs: dict[tuple[str, str], list[Place]] = {}
     for one in places:
         if one.messages and one.sender != one.receiver:
@@ -61,13 +61,13 @@ def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Differe
 
 
 def _shows(place: Place, least: dt.timedelta) -> bool:
-    """Return whether the messages to a destination show that the least time of all is
-    that of the clocks."""
+    """Return whether the messages to a destination show that `least`, the shortest time
+    of all, is a difference of the clocks."""
     if place.messages < FEW:
         return False
     spread = dt.timedelta(microseconds=place.median_us) - least
     if least < dt.timedelta():
-        # One message alone may be older than its receipt: most have to be.
+        # A single message may seem to arrive before it was sent: most must.
         return spread < max(SMALL, SPREAD * -least)
     return spread < SPREAD * (place.last_at - place.first_at)
 

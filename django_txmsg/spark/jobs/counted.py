@@ -52,7 +52,8 @@ def usable(
     known: Mapping[Named, Tally], late_after: dt.timedelta, since: dt.datetime | None
 ) -> dict[Named, Sequence[Line]]:
     """Return the files that need not be read for a judgement, and their counts: none of
-    their messages was late by it, and all were sent since then, or none was."""
+    their messages took longer than `late_after`, and all of them or none were sent
+    after `since`."""
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else (since - _EPOCH) // dt.timedelta(microseconds=1)
     found: dict[Named, Sequence[Line]] = {}

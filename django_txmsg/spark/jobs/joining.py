@@ -46,8 +46,8 @@ def join(place: LakeTable, service: str) -> int:
 
 
 def _groups(place: LakeTable, small: list[Named]) -> Iterator[list[Named]]:
-    """Yield files of a day that have the same columns: a column that came later is to
-    be null in no row that is older, since its checksum is without it."""
+    """Yield files of a day that have the same columns: an older row must not get a
+    later column, not even as null, because its checksum does not cover it."""
 
     def kind(one: Named) -> tuple[str, tuple[str, ...]]:
         schema = pq.read_schema(f"{place.root}/{one.path}", filesystem=place.files)

@@ -18,7 +18,7 @@ from ... import wire
 from ..spec import Subscription
 from ..transforms.reconcile import places
 
-#: Since when a stage listens that its service has declared from the first run on.
+#: The beginning, for a stage that its service has declared since the first run.
 EVER = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 _MICROSECOND = dt.timedelta(microseconds=1)
 
@@ -62,7 +62,7 @@ class Listeners:
 
 
 def read_places(steps: DataFrame) -> list[Place]:
-    """Return the places that steps tell of."""
+    """Return the places found in steps."""
     # As microseconds: a collected timestamp would be in this machine's time zone.
     micros = {name: sf.unix_micros(name) for name in ("first_at", "last_at")}
     return [
@@ -86,14 +86,14 @@ def listeners(
     declared: Sequence[Subscription],
     now: dt.datetime,
 ) -> Listeners:
-    """Return who is expected to receive what, by what is `known` from earlier runs, by
-    what the logs have `found`, and by what services have `declared`.
+    """Return which stages are expected to receive from which topics, and when. `known`
+    is from earlier runs, `found` from the logs, `declared` from the services.
 
-    Who has received from a topic is expected to, since the first message. A declared
-    stage is expected to as well: since ever, if its service declares for the first
-    time, or from now on. A stage that its service declares no more is retired: from
-    the first message of the one in its place, or from now. One that no run has seen
-    declared has listened until its last message.
+    A stage that has received from a topic is expected to do so since its first message.
+    So is a declared stage: since the beginning if its service declares stages for the
+    first time, else from now on. A stage that its service no longer declares is
+    retired: at the first message of the stage in its place, or now. A stage that no run
+    has seen declared has listened until its last message.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):

@@ -272,7 +272,7 @@ def _instant(micros: int | None) -> dt.datetime | None:
 
 
 def _noted(log: WholeLog) -> list[Listener]:
-    """Return the topics' listeners that runs before have noted."""
+    """Return the topics' listeners that earlier runs have recorded."""
     if log.lake is None:
         return []
     place = log.lake.table("subscriptions", result_struct(EXPECTED))

@@ -47,7 +47,7 @@ def run_listeners(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
         if one.until is None or one.until > until
     ]
     if not own:
-        # It was never declared: what it has received tells since when it listened.
+        # It was never declared: what it has received shows since when it listened.
         ended = [Listener(destination, consumer, EVER, until)]
     if not given.dry_run:
         results = run.results(spec.lake_spec(), spec.service().service)

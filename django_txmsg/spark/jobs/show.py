@@ -1,5 +1,5 @@
-"""`show`: where is a message? All that databases and lake know of it, in the order of
-time. No Spark is started, and no body is shown."""
+"""`show`: where a message is. Prints everything that databases and lake know of it, in
+the order of time. No Spark is started, and no body is shown."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STEPS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("resolved_at", "dead letter {resolution} by {resolved_by}"),
     ),
 }
-#: What a message is looked for by.
+#: The columns by which a message is found.
 _KEYS = ("message_id", "key", "correlation_id")
 _HEAVY = ("body", "headers", "traceback")
 

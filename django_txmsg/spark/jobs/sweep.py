@@ -74,7 +74,7 @@ def run_sweep(
             else:
                 swept[name] = _sweep(place, service.service, options)
         except Taken:
-            continue  # `reconcile` is at it: the next run sweeps them
+            continue  # `reconcile` uses them: the next run sweeps
         except CommitFailedError as error:
             raise EnvironmentFault(
                 f"{name} was changed by another process meanwhile ({error}). Run again."

@@ -20,9 +20,9 @@ from ..spec import SourceSpec
 def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
     """Hold one state of a service's database and yield the options that read it.
 
-    Use them as `spark.read.format("txmsg").options(**options)`, any number of times and
-    tables, and run the actions inside. On PostgreSQL the open transaction keeps vacuum
-    from removing rows that die meanwhile.
+    Pass them to `spark.read.format("txmsg").options(**options)`, as often and for as
+    many tables as you like, and run the actions inside the block. On PostgreSQL the
+    open transaction keeps vacuum from removing rows that die meanwhile.
     """
     options = {"service": spec.service, "url": spec.url}
     if spec.password_env:

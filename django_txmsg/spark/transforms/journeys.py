@@ -155,7 +155,7 @@ def arrivals(received: DataFrame) -> DataFrame:
     """Return JOURNEY: a step for each row of RECEIVED. Two of one message at one
     consumer mean that the first was deleted before the message arrived again."""
     consumer = sf.concat_ws("/", "service", "stage")
-    # Whoever waits for another message has no time of its own.
+    # A message that waits for another one has no due time of its own.
     due = sf.when(sf.col("waits_for").isNull(), sf.col("due_at"))
     return _step(
         received,
@@ -177,8 +177,9 @@ def arrivals(received: DataFrame) -> DataFrame:
 
 def resolutions(letters: DataFrame) -> DataFrame:
     """Return JOURNEY: a step for each row of LETTERS that an operator has resolved, and
-    one for each copy that he has sent instead, which no outbox may have: a stage's goes
-    to that stage. A letter without a stage is of a message that could not leave."""
+    one for each copy sent in its place. Such a copy may be in no outbox, because a
+    stage's copy goes directly to that stage. A letter without a stage is of a message
+    that could not leave."""
     letters = letters.where("resolved_at IS NOT NULL")
     at_stage = is_topic(sf.col("destination")) & (sf.col("stage") != "")
     consumer = sf.concat_ws("/", "service", "stage")

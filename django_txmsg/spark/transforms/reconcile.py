@@ -20,8 +20,8 @@ from pyspark.sql import types as t
 from .instants import timestamp
 from .journeys import RESOLUTIONS, is_topic, merged
 
-#: What `expected` must have: who receives what is sent to a topic, since when and, if
-#: no more, until when; intervals of a pair do not overlap.
+#: The columns of `expected`: which stage receives from which topic, since when and, if
+#: it no longer does, until when. Intervals of a pair do not overlap.
 EXPECTED = t.StructType(
     [
         t.StructField("destination", t.StringType()),
@@ -72,8 +72,8 @@ FINDING = t.StructType(
     ]
 )
 
-#: What becomes of a finding: a run has come to it that had not before, or no more. Rows
-#: of early releases have neither: each run has written all of its findings.
+#: A change of a finding: a run has found it for the first time, or no longer finds it.
+#: Rows of early releases have neither, because each run wrote all of its findings.
 FOUND, GONE = "found", "gone"
 
 #: A line of the lake's journal of findings.
@@ -113,7 +113,7 @@ FINDINGS = (*LOST, *STUCK, "dead", "late", "unknown_sender")
 
 @dataclass(frozen=True)
 class Judgement:
-    """By what a message is judged."""
+    """The rules by which messages are judged."""
 
     horizon: dt.datetime
     """Messages that were due before it should have arrived."""
@@ -149,7 +149,8 @@ def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame
     steps.
 
     A queue's message has one consumer: if two have processed it, it was processed
-    twice. A topic's has all those of `expected` that were there when it was sent.
+    twice. A topic's message has all consumers of `expected` that listened when it was
+    sent.
 
     Sent and received messages are one frame, so one shuffle brings them together.
     """
@@ -215,8 +216,8 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
         (sf.col("stored") > 0).alias("in_outbox"),
         (sf.col("cancelled") == sf.col("died")).alias("by_intent"),
     )
-    # A message stored for a topic nobody listens to owes nothing to anybody; and of
-    # one that only a dead letter is left of, nothing is known.
+    # A message to a topic without listeners has no receiver to judge. And nothing is
+    # known about a message of which only a dead letter is left.
     idle = (
         is_topic(sf.col("destination"))
         & (sf.col("pair") == "")
@@ -366,7 +367,7 @@ def fits(column: Column, patterns: Sequence[str]) -> Column:
 
 #: A pattern's star, as it is escaped.
 _ANY = r"\*"
-#: What begins the pattern of a broker.
+#: The prefix of a broker's pattern.
 BROKER = "broker:"
 
 
