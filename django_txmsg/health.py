@@ -1,8 +1,9 @@
 """The health view, for load balancers and uptime checks.
 
 It returns ages and numbers, never contents. `late`: a message has been due for 2
-minutes, a key of an ordered stage is blocked, or a process could not use a broker, a
-destination, a subscription or a database for 2 minutes. `degraded`: due for 10 minutes,
+minutes, a recurring message was not stored for 2 minutes, a key of an ordered stage is
+blocked, or a process could not use a broker, a destination, a subscription or a
+database for 2 minutes. `degraded`: due for 10 minutes,
 or a stage has no consumer, receives nothing, or has waited for newer code for longer
 than a deployment takes. `stuck`: due for 30 minutes, or a database in use does not
 answer. Only `stuck` gives a 503: a process must stay in service if only a deployment or
@@ -22,7 +23,7 @@ from django.http import HttpRequest, JsonResponse
 
 from .models import OutboxMessage, StageState, Worker
 from .models.fields import clock
-from .monitoring import attendance, databases, outages, turns, waiting
+from .monitoring import attendance, databases, outages, schedule, turns, waiting
 from .monitoring.probe import probe
 from .monitoring.status import held_queues
 from .monitoring.waiting import DEPLOYED, OVERDUE
@@ -34,6 +35,9 @@ THRESHOLDS = (
     ("degraded", dt.timedelta(minutes=10)),
     ("late", OVERDUE),
 )
+
+#: Where messages, and runs of flows, wait until they are due.
+PLACES = ("outbox", "redelivery", "queue", "deadline")
 
 #: The states from best to worst.
 STATES = ("ok", "late", "degraded", "stuck")
@@ -53,6 +57,8 @@ class Health:
     """How long the first message has waited for code that can read it."""
     outages: int = 0
     """How many resources live processes could not use for two minutes or more."""
+    late_ticks: int = 0
+    """How many recurring messages were not stored when they were due."""
     databases: dict[str, dt.timedelta | None] = field(default_factory=dict)
     """The age of the oldest due message in each database; None: it does not answer."""
 
@@ -60,7 +66,7 @@ class Health:
     def state(self) -> str:
         """The overall state: ok, late, degraded or stuck."""
         words = [state_of(max(self.oldest.values()))]
-        if self.ordered["held_keys"] or self.outages:
+        if self.ordered["held_keys"] or self.outages or self.late_ticks:
             words.append("late")
         behind = self.needs_newer_code is not None and self.needs_newer_code > DEPLOYED
         if behind or self.unattended or self.ordered["full_stages"]:
@@ -95,6 +101,8 @@ def health(request: HttpRequest) -> JsonResponse:
         }
     if found.outages:
         answer["outages"] = found.outages
+    if found.late_ticks:
+        answer["late_ticks"] = found.late_ticks
     if any(found.ordered.values()) or any(one.ordered for one in all_stages()):
         answer["ordered"] = found.ordered
     if found.needs_newer_code is not None:
@@ -105,16 +113,17 @@ def health(request: HttpRequest) -> JsonResponse:
 
 
 def look(*aliases: str) -> Health:
-    """Query these databases, or all in use, with six statements each. Workers and
-    pauses are in the outbox's own."""
+    """Query these databases, or all in use, with seven statements each, and one
+    more for recurring messages. Workers and pauses are in the outbox's own."""
     home = router.db_for_write(OutboxMessage)
     now = clock(home)
     paused = StageState.objects.db_manager(router.db_for_write(StageState)).paused()
     present = attendance.read_living(router.db_for_write(Worker), now)
     kinds = Counter(one.kind for one in present.living)
-    oldest = dict.fromkeys(("outbox", "redelivery", "queue"), dt.timedelta())
+    oldest = dict.fromkeys(PLACES, dt.timedelta())
     ordered = dict.fromkeys(("waiting", "held_keys", "full_stages"), 0)
     newer: list[dt.timedelta] = []
+    late_ticks = 0
     ages: dict[str, dt.timedelta | None] = {}
     for using in aliases or databases.with_tables():
         try:
@@ -122,6 +131,7 @@ def look(*aliases: str) -> Health:
             lines = turns.lines(using).values()
             full = StageState.objects.using(using).exclude(full_since=None).count()
             needing = waiting.for_newer_code(using).values()
+            ticks = schedule.late(using, now)
         except (DatabaseError, InterfaceError):
             if using == home:
                 raise
@@ -130,6 +140,7 @@ def look(*aliases: str) -> Health:
         ages[using] = max(found.values())
         oldest = {name: max(age, found[name]) for name, age in oldest.items()}
         newer += [now - one.since for one in needing if one.since]
+        late_ticks += len(ticks)
         ordered["waiting"] += sum(line.count for line in lines)
         ordered["held_keys"] += sum(line.held for line in lines)
         ordered["full_stages"] += full
@@ -140,6 +151,7 @@ def look(*aliases: str) -> Health:
         ordered,
         max(newer, default=None),
         len(outages.late(outages.read(present.living), now)),
+        late_ticks,
         ages,
     )
 
@@ -153,6 +165,7 @@ def _oldest(
         "outbox": waiting.in_outbox(using, most=0),
         "redelivery": waiting.in_inbox(using, paused, most=0),
         "queue": waiting.in_queues(using, held_queues(paused), most=0),
+        "deadline": waiting.for_deadlines(using, most=0),
     }
     return {
         name: max(

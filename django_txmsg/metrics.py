@@ -23,6 +23,7 @@ from .errors import ConfigurationError
 from .monitoring import status
 from .monitoring.gauges import Gauges
 from .monitoring.probe import probe
+from .scheduling.timetable import recurring
 from .stages import all_stages
 
 #: Seconds; messages are handled in milliseconds and wait for minutes.
@@ -136,6 +137,13 @@ class Collector:
         for waiting in picture.queues.values():
             labels = {"destination": waiting.name, "database": waiting.database}
             gauges.waiting("queue", waiting, now, **labels)
+        for waiting in picture.deadlines.values():
+            labels = {"service": waiting.name, "database": waiting.database}
+            gauges.waiting("deadline", waiting, now, **labels)
+        late = {timing.name for timing in picture.late_ticks}
+        for recurs in recurring():
+            labels = {"name": recurs.name, "database": recurs.alias}
+            gauges.set("recurring_overdue", int(recurs.name in late), **labels)
         present = picture.attendance
         kinds = Counter(one.kind for one in present.living)
         for kind in ("relay", "consumer"):

@@ -12,7 +12,7 @@ from .. import conf, wire
 from .lengths import duration
 from .status import Place, Status, consumers_of_queues
 from .turns import at_least
-from .waiting import Waiting, capped
+from .waiting import Waiting, capped, total
 
 #: Most places or processes that are named, and most that get a line of their own.
 NAMED, LINES = 4, 8
@@ -154,6 +154,39 @@ def _redeliveries(status: Status) -> Iterator[Alarm]:
         f"{capped(waiting.overdue)} redeliver"
         f"{'y is' if waiting.overdue == 1 else 'ies are'} overdue",
         f"{_since(waiting, status.now)}, of {_late(late)}.",
+    )  # fmt: skip
+
+
+def _late_ticks(status: Status) -> Iterator[Alarm]:
+    for one in status.late_ticks[:LINES]:
+        assert one.row is not None  # else it is not overdue
+        last = duration(status.now - one.row.last_tick)
+        yield Alarm(
+            "bad", "schedule", "",
+            f"The recurring message {one.name} was not stored when it was due",
+            f": its last tick was {last} ago. Only a relay in which it is declared "
+            f"stores it; the relay's log says why it could not.",
+        )  # fmt: skip
+    if len(status.late_ticks) > LINES:
+        yield Alarm(
+            "bad", "schedule", "",
+            f"{len(status.late_ticks) - LINES} more recurring messages were not stored "
+            f"when they were due", ".",
+        )  # fmt: skip
+
+
+def _deadlines(status: Status) -> Iterator[Alarm]:
+    waiting = total(status.deadlines.values())
+    if not waiting.overdue:
+        return
+    many = waiting.overdue != 1
+    yield Alarm(
+        "bad", "worker", "",
+        f"{capped(waiting.overdue)} deadline{'s' * many} of flows "
+        f"{'have' if many else 'has'} passed, and the time-out "
+        f"{'messages are' if many else 'message is'} not stored",
+        f"{_since(waiting, status.now)}, of service {_late(status.deadlines)}. Only a "
+        f"relay of the service in which the flow is declared stores them.",
     )  # fmt: skip
 
 
@@ -341,6 +374,8 @@ _FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]]], ...] = (
     ("overdue", _outbox),
     ("overdue", _queues),
     ("overdue", _redeliveries),
+    ("overdue", _late_ticks),
+    ("overdue", _deadlines),
     ("newer-code", _left_behind),
     ("order", _full),
     ("order", _held_keys),

@@ -33,6 +33,10 @@ TEXTS = {
     "queue_waiting": "Messages in a queue of the embedded broker.",
     "queue_overdue": "Such messages available for more than two minutes.",
     "queue_oldest_due_age_seconds": "How long the oldest has been available.",
+    "deadline_waiting": "Runs of flows that wait for a deadline.",
+    "deadline_overdue": "Deadlines passed for more than two minutes.",
+    "deadline_oldest_due_age_seconds": "How long ago the oldest has passed.",
+    "recurring_overdue": "1 while a recurring message was not stored when due.",
     "worker_heartbeat_age_seconds": "Since the last heartbeat of a worker that lives, "
     "or that is silent and was not replaced.",
     "pipeline_alert": "1 while an alert of `pipeline follow` fires.",

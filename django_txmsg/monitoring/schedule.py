@@ -35,21 +35,41 @@ class Timing:
 
 def read() -> list[Timing]:
     """Return the messages declared here, and those in this service's table."""
+    home = router.db_for_write(Schedule)
+    now = clock(home)
+    found = [
+        timing
+        for alias in {home} | {one.alias for one in recurring()}
+        for timing in in_database(alias, now)
+    ]
+    return sorted(found, key=lambda timing: timing.name)
+
+
+def in_database(using: str, now: dt.datetime) -> list[Timing]:
+    """Return the messages that are declared here for one database, and in the outbox's
+    own also those that only this service's table has."""
     declared = {one.name: one for one in recurring()}
     home = router.db_for_write(Schedule)
-    aliases = sorted({home} | {one.alias for one in declared.values()})
+    if using != home and all(one.alias != using for one in declared.values()):
+        return []
+    own = {name: one for name, one in declared.items() if one.alias == using}
     service = conf.get().SERVICE
-    now = clock(home)
-    rows: dict[str, Schedule] = {}
-    for alias in aliases:
-        for row in Schedule.objects.using(alias).filter(service=service):
-            one = declared.get(row.name)
-            if (one.alias if one else home) == alias:
-                rows[row.name] = row
+    rows = {
+        row.name: row for row in Schedule.objects.using(using).filter(service=service)
+    }
+    unknown = rows.keys() - declared.keys() if using == home else set()
     return [
-        _timing(name, declared.get(name), rows.get(name), now)
-        for name in sorted(declared.keys() | rows.keys())
+        _timing(name, own.get(name), rows.get(name), now)
+        for name in own.keys() | unknown
     ]
+
+
+def late(using: str, now: dt.datetime) -> list[Timing]:
+    """Return the overdue messages of one database. Without recurring messages there,
+    nothing is queried."""
+    if all(one.alias != using for one in recurring()):
+        return []
+    return [timing for timing in in_database(using, now) if timing.overdue]
 
 
 def database_of(name: str) -> str | None:

@@ -27,17 +27,20 @@ from . import (
     outages,
     periods,
     recent,
+    schedule,
     subscriptions,
     turns,
 )
 from .attendance import Attendance
 from .outages import Known
+from .schedule import Timing
 from .subscriptions import Subscription
 from .turns import HeldKey, Line
 from .waiting import (
     DEPLOYED,
     NeedsNewerCode,
     Waiting,
+    for_deadlines,
     for_newer_code,
     in_inbox,
     in_outbox,
@@ -138,6 +141,10 @@ class Status:
     release."""
     stages: dict[str, Place] = field(default_factory=dict)
     queues: dict[str, Waiting] = field(default_factory=dict)
+    deadlines: dict[str, Waiting] = field(default_factory=dict)
+    """The runs of flows that wait for a deadline, by service."""
+    late_ticks: list[Timing] = field(default_factory=list)
+    """The recurring messages that were not stored when they were due."""
     unconsumed: dict[str, str] = field(default_factory=dict)
     """The destinations without a known consumer, each with the name that was perhaps
     meant."""
@@ -182,8 +189,9 @@ class Status:
 
     @property
     def overdue(self) -> int:
-        """All messages that are overdue."""
-        return self.outbox.overdue + self.parked.overdue + self.queued.overdue
+        """All messages, deadlines of flows and recurring messages that are overdue."""
+        waiting = (self.outbox, self.parked, self.queued, *self.deadlines.values())
+        return sum(one.overdue for one in waiting) + len(self.late_ticks)
 
     @property
     def outages(self) -> list[Known]:
@@ -241,7 +249,7 @@ class Status:
     @property
     def oldest_due(self) -> dt.datetime | None:
         """Since when the oldest due message has been due."""
-        ages = (self.outbox, self.parked, self.queued)
+        ages = (self.outbox, self.parked, self.queued, *self.deadlines.values())
         return min((one.oldest_due for one in ages if one.oldest_due), default=None)
 
     @property
@@ -265,7 +273,7 @@ class Status:
             or self.left_behind
             or self.held_keys
             or self.full
-            or self.late_outages
+            or self.outages
             or self.unreadable
         )
 
@@ -353,6 +361,9 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
         place.oldest_dead = min(filter(None, (place.oldest_dead, one.first)))
     for waiting in in_queues(using, held_queues(paused)):
         status.queues[labelled(waiting.name, using)] = waiting
+    for waiting in for_deadlines(using):
+        status.deadlines[labelled(waiting.name, using)] = waiting
+    status.late_ticks += schedule.late(using, status.now)
     status.subscriptions += subscriptions.read(using, status.attendance.living)
 
 

@@ -1,4 +1,5 @@
-"""Messages waiting for their next step: in the outbox, the inbox and the queues.
+"""Messages waiting for their next step: in the outbox, the inbox and the queues; and
+runs of flows waiting for a deadline.
 
 Each place is counted separately, up to CAP rows: counting stays cheap, and a place with
 many messages hides nothing of another.
@@ -139,6 +140,21 @@ def in_queues(
         most=most,
     )
     return [_held(one) if one.name in held else one for one in found]
+
+
+def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
+    """Return the runs of flows that wait for a deadline, by service. A relay of the
+    service, in which the flow is declared, stores their time-outs."""
+    return _by_place(
+        using,
+        "django_txmsg_run",
+        ("service",),
+        Rule("{due_at} IS NOT NULL"),
+        due="due_at",
+        retried="FALSE",
+        leased="FALSE",
+        most=most,
+    )
 
 
 def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:

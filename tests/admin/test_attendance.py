@@ -52,7 +52,7 @@ def test_status_without_live_processes_is_not_well(
     assert ("All is well." in text, code) == (False, 0)
     assert viewer.get(HEALTH).json() == {
         "status": "degraded",
-        "oldest": {"outbox": 0.0, "redelivery": 0.0, "queue": 0.0},
+        "oldest": {"outbox": 0.0, "redelivery": 0.0, "queue": 0.0, "deadline": 0.0},
         "workers": {"relay": 0, "consumer": 0},
     }
     assert viewer.get(HEALTH, {"fail": "degraded"}).status_code == 503

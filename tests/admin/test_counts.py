@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import random
+import uuid
 from collections.abc import Callable, Iterator
 from io import StringIO
 from typing import Any
@@ -18,7 +19,7 @@ from django.core.management import call_command
 from django.db import OperationalError, connection, connections
 from django.test import Client
 
-from django_txmsg import health, stages
+from django_txmsg import every, health, stages
 from django_txmsg.admin.groups import grouped
 
 # Imported before a test changes the cap: else the command keeps the changed one.
@@ -29,8 +30,11 @@ from django_txmsg.models import (
     InboxMessage,
     OutboxMessage,
     QueueMessage,
+    Run,
+    Schedule,
 )
 from django_txmsg.monitoring import alarms, status, waiting
+from django_txmsg.scheduling.timetable import forget
 from tests import factories
 from tests.factories import ago
 
@@ -399,3 +403,80 @@ def test_a_mute_ends_by_itself(admin_client: Client) -> None:
         "dead_letters", "unmute", "--fingerprint", letter.fingerprint, stdout=out
     )
     assert FailureNote.objects.get().muted_until is None
+
+
+def check_overdue(what: str, gauge: str, *, state: str) -> None:
+    """Check that every report says that something with this name is overdue."""
+    picture = status.read()
+    found = [str(one) for one in alarms.of(picture) if one.kind == "overdue"]
+    facts, code = told()
+    rows = [
+        (sample.value, sample.labels["database"])
+        for family in Collector().collect()
+        for sample in family.samples
+        if sample.name == f"txmsg_{gauge}" and what in sample.labels.values()
+    ]
+    assert len(found) == 1, found
+    assert what in found[0]
+    assert (picture.overdue, picture.well) == (1, False)
+    assert (facts["overdue"], facts["well"], code) == (1, False, 1)
+    assert rows == [(1.0, "other")]
+    assert health.look().state == state
+
+
+def test_a_recurring_message_that_is_not_stored_is_overdue(
+    admin_client: Client,
+) -> None:
+    every("0 3 * * *", "reports.nightly", {}, tz="UTC", using="other")
+    rows = Schedule.objects.using("other")
+    try:
+        rows.create(
+            service="tests",
+            name="reports.nightly",
+            timing="0 3 * * * UTC",
+            last_tick=ago(days=2),
+        )
+
+        check_overdue("reports.nightly", "recurring_overdue", state="late")
+        assert "All is well" not in admin_client.get(OVERVIEW).content.decode()
+
+        rows.update(paused_at=ago(days=1))
+        assert status.read().well
+        assert told()[1] == 0
+    finally:
+        forget("reports.nightly")
+
+
+def test_a_flow_whose_time_out_is_not_stored_is_overdue(admin_client: Client) -> None:
+    runs = Run.objects.using("other")
+    run = uuid.uuid4()
+    runs.create(
+        run_id=run, first_run=run, service="shop", flow="orders", version=1, state="{}",
+        step="end", turn=uuid.uuid4(), due_at=ago(minutes=12),
+    )  # fmt: skip
+
+    check_overdue("shop", "deadline_overdue", state="degraded")
+    page = admin_client.get(OVERVIEW).content.decode()
+    assert "1 deadline of flows has passed" in page
+    assert "All is well" not in page
+
+    runs.update(due_at=ago(minutes=-12))
+    assert status.read().well
+
+
+def test_all_is_not_well_beside_an_alarm() -> None:
+    worker = factories.WorkerFactory(
+        outages=[
+            {"kind": "broker", "name": "default", "seconds": 5, "error": "refused"}
+        ]
+    )
+    out = StringIO()
+
+    call_command("message_status", stdout=out)
+
+    assert "Broker default cannot be used" in out.getvalue()
+    assert "All is well" not in out.getvalue()
+    worker.delete()
+    out = StringIO()
+    call_command("message_status", stdout=out)
+    assert "All is well." in out.getvalue()

@@ -47,6 +47,8 @@ def _labels(name: str) -> set[str]:
         "workers": {"kind"},
         "outage": {"kind", "name"},
         "database": {"database"},
+        "deadline": {"service", "database"},
+        "recurring": {"name", "database"},
         "pipeline": {"alert", "service"},
     }
     return kinds.get(name.partition("_")[0], {"stage", "database"})

@@ -187,6 +187,8 @@ def facts(picture: Status) -> dict[str, Any]:
             label: waiting(one) | {"name": one.name, "database": one.database}
             for label, one in picture.queues.items()
         },
+        "deadlines": {n: waiting(w) for n, w in picture.deadlines.items()},
+        "late_ticks": [one.name for one in picture.late_ticks],
         "outages": [
             {
                 "kind": one.kind,
