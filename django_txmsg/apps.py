@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from django.apps import AppConfig
 from django.utils.module_loading import autodiscover_modules
 
@@ -15,7 +17,7 @@ class TxmsgConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks, conf, stages  # noqa: F401 - checks register themselves
+        from . import checks, conf, errors, stages  # noqa: F401 - checks register themselves
         from .relaying import dispatcher  # noqa: F401 - as does the dispatcher
         from .tasks_backend import checking, declared  # noqa: F401 - likewise
 
@@ -28,3 +30,6 @@ class TxmsgConfig(AppConfig):
 
             tell_briefly(error)
             raise
+        with suppress(errors.ConfigurationError):  # `check` reports it
+            if conf.get().FLOWS.BATCHES:
+                from .flows import batches  # noqa: F401 - declares itself

@@ -136,6 +136,9 @@ class FlowSettings:
 
     HISTORY: bool = True
     """Whether each step of a run leaves a row, with the state after it."""
+    BATCHES: bool = False
+    """Whether `batch()` may be used: its answers have a stage, `SERVICE.batches.steps`.
+    Read when Django starts."""
 
 
 @dataclass(frozen=True)

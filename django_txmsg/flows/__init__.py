@@ -12,16 +12,21 @@ from ..lazy_names import lazy_names
 if TYPE_CHECKING:
     from ..errors import AlreadyResumed, AlreadyRunning
     from ..sending.answering import Dead
+    from .batching import batch
     from .flow import Flow, signal, step
     from .sending import cancel, resume
     from .starting import start
     from .values import (
+        Answers,
         Ask,
+        BatchEnded,
         Cancelled,
         Fail,
+        Gather,
         HandOver,
         Later,
         Next,
+        Request,
         Sleep,
         TimedOut,
         Wait,
@@ -30,17 +35,22 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyResumed",
     "AlreadyRunning",
+    "Answers",
     "Ask",
+    "BatchEnded",
     "Cancelled",
     "Dead",
     "Fail",
     "Flow",
+    "Gather",
     "HandOver",
     "Later",
     "Next",
+    "Request",
     "Sleep",
     "TimedOut",
     "Wait",
+    "batch",
     "cancel",
     "resume",
     "signal",
@@ -53,17 +63,22 @@ __getattr__, __dir__ = lazy_names(
     {
         "AlreadyResumed": "..errors",
         "AlreadyRunning": "..errors",
+        "Answers": ".values",
         "Ask": ".values",
+        "BatchEnded": ".values",
         "Cancelled": ".values",
         "Dead": ".values",
         "Fail": ".values",
         "Flow": ".flow",
+        "Gather": ".values",
         "HandOver": ".values",
         "Later": ".values",
         "Next": ".values",
+        "Request": ".values",
         "Sleep": ".values",
         "TimedOut": ".values",
         "Wait": ".values",
+        "batch": ".batching",
         "cancel": ".sending",
         "resume": ".sending",
         "signal": ".flow",

@@ -23,7 +23,7 @@ from ..envelope.message_type import is_name, message_type
 from ..envelope.typed_body import BodyReader, TypeHeader
 from ..errors import ConfigurationError, NewerCodeNeeded
 from ..sending.destination import Destination
-from .values import Cancelled
+from .values import Answers, Cancelled
 
 #: Most bytes of a run's state, as JSON.
 MAX_STATE = 64 * 1024
@@ -47,6 +47,8 @@ class Step:
     name: str
     call: Callable[..., Any]
     annotation: Any
+    #: Whether it takes the answers of a gather, each of the type of its argument.
+    joins: bool = False
 
     @property
     def takes_nothing(self) -> bool:
@@ -252,8 +254,8 @@ def methods_of(
         mark = getattr(call, "__txmsg_flow__", None)
         if not isinstance(mark, Mark):
             continue
-        found = Step(attribute, call, _annotation(call, name))
-        if mark.is_signal and found.takes_nothing:
+        found = Step(attribute, call, *_annotation(call, name))
+        if mark.is_signal and (found.takes_nothing or found.joins):
             raise ConfigurationError(f"{path_of(call)} is a signal and takes no body.")
         among = signals if mark.is_signal else steps
         for address in (attribute, *mark.was):
@@ -266,7 +268,7 @@ def methods_of(
         raise ConfigurationError(
             f"Flow {name!r} has no first step: a method `start` under @step."
         )
-    if steps["start"].annotation != accepts:
+    if steps["start"].annotation != accepts or steps["start"].joins:
         raise ConfigurationError(
             f"Flow {name!r} is started by {accepts!r}, and its first step takes "
             f"{steps['start'].annotation!r}."
@@ -277,7 +279,8 @@ def methods_of(
     return steps, signals
 
 
-def _annotation(call: Any, name: str) -> Any:
+def _annotation(call: Any, name: str) -> tuple[Any, bool]:
+    """Return the type that a step takes, and whether it takes many, as Answers."""
     if not inspect.isfunction(call) or inspect.iscoroutinefunction(call):
         raise ConfigurationError(
             f"{call!r} of flow {name!r} is no plain method: a step runs in a "
@@ -285,7 +288,7 @@ def _annotation(call: Any, name: str) -> Any:
         )
     _, *taken = inspect.signature(call).parameters.values()
     if not taken:
-        return NOTHING
+        return NOTHING, False
     if len([one for one in taken if one.default is one.empty]) > 1:
         raise ConfigurationError(
             f"{path_of(call)} takes {len(taken)} arguments; a step takes one, or none."
@@ -296,8 +299,11 @@ def _annotation(call: Any, name: str) -> Any:
             f"{path_of(call)} does not say what it takes: annotate {taken[0].name!r} "
             f"with a type that JSON carries."
         )
+    joins = typing.get_origin(found) is Answers
+    if joins:
+        (found,) = typing.get_args(found)
     codecs.reader(found)
-    return found
+    return found, joins
 
 
 def _path(cls: type[Any]) -> str:

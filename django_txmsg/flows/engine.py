@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from django.db.models.functions import Now
@@ -23,17 +24,21 @@ from ..sending.answering import Address, hop
 from ..sending.outbox import Encoded, encoded, send_part
 from ..sending.typed_name import TypedName
 from ..sending.undoing import was_done
+from . import joining
 from .declaration import STEPS, Declaration, Step
 from .sending import SIGNAL, send_signal
 from .unread import Unread
 from .values import (
+    OURS,
     Ask,
     Cancelled,
     Continuation,
     Dead,
     Fail,
+    Gather,
     HandOver,
     Later,
+    Request,
     Sleep,
     TimedOut,
     Wait,
@@ -55,13 +60,6 @@ CANCELLED = "cancelled"
 SIGNAL_WAITS = dt.timedelta(minutes=15)
 MAX_PAUSE = dt.timedelta(minutes=1)
 MIN_PAUSE = dt.timedelta(seconds=1)
-
-#: Our own answer types, which any step may get.
-_OURS: dict[str, Any] = {
-    "txmsg.TimedOut": TimedOut,
-    "txmsg.Dead": Dead,
-    "txmsg.Cancelled": Cancelled,
-}
 
 
 def begin(declared: Declaration, message: Message) -> None:
@@ -100,9 +98,14 @@ def go_on(declared: Declaration, message: Message) -> None:
     if text.startswith(f"{SIGNAL};"):
         return _signalled(declared, message)
     try:
-        run_id, turn = read_ticket(text)
+        address, _, branch = text.partition("/")
+        run_id, turn = read_ticket(address)
     except ValueError:
         raise DecodeError("ticket", "it names no run and no turn") from None
+    if branch:
+        if not joining.answered(declared, message, turn, branch):
+            _late(declared, message, run_id)
+        return None
     run = Run.objects.db_manager(declared.using).take(run_id, turn)
     if run is None or run.waits_for == WaitsFor.START:
         return _late(declared, message, run_id)
@@ -208,7 +211,7 @@ class Going:
         arguments = () if step.takes_nothing else values
         result = step.call(self._flow, *arguments)
         for destination, body in self._flow._undos:
-            self._register(destination, body, None)
+            self._keep_undos([self._undo(destination, body, None)])
         self._flow._undos.clear()
         made = self._flow._made
         if (made and made[-1] is not result) or len(made) > 1:
@@ -230,7 +233,12 @@ class Going:
             if timed_out:
                 return self.apply(self.call(step))
             return _late(self.declared, self._message, run.run_id)
-        ours = _OURS.get(body.type)
+        if run.waits_for == WaitsFor.JOIN:
+            answers = joining.ended(
+                self.declared, run, step, self._headers(), timed_out=timed_out
+            )
+            return None if answers is None else self.apply(self.call(step, answers))
+        ours = OURS.get(body.type)
         if ours is not None and (timed_out or not step.reads(body.type)):
             value = body.read(codecs.reader(ours))
             if not run.otherwise:
@@ -271,10 +279,7 @@ class Going:
         match result:
             case Ask():
                 asked = self._send(result.destination, result.body, turn, result.key)
-                if result.undo is not None:
-                    self._register(result.undo, result.body, asked.id)
-                if result.of_flow:
-                    self._register_cancel(result.destination.name, asked.id)
+                self._keep_undos(list(self._undos_of(result, asked.id)))
                 run.wait(
                     WaitsFor.ANSWER,
                     result.then,
@@ -284,6 +289,9 @@ class Going:
                     asked=result.destination.name,
                     request_id=asked.id,
                 )
+            case Gather():
+                self._gather(result, turn)
+                run.wait(WaitsFor.JOIN, result.then, turn=turn, within=result.within)
             case Wait():
                 self._hop = 0
                 run.wait(
@@ -433,32 +441,60 @@ class Going:
             self._deliver()
         self._undo_next()
 
-    def _register(self, undo: Any, body: Any, request_id: uuid.UUID | None) -> None:
-        content, _, of = encoded(undo, body)
-        self._undo_row(undo.name, content, of, request_id)
+    def _gather(self, result: Gather, turn: uuid.UUID) -> None:
+        correlated = {wire.CORRELATION_ID: self.run.correlation_id}
+        messages = [
+            {
+                "destination": one.destination,
+                "body": one.body,
+                "key": one.key,
+                "headers": correlated,
+            }
+            for one in result.requests
+        ]
+        _, ids = joining.store(
+            self.declared, self.run, turn, messages, self._headers(), result.enough
+        )
+        undos = [
+            undo
+            for one, request_id in zip(result.requests, ids, strict=True)
+            for undo in self._undos_of(one, request_id)
+        ]
+        self._keep_undos(undos)
 
-    def _register_cancel(self, flow: str, request_id: uuid.UUID) -> None:
-        content, _, of = encoded(flow, Cancelled(f"by {self.declared.name}"))
-        self._undo_row(flow + STEPS, content, of, request_id, cancels=True)
+    def _undos_of(
+        self, asked: Ask | Request[Any], request_id: uuid.UUID
+    ) -> Iterator[FlowUndo]:
+        if asked.undo is not None:
+            yield self._undo(asked.undo, asked.body, request_id)
+        if asked.of_flow:
+            name = asked.destination.name
+            why = Cancelled(f"by {self.declared.name}")
+            yield self._undo(name + STEPS, why, request_id, cancels=True)
 
-    def _undo_row(
+    def _undo(
         self,
-        destination: str,
-        body: bytes,
-        of: str,
+        destination: Any,
+        body: Any,
         request_id: uuid.UUID | None,
+        *,
         cancels: bool = False,
-    ) -> None:
+    ) -> FlowUndo:
+        content, _, of = encoded(destination, body)
         self.run.undos += 1
-        FlowUndo.objects.using(self.declared.using).create(
+        return FlowUndo(
             run=self.run,
             number=self.run.undos,
-            destination=destination,
-            body=body,
+            destination=str(destination),
+            body=content,
             body_type=of,
             request_id=request_id,
             cancels=cancels,
         )
+
+    def _keep_undos(self, undos: list[FlowUndo]) -> None:
+        rows = FlowUndo.objects.using(self.declared.using)
+        rows.bulk_create(undos, batch_size=joining.AT_ONCE)
 
     def _open_undos(self) -> Any:
         rows = FlowUndo.objects.using(self.declared.using)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import typing
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
@@ -26,17 +26,22 @@ from .declaration import (
     methods_of,
     state_of,
 )
+from .joining import check_enough
 from .sending import send_signal
 from .unread import StartReader, UnreadReader
 from .values import (
+    Answers,
     Ask,
     Cancelled,
     Continuation,
     Dead,
     Fail,
+    Gather,
     HandOver,
     Later,
     Out,
+    Reply,
+    Request,
     Sleep,
     TimedOut,
     Wait,
@@ -44,7 +49,6 @@ from .values import (
 
 In = TypeVar("In")
 Body = TypeVar("Body")
-Reply = TypeVar("Reply")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -192,22 +196,62 @@ class Flow(Generic[In, Out]):
         if `then` is not a step, without a deadline, and if the stage of `undo` undoes
         other requests.
         """
-        of_flow = isinstance(destination, type) and issubclass(destination, Flow)
-        asked: Any = destination
-        if of_flow:
-            asked = asked.destination
-        if undo is not None:
-            _check_undo(str(undo), str(asked))
+        request = self.branch(destination, body, undo=undo, key=key)
         return self._note(
             Ask(
-                asked,
+                request.destination,
                 body,
                 then=self._step(then),
                 undo=undo,
                 within=self._deadline(within),
                 otherwise="" if otherwise is None else self._step(otherwise),
                 key=key,
-                of_flow=of_flow,
+                of_flow=request.of_flow,
+            )
+        )
+
+    def branch(
+        self,
+        destination: Destination[Body, Reply] | type[Flow[Body, Reply]],
+        body: Body,
+        *,
+        undo: Destination[Body, Any] | None = None,
+        key: str | None = None,
+    ) -> Request[Reply]:
+        """Return a request for gather(), like that of ask(). Raises ConfigurationError
+        if the stage of `undo` undoes other requests."""
+        of_flow = isinstance(destination, type) and issubclass(destination, Flow)
+        asked: Any = destination
+        if of_flow:
+            asked = asked.destination
+        if undo is not None:
+            _check_undo(str(undo), str(asked))
+        return Request(asked, body, undo=undo, key=key, of_flow=of_flow)
+
+    def gather(
+        self,
+        requests: Sequence[Request[Reply]],
+        *,
+        then: Callable[[Answers[Reply]], Out | Continuation]
+        | Callable[[], Out | Continuation],
+        enough: int | None = None,
+        within: dt.timedelta | EllipsisType | None = ...,
+    ) -> Gather:
+        """Send several requests, and continue when each is answered or given up, when
+        `enough` are answered, or after the deadline.
+
+        `then` gets the answers in the order asked. What has no answer by then is undone
+        at once, if it has an `undo`, or cancelled, if it is a flow. Raises
+        ConfigurationError if `then` takes no `Answers`, without a deadline, and for an
+        `enough` that can never be reached.
+        """
+        check_enough(enough, len(requests))
+        return self._note(
+            Gather(
+                tuple(requests),
+                then=self._step(then, joins=True),
+                enough=enough,
+                within=self._deadline(within),
             )
         )
 
@@ -262,8 +306,17 @@ class Flow(Generic[In, Out]):
         `answer_first` the answer leaves at once."""
         return self._note(Fail(value, answer_first))
 
-    def _step(self, method: object) -> str:
-        return self._declaration.name_of(method, self)
+    def _step(self, method: object, *, joins: bool = False) -> str:
+        name = self._declaration.name_of(method, self)
+        taken = self._declaration.steps[name]
+        if taken.joins != joins and not taken.takes_nothing:
+            wanted = "Answers[…], of all requests" if joins else "one value"
+            raise ConfigurationError(
+                f"Step {name!r} of flow {self._declaration.name!r} does not take what "
+                f"it would get here: {wanted}. A step after gather() takes Answers, "
+                f"and no other step does."
+            )
+        return name
 
     def _deadline(
         self, within: dt.timedelta | EllipsisType | None

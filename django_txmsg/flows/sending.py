@@ -34,7 +34,7 @@ def start_run(
 ) -> Run:
     """Store a run and the message that starts it, in the caller's transaction."""
     using = declared.using
-    _insist_on_one_transaction(using, declared.name)
+    insist_on_one_transaction(using, declared.name)
     caller = {} if answer_to is None else {wire.REPLY_TO: check_destination(answer_to)}
     run = Run(
         service=conf.get().SERVICE,
@@ -125,7 +125,7 @@ def resume(token: str, value: object = None) -> None:
         raise AlreadyResumed(_RESUMED)
     declared = declaration_of(run)
     taken = declared.step(run.step)
-    _insist_on_one_transaction(using, declared.steps_name)
+    insist_on_one_transaction(using, declared.steps_name)
     destination: Any = declared.steps_name
     if not taken.takes_nothing:
         destination = TypedName(declared.steps_name, taken.annotation)
@@ -171,7 +171,7 @@ def cancel(run: Run, why: str = "") -> None:
     )
 
 
-def _insist_on_one_transaction(using: str, destination: str) -> None:
+def insist_on_one_transaction(using: str, destination: str) -> None:
     """Raise TransactionRequired outside a transaction, and FlowError in a stage whose
     messages are not stored in the same transaction as the run's row."""
     current = current_scope()

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, Union
+from typing import Any, Generic, TypeVar, Union
 
 from ..envelope.message_type import message_type
 from ..sending.answering import Dead as Dead
 from ..sending.destination import Destination
 
 Out = TypeVar("Out")
+Reply = TypeVar("Reply")
 
 
 @message_type("txmsg.TimedOut")
@@ -30,6 +32,27 @@ class Cancelled:
     """The answer of a cancelled run."""
 
     why: str = ""
+
+
+@message_type("txmsg.BatchEnded")
+@dataclass(frozen=True)
+class BatchEnded:
+    """The message at the end of a batch: its run's id, how many messages it has had,
+    and how many of them were answered, were given up, and had no answer by then."""
+
+    run_id: str
+    total: int
+    answered: int
+    failed: int
+    left: int
+
+
+#: Our own answer types, which any step may get, by name.
+OURS: dict[str, Any] = {
+    "txmsg.TimedOut": TimedOut,
+    "txmsg.Dead": Dead,
+    "txmsg.Cancelled": Cancelled,
+}
 
 
 class Continuation:
@@ -49,6 +72,44 @@ class Ask(Continuation):
     key: str | None = None
     #: Whether a flow is asked, which can be cancelled.
     of_flow: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Request(Generic[Reply]):
+    """One request of a gather."""
+
+    destination: Destination[Any, Reply]
+    body: Any
+    undo: Destination[Any, Any] | None = None
+    key: str | None = None
+    #: Whether a flow is asked, which can be cancelled.
+    of_flow: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Gather(Continuation):
+    """Wait for the answers to several requests."""
+
+    requests: tuple[Request[Any], ...]
+    then: str
+    enough: int | None = None
+    within: dt.timedelta | None = None
+
+
+class Answers(Generic[Reply]):
+    """The answers to a gather, in the order asked, one for each request: Dead where the
+    request was given up, TimedOut where the gather has ended without its answer, and
+    Cancelled where the flow that was asked was cancelled. Built from a list in a test
+    of a step; a run reads them from the database a thousand at a time."""
+
+    def __init__(self, values: Collection[Reply | TimedOut | Dead | Cancelled]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Reply | TimedOut | Dead | Cancelled]:
+        return iter(self._values)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ if not apps.is_installed("django_txmsg"):
 
 from .attempt import Attempt
 from .audit_entry import AuditEntry
+from .batch import Batch
+from .branch import Branch
 from .bulk_operation import BulkOperation
 from .database_identity import DatabaseIdentity
 from .dead_letter import DeadLetter
@@ -35,6 +37,8 @@ from .worker import Worker
 __all__ = [
     "Attempt",
     "AuditEntry",
+    "Batch",
+    "Branch",
     "BulkOperation",
     "DatabaseIdentity",
     "DeadLetter",

@@ -26,6 +26,7 @@ class WaitsFor(models.TextChoices):
     RESUME = "resume", "somebody's word"
     TIME = "time", "an instant"
     ITSELF = "itself", "a transaction of its own"
+    JOIN = "join", "several answers"
     UNDO = "undo", "an undo"
     NOTHING = "", "nothing"
 
@@ -165,7 +166,7 @@ class Run(models.Model):
             ),
         ]
         indexes = [
-            # Only runs with a deadline, the earliest first.
+            # Only those that wait for an instant, in the order in which it comes.
             models.Index(
                 fields=["service", "due_at"],
                 condition=Q(due_at__isnull=False),
@@ -189,7 +190,7 @@ class Run(models.Model):
         self.otherwise = more.get("otherwise", "")
         self.asked, self.request_id = more.get("asked", ""), more.get("request_id")
         within: dt.timedelta | None = more.get("within")
-        # An expression: the database computes the instant.
+        # An expression, as the database reckons it.
         self.due_at = None if within is None else Later(within.total_seconds())
         self.resumed_at = None
 

@@ -122,6 +122,23 @@ def send_part(
     return _send([row], using)[0]
 
 
+def send_parts(
+    parts: Iterable[tuple[Mapping[str, Any], Mapping[str, str]]],
+    *,
+    using: str | None = None,
+    broker: str = "default",
+) -> list[Message]:
+    """Store many messages of a conversation in a few INSERTs, each given by the
+    arguments of send_message() and its headers of the conversation. Raises the same
+    errors."""
+    rows: list[NewMessage] = []
+    for given, conversation in parts:
+        row = _from_dict(given, broker)
+        row.headers |= conversation
+        rows.append(row)
+    return _send(rows, using)
+
+
 def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
     current = current_scope()
     if current is not None and current.enlist is not None:

@@ -64,8 +64,9 @@ PUBLIC = {
         TaskGivenUp TransactionRequired TxmsgError WorkerFailed
     """,
     "django_txmsg.flows": """
-        AlreadyResumed AlreadyRunning Ask Cancelled Dead Fail Flow HandOver Later Next
-        Sleep TimedOut Wait cancel resume signal start step
+        AlreadyResumed AlreadyRunning Answers Ask BatchEnded Cancelled Dead Fail Flow
+        Gather HandOver Later Next Request Sleep TimedOut Wait batch cancel resume
+        signal start step
     """,
     "django_txmsg.health": "health",
     "django_txmsg.jms": """
@@ -81,10 +82,10 @@ PUBLIC = {
     "django_txmsg.metrics": "Collector install metrics uninstall",
     "django_txmsg.middleware": "OutboxMiddleware no_outbox",
     "django_txmsg.models": """
-        Attempt AuditEntry BulkOperation DatabaseIdentity DeadLetter FailureNote
-        FlowStep FlowUndo IdempotencyKey InboxMessage KeyTail OutboxMessage PeriodCount
-        QueueMessage QueueSubscription RateLine Run Schedule SessionRecord StageState
-        TaskRun Worker
+        Attempt AuditEntry Batch Branch BulkOperation DatabaseIdentity DeadLetter
+        FailureNote FlowStep FlowUndo IdempotencyKey InboxMessage KeyTail OutboxMessage
+        PeriodCount QueueMessage QueueSubscription RateLine Run Schedule SessionRecord
+        StageState TaskRun Worker
     """,
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost

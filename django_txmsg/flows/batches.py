@@ -1,0 +1,36 @@
+"""The flow of all batches of this service. Importing it declares it, as `ready()` does
+where `FLOWS["BATCHES"]` is set."""
+
+from __future__ import annotations
+
+from .. import conf, stages
+from ..errors import FlowError
+from ..models import Batch
+from .flow import Flow, step
+from .values import BatchEnded, Cancelled, Next
+
+
+class Batches(
+    Flow[BatchEnded, BatchEnded | Cancelled],
+    name=f"{conf.get().SERVICE}.batches",
+    within=None,
+):
+    """The flow of all batches of this service."""
+
+    @step
+    def start(self, body: BatchEnded) -> Next[BatchEnded | Cancelled]:
+        """Refuse: `batch()` stores runs that have begun."""
+        raise FlowError("A batch is started by batch(), and not by a message.")
+
+    @step
+    def ended(self) -> Next[BatchEnded | Cancelled]:
+        """Tell how many have ended, and how."""
+        batches = Batch.objects.using(self._declaration.using)
+        ended = batches.get(run__run_id=self._run_id).progress
+        return BatchEnded(
+            str(self._run_id), ended.total, ended.answered, ended.failed, ended.left
+        )
+
+
+# Nobody sends to it, and it would cost each process a thread and a subscription.
+stages.unregister(Batches._declaration.name)

@@ -1,0 +1,81 @@
+"""`batch()`: a join without a flow. A group of messages, and a message at its end.
+
+Its run is one of a flow of this package that has nothing but that end, so deadlines,
+cancelling and retention are those of any other run.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from django.db import transaction
+
+from .. import conf, wire
+from ..envelope.message import check_destination, new_id
+from ..errors import ConfigurationError, InvalidMessage
+from ..models import Batch, Run
+from ..models.run import WaitsFor
+from ..sending.destination import Destination
+from . import joining
+from .sending import insist_on_one_transaction
+from .values import BatchEnded
+
+
+def batch(
+    messages: Iterable[Mapping[str, Any]],
+    *,
+    then: str | Destination[BatchEnded, Any],
+    enough: int | None = None,
+    within: dt.timedelta | None = None,
+) -> Batch:
+    """Store messages, dicts of send_message()'s arguments, in the caller's transaction,
+    and have `BatchEnded` sent to `then` when each was processed or given up, when
+    `enough` were processed, or after `within` (None: no deadline).
+
+    The returned row's `progress` tells how far it is. The messages go to stages, whose
+    results are the answers, kept in the batch's rows.
+
+    Raises TransactionRequired, InvalidMessage for what cannot be carried, and for
+    `unique`; ConfigurationError for an `enough` that can never be reached; FlowError in
+    a stage whose messages are not stored in its transaction.
+    """
+    if not conf.get().FLOWS.BATCHES:
+        raise ConfigurationError(
+            'batch() needs TXMSG["FLOWS"] = {"BATCHES": True}, in every process of '
+            "this service: it declares the stage that takes the answers."
+        )
+    from .batches import Batches
+
+    declared = Batches._declaration
+    insist_on_one_transaction(declared.using, declared.steps_name)
+    given = list(messages)
+    if any(one.get("unique") for one in given):
+        raise InvalidMessage(
+            "A message of a batch has no unique=: one that is pending already answers "
+            "to no batch."
+        )
+    run_id = new_id()
+    run = Run(
+        run_id=run_id,
+        service=conf.get().SERVICE,
+        flow=declared.name,
+        version=declared.version,
+        state=declared.encode(Batches()),
+        caller={wire.REPLY_TO: check_destination(str(then))},
+        first_run=run_id,
+        correlation_id=str(run_id),
+    )
+    turn = uuid.uuid4()
+    run.wait(WaitsFor.JOIN, "ended", turn=turn, within=within)
+    of_run = {wire.CORRELATION_ID: run.correlation_id}
+    stamped = [
+        {**one, "headers": {**of_run, **(one.get("headers") or {})}} for one in given
+    ]
+    headers = {wire.FLOW: str(run_id)}
+    with transaction.atomic(using=declared.using):
+        run.save(using=declared.using, force_insert=True)
+        stored, _ = joining.store(declared, run, turn, stamped, headers, enough)
+    return stored

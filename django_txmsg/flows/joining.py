@@ -1,0 +1,200 @@
+"""Joins: many requests at once, and one message that continues the run after them.
+
+Each answer is written to its branch, in a transaction of its own that does not hold the
+run. The one that may be the last stores a message to the run; that message ends the
+join, if it has ended by then. So does the deadline.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .. import codecs, wire
+from ..envelope.message import Message
+from ..envelope.typed_body import BodyReader
+from ..errors import ConfigurationError, DecodeError
+from ..models import Batch, Branch, FlowUndo, Run
+from ..sending.answering import hop
+from ..sending.outbox import Encoded, send_part, send_parts
+from .declaration import Declaration, Step
+from .unread import Unread
+from .values import OURS, Answers, TimedOut, ticket
+
+#: Rows in one INSERT, and rows read at a time.
+AT_ONCE = 1000
+
+
+class StoredAnswers(Answers[Any]):
+    """The answers of a batch, read from its rows. Raises DecodeError if the code has
+    changed since they came, and cannot read one."""
+
+    def __init__(self, batch: Batch, reader: BodyReader | None) -> None:
+        self._batch, self._reader = batch, reader
+
+    def __len__(self) -> int:
+        return self._batch.total
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = self._batch.rows().order_by("number")
+        for first in range(0, len(self), AT_ONCE):
+            yield from map(self._value, rows[first : first + AT_ONCE])
+
+    def _value(self, row: Branch) -> Any:
+        if row.left:
+            return TimedOut()
+        body = Unread(bytes(row.answer), row.content_type, row.answer_type or None)
+        if row.failed:
+            return body.read(codecs.reader(OURS[body.type]))
+        return None if self._reader is None else body.read(self._reader)
+
+
+def check_enough(enough: int | None, total: int) -> int:
+    """Return how many answers end a join. Raises ConfigurationError if it can never
+    have that many, or needs none."""
+    if enough is None:
+        return total
+    if isinstance(enough, bool) or not 1 <= enough <= total:
+        raise ConfigurationError(
+            f"enough={enough!r} of {total} requests: it is at least 1, and at most as "
+            f"many as there are."
+        )
+    return enough
+
+
+def store(
+    declared: Declaration,
+    run: Run,
+    turn: uuid.UUID,
+    messages: Sequence[Mapping[str, Any]],
+    headers: Mapping[str, str],
+    enough: int | None,
+) -> tuple[Batch, list[uuid.UUID]]:
+    """Store a batch that a run will wait for under `turn`, and its requests, given by
+    the arguments of send_message(). Returns the batch and the ids of the requests."""
+    using, broker = declared.using, declared.broker
+    least = check_enough(enough, len(messages))
+    back, address = {wire.REPLY_TO: declared.steps_name}, ticket(run.run_id, turn)
+    batch = Batch.objects.using(using).create(
+        run=run, turn=turn, total=len(messages), enough=least
+    )
+    ids: list[uuid.UUID] = []
+    for first in range(0, len(messages), AT_ONCE):
+        sent = send_parts(
+            [
+                (one, {**headers, **back, wire.TICKET: f"{address}/{number}"})
+                for number, one in enumerate(messages[first : first + AT_ONCE], first)
+            ],
+            using=using,
+            broker=broker,
+        )
+        Branch.objects.using(using).bulk_create(
+            [
+                Branch(
+                    batch=batch,
+                    number=number,
+                    destination=one.destination,
+                    request_id=one.id,
+                )
+                for number, one in enumerate(sent, first)
+            ]
+        )
+        ids += [one.id for one in sent]
+    if not messages:
+        _continue(declared, run, turn, headers)
+    return batch, ids
+
+
+def answered(
+    declared: Declaration, message: Message, turn: uuid.UUID, number: str
+) -> bool:
+    """Write an answer to its branch, and have the run continued if it may be the last.
+    Returns False if it is late, or has come before.
+
+    Raises DecodeError for an answer that the step cannot read; the branch stays open.
+    """
+    body = message.body
+    if not (number.isascii() and number.isdigit() and len(number) < 10):
+        raise DecodeError("ticket", "it names no branch")
+    batches = Batch.objects.using(declared.using).select_related("run")
+    batch = batches.filter(turn=turn, run__turn=turn).first()
+    if batch is None:
+        return False
+    run, step = batch.run, declared.step(batch.run.step)
+    failed = body.type in OURS and not step.reads(body.type)
+    if not failed and not step.takes_nothing:
+        body.read(step.reader)
+    request_id = batch.record(
+        int(number), body.body, body.content_type, body.header or "", failed=failed
+    )
+    if request_id is None:
+        return False
+    if run.undos and body.type != "txmsg.Dead":
+        undos = FlowUndo.objects.using(declared.using).filter(run=run)
+        undos.filter(request_id=request_id, confirmed_at=None).update(answered=True)
+    if batch.may_have_ended():
+        given = {
+            wire.FLOW: str(run.first_run),
+            wire.HOP: str(hop(message.conversation) + 1),
+        }
+        _continue(declared, run, turn, given)
+    return True
+
+
+def ended(
+    declared: Declaration,
+    run: Run,
+    step: Step,
+    headers: Mapping[str, str],
+    *,
+    timed_out: bool,
+) -> Answers[Any] | None:
+    """End the join that a run waits for, undo what it leaves over, and return the
+    answers. None if it has not ended: an answer was rolled back, and will come again.
+
+    The run does not wait for these undos.
+    """
+    using = declared.using
+    batch = Batch.objects.using(using).get(turn=run.turn)
+    if not timed_out and not batch.has_ended():
+        return None
+    batch.close()
+    left = batch.rows().filter(left=True)
+    undos = FlowUndo.objects.using(using).filter(
+        run=run, confirmed_at=None, request_id__in=left.values("request_id")
+    )
+    if run.undos:
+        send_parts(
+            [_undo(row, run, headers) for row in undos.order_by("-number")],
+            using=using,
+            broker=declared.broker,
+        )
+        undos.delete()
+    return StoredAnswers(batch, None if step.takes_nothing else step.reader)
+
+
+def _undo(
+    row: FlowUndo, run: Run, headers: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    assert row.request_id is not None  # by the query
+    undone = wire.Undone(row.request_id, row.created_at, row.answered)
+    message = {
+        "destination": row.destination,
+        "body": Encoded(bytes(row.body), row.body_type),
+        "headers": {wire.CORRELATION_ID: run.correlation_id},
+    }
+    return message, {**headers, wire.UNDOES: str(undone)}
+
+
+def _continue(
+    declared: Declaration, run: Run, turn: uuid.UUID, headers: Mapping[str, str]
+) -> None:
+    send_part(
+        declared.steps_name,
+        None,
+        {**headers, wire.TICKET: ticket(run.run_id, turn)},
+        correlation_id=run.correlation_id,
+        using=declared.using,
+        broker=declared.broker,
+    )

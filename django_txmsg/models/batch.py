@@ -1,0 +1,127 @@
+"""Requests whose answers continue a run together: a gather of a flow, or a batch.
+
+An answer is written to the row of its own branch, without a lock that the branches
+share. That is why two questions are asked. `may_have_ended()`, by the transaction that
+writes an answer, takes answers that others are writing for written: so the last of
+them never takes another for missing. `has_ended()`, in a transaction of its own, waits
+for them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import NamedTuple
+
+from django.db import connections, models, transaction
+from django.db.models import Count, Q
+from django.db.models.functions import Now
+
+from .branch import Branch
+from .run import Run
+
+_OPEN = Q(answered_at=None)
+_FAILED = Q(failed=True)
+_LEFT = Q(left=True)
+
+
+class Progress(NamedTuple):
+    """How many branches there are, and how they have ended."""
+
+    total: int
+    #: Those with an answer.
+    answered: int
+    #: Those whose request was given up, or whose flow failed by a deadline or a cancel.
+    failed: int
+    #: Those without an answer when the batch ended.
+    left: int
+
+    @property
+    def open(self) -> int:
+        """Those that an answer is awaited for."""
+        return self.total - self.answered - self.failed - self.left
+
+
+class Batch(models.Model):
+    """A group of requests with an end. Its run waits under the same turn until then."""
+
+    id = models.BigAutoField(primary_key=True)
+    run = models.ForeignKey(Run, models.CASCADE, related_name="batches")
+    turn = models.UUIDField(unique=True, help_text="The turn of its run until the end.")
+    total = models.PositiveIntegerField(help_text="How many requests it has.")
+    enough = models.PositiveIntegerField(help_text="How many answers end it.")
+    created_at = models.DateTimeField(db_default=Now())
+
+    objects: models.Manager[Batch] = models.Manager()
+
+    class Meta:
+        verbose_name = "batch"
+        verbose_name_plural = "batches"
+
+    def __str__(self) -> str:
+        return f"{self.total} requests of {self.run}"
+
+    @property
+    def progress(self) -> Progress:
+        """How many of its branches have ended, and how, by one query."""
+        found = self.rows().aggregate(
+            answered=Count("pk", filter=~_OPEN & ~_FAILED & ~_LEFT),
+            failed=Count("pk", filter=_FAILED),
+            left=Count("pk", filter=_LEFT),
+        )
+        return Progress(self.total, **found)
+
+    def rows(self) -> models.QuerySet[Branch]:
+        """Return its branches, in the database that it was read from."""
+        return Branch.objects.using(self._state.db).filter(batch=self)
+
+    def record(
+        self,
+        number: int,
+        answer: bytes,
+        content_type: str,
+        answer_type: str,
+        *,
+        failed: bool,
+    ) -> uuid.UUID | None:
+        """Write a branch's answer. Returns the id of its request, None if it has an
+        answer already or the batch has ended."""
+        branch = self.rows().filter(number=number)
+        written = branch.filter(_OPEN).update(
+            answer=answer,
+            content_type=content_type,
+            answer_type=answer_type,
+            failed=failed,
+            answered_at=Now(),
+        )
+        return branch.values_list("request_id", flat=True).get() if written else None
+
+    def may_have_ended(self) -> bool:
+        """Return whether it has ended if all answers commit that are being written.
+
+        Rows that other transactions hold are skipped, because those either write the
+        answer or ask the same question. Of all that write answers, the one that comes
+        last to its own row sees every other one written or held.
+        """
+        failed = self.enough < self.total and self.rows().filter(_FAILED).count()
+        spare = max(self.total - failed - self.enough, 0)
+        # Those asked last: they mostly are the last to be answered.
+        open_rows = self.rows().filter(_OPEN).order_by("-number").values_list("pk")
+        if connections[open_rows.db].vendor != "postgresql":
+            return len(open_rows[: spare + 1]) <= spare
+        with transaction.atomic(using=open_rows.db):
+            free = open_rows.select_for_update(skip_locked=True, no_key=True)
+            ended = len(free[: spare + 1]) <= spare
+            # Nobody waits for these rows until this transaction ends.
+            transaction.set_rollback(True, using=open_rows.db)
+        return ended
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended, after waiting for the answers that are being
+        written. If so, no other can be written until the transaction ends."""
+        list(self.rows().filter(_OPEN).select_for_update().values_list("pk"))
+        now = self.progress
+        return now.answered >= self.enough or not now.open
+
+    def close(self) -> None:
+        """Let no branch be answered any more."""
+        self.rows().filter(_OPEN).update(left=True, answered_at=Now())

@@ -1,0 +1,567 @@
+"""Joins: several requests at once, one continuation after them, whatever comes at the
+same time, twice, late or never."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from django.db import connection, connections, transaction
+from django.test.utils import CaptureQueriesContext
+
+from django_txmsg import Destination, Message, Refuse, stages, wire
+from django_txmsg.errors import ConfigurationError, InvalidMessage, TransactionRequired
+from django_txmsg.flows import (
+    Answers,
+    Cancelled,
+    Dead,
+    Flow,
+    Gather,
+    Next,
+    Request,
+    TimedOut,
+    batch,
+    cancel,
+    declaration,
+    signal,
+    start,
+    step,
+)
+from django_txmsg.flows.batches import Batches
+from django_txmsg.models import (
+    Batch,
+    Branch,
+    DeadLetter,
+    FlowStep,
+    FlowUndo,
+    OutboxMessage,
+    Run,
+)
+from django_txmsg.models.batch import Progress
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.monitoring import retention
+from django_txmsg.signals import flow_late
+from django_txmsg.testing import drain
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing, declared, put, running, ship, txmsg
+from tests.running import step as take
+from tests.shelved_flows import at_hand, shelved
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+HOUR = dt.timedelta(hours=1)
+
+#: Known only where a test uses it, like the other flows.
+(_batches,) = stages.find([Batches._declaration.steps_name])
+declaration.forget(Batches._declaration.name)
+stages.unregister(_batches.name)
+
+
+@dataclass
+class Tour:
+    stops: int
+    enough: int | None = None
+
+
+@dataclass
+class Price:
+    stop: int
+
+
+@dataclass
+class Priced:
+    stop: int
+    amount: int
+
+
+@dataclass
+class Elsewhere:
+    why: str
+
+
+@dataclass
+class Toured:
+    amounts: list[int]
+
+
+price = Destination("tour.price", Price, reply=Priced)
+forget = Destination("tour.forget", Price)
+refused: set[int] = set()
+
+
+def answer_price(body: Price) -> Priced:
+    if body.stop in refused:
+        raise Refuse("sold out")
+    Effect.objects.create(name=f"price {body.stop}", message_id="")
+    return Priced(body.stop, 10 * body.stop)
+
+
+def forget_price(body: Price) -> None:
+    Effect.objects.create(name=f"forget {body.stop}", message_id="")
+
+
+def amount(answer: Priced | TimedOut | Dead | Cancelled) -> int:
+    """Return a price; what there is none for is less than 0."""
+    if isinstance(answer, Priced):
+        return answer.amount
+    return {TimedOut: -1, Dead: -2, Cancelled: -3}[type(answer)]
+
+
+@shelved
+class Touring(Flow[Tour, Toured | Cancelled], name="tour.flow", within=HOUR):
+    stops: int = 0
+
+    @step
+    def start(self, tour: Tour) -> Next[Toured | Cancelled]:
+        self.stops = tour.stops
+        return self.gather(
+            [
+                self.branch(price, Price(number), undo=forget)
+                for number in range(tour.stops)
+            ],
+            then=self.ready,
+            enough=tour.enough,
+        )
+
+    @step
+    def ready(self, answers: Answers[Priced]) -> Next[Toured | Cancelled]:
+        assert len(answers) == self.stops
+        return Toured([amount(one) for one in answers])
+
+    @signal
+    def elsewhere(self, by: Elsewhere) -> Next[Toured | Cancelled]:
+        return self.fail(Cancelled(by.why))
+
+
+@pytest.fixture(autouse=True)
+def tours() -> Iterator[None]:
+    refused.clear()
+    with (
+        at_hand(Touring),
+        declared(answer_price, price, name="tour.price"),
+        declared(forget_price, forget, name="tour.forget", undoes=price),
+    ):
+        yield
+
+
+@pytest.fixture
+def late() -> Iterator[list[uuid.UUID]]:
+    """Return the ids of the messages that came late."""
+    ids: list[uuid.UUID] = []
+
+    def note(id: uuid.UUID, **_: Any) -> None:
+        ids.append(id)
+
+    flow_late.connect(note)
+    yield ids
+    flow_late.disconnect(note)
+
+
+def tour(stops: int, enough: int | None = None) -> Run:
+    """Return a run that has asked, and whose requests are not relayed."""
+    with transaction.atomic():
+        run = start(Touring, Tour(stops, enough), key=str(stops))
+    ship()
+    take(stages.find(["tour.flow"])[0])
+    return run
+
+
+def answer(times: int) -> None:
+    """Let the participant answer that many requests, and deliver the answers."""
+    ship()
+    take(stages.find(["tour.price"])[0], times)
+    ship()
+
+
+def amounts(run: Run) -> list[int]:
+    run.refresh_from_db()
+    assert run.outcome == "answered", (run.waits_for, run.outcome, run.answer)
+    assert FlowStep.objects.filter(run=run, step="ready").count() == 1
+    found: list[int] = json.loads(run.answer)["amounts"]
+    return found
+
+
+def effects() -> list[str]:
+    return sorted(Effect.objects.values_list("name", flat=True))
+
+
+def test_a_run_continues_after_all_answers_in_the_order_asked() -> None:
+    run = tour(3)
+    answer(2)
+    take(stages.find(["tour.flow.steps"])[0], 2)
+    joined = Batch.objects.get()
+    assert joined.progress == Progress(3, answered=2, failed=0, left=0)
+    assert joined.progress.open == 1
+
+    drain()
+
+    assert amounts(run) == [0, 10, 20]
+    assert run.state == '{"stops":3}'
+    assert Batch.objects.get().progress.answered == 3
+
+
+def test_a_request_that_is_given_up_ends_its_branch_and_is_not_enough() -> None:
+    refused.add(0)
+    run = tour(3, enough=2)
+    answer(2)
+    take(stages.find(["tour.flow.steps"])[0], 2)
+    assert Batch.objects.get().progress == Progress(3, answered=1, failed=1, left=0)
+    drain()
+    assert amounts(run) == [-2, 10, 20]
+
+
+def test_a_join_that_can_no_longer_get_enough_ends_with_its_last_answer() -> None:
+    refused.update([0, 1])
+    run = tour(3, enough=2)
+    drain()
+    assert amounts(run) == [-2, -2, 20]
+
+
+def test_what_enough_leaves_over_is_revoked_and_its_answer_is_late(
+    late: list[uuid.UUID],
+) -> None:
+    run = tour(4, enough=1)
+    answer(1)
+    drain("tour.flow.steps")
+    assert amounts(run) == [0, -1, -1, -1]
+    assert not FlowUndo.objects.filter(destination="tour.forget", number__gt=1).exists()
+
+    take(stages.find(["tour.price"])[0])  # before its undo
+    drain("tour.flow.steps", "tour.forget")
+    drain()
+
+    # The other two were revoked.
+    assert effects() == ["forget 1", "price 0", "price 1"]
+    assert len(late) == 1
+
+
+def test_a_deadline_ends_a_join_and_undoes_what_it_leaves_over(
+    late: list[uuid.UUID],
+) -> None:
+    run = tour(3)
+    answer(1)
+    take(stages.find(["tour.flow.steps"])[0])
+    drain("tour.flow.steps", "tour.forget", ahead=HOUR)
+    assert amounts(run) == [0, -1, -1]
+    drain()
+    assert effects() == ["price 0"]
+    assert Batch.objects.get().progress == Progress(3, answered=1, failed=0, left=2)
+    assert late == []
+
+
+def test_copies_of_answers_change_nothing(late: list[uuid.UUID]) -> None:
+    run = tour(3)
+    answer(2)
+    for row in OutboxMessage.objects.filter(destination="tour.flow.steps"):
+        again(row, str(uuid.uuid4()))
+        again(row, str(row.message_id))
+    drain("tour.flow.steps")
+    assert Batch.objects.get().progress.answered == 2
+    assert len(late) == 2  # the copies with their own ids
+    drain()
+    assert amounts(run) == [0, 10, 20]
+
+
+def again(row: OutboxMessage, message_id: str) -> None:
+    """Let the broker deliver a stored message once more."""
+    headers = wire.headers_of(row, "tests", wire.format_instant(row.created_at))
+    headers["txmsg-id"] = message_id
+    put(row.destination, bytes(row.body), headers)
+
+
+@pytest.mark.parametrize("enough", [None, 5])
+def test_answers_and_copies_at_the_same_time_end_each_join_once(
+    enough: int | None,
+) -> None:
+    runs = [tour(stops, enough) for stops in (8, 9)]
+    drain("tour.price")
+    ship()
+    for row in OutboxMessage.objects.filter(destination="tour.flow.steps"):
+        again(row, str(uuid.uuid4()))
+    with running(stages.find(["tour.flow.steps"])[0], concurrency=4):
+        wait_until(lambda: not QueueMessage.objects.exists(), deadline=120)
+    drain()
+    for run, stops in zip(runs, (8, 9), strict=True):
+        found = amounts(run)
+        assert [one for one in found if one >= 0] == [
+            10 * number for number in range(stops) if found[number] >= 0
+        ]
+        assert sum(one >= 0 for one in found) >= (enough or stops)
+
+
+@pytest.mark.parametrize("enough", [None, 2])
+@pytest.mark.parametrize("commits", [True, False])
+def test_two_last_answers_at_the_same_moment_end_the_join(
+    commits: bool, enough: int | None
+) -> None:
+    """Neither transaction sees the other's answer; the first commits or is rolled back,
+    as by a killed process, after the second has continued the run."""
+    run = tour(2 if enough is None else 3, enough)
+    answer(2)
+    stage = stages.find(["tour.flow.steps"])[0]
+    entered, let_go = threading.Event(), threading.Event()
+
+    def held(message: Message) -> None:
+        stage.handler(message)
+        entered.set()
+        assert let_go.wait(120)
+        if not commits:
+            raise RuntimeError("killed")
+
+    first = in_thread(dataclasses.replace(stage, handler=held))
+    assert entered.wait(60)
+    if connection.vendor != "postgresql":
+        let_go.set()  # nobody else can write meanwhile
+        first.join(120)
+    take(stage, parked=False)  # the second answer, which does not wait for the first
+    ship()
+    last = in_thread(stage)  # what it has stored, which does
+    last.join(0.3)
+    let_go.set()
+    first.join(120)
+    last.join(120)
+    drain("tour.flow.steps", "tour.forget")
+    assert [one for one in amounts(run) if one >= 0] == [0, 10]
+
+
+def in_thread(stage: stages.Stage) -> threading.Thread:
+    """Process one delivery in a thread of its own."""
+
+    def work() -> None:
+        try:
+            take(stage, parked=False)
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("how", ["cancelled", "by its signal"])
+def test_a_join_that_is_given_up_undoes_what_was_done_and_revokes_the_rest(
+    how: str, late: list[uuid.UUID]
+) -> None:
+    run = tour(3)
+    answer(1)
+    take(stages.find(["tour.flow.steps"])[0])
+    with transaction.atomic():
+        if how == "cancelled":
+            cancel(run, "closed")
+        else:
+            Touring.signal("3", Elsewhere("closed"))
+    ship()
+    take(stages.find(["tour.flow.steps"])[0])
+    answer(1)  # after the join, and before its undo
+    drain("tour.flow.steps", "tour.forget")
+    drain()
+
+    run.refresh_from_db()
+    assert (run.outcome, json.loads(run.answer)) == ("failed", {"why": "closed"})
+    assert effects() == ["forget 0", "forget 1", "price 0", "price 1"]
+    assert len(late) == 1
+    assert not FlowUndo.objects.filter(confirmed_at=None).exists()
+
+
+def test_an_unreadable_answer_leaves_its_branch_open() -> None:
+    run = tour(2)
+    answer(1)
+    asked = OutboxMessage.objects.get(destination="tour.flow.steps")
+    headers = wire.headers_of(asked, "tests", wire.format_instant(asked.created_at))
+    headers |= {"txmsg-id": str(uuid.uuid4()), "txmsg-type": "Priced;v=1;min=1"}
+    QueueMessage.objects.all().delete()
+    put(asked.destination, b'{"stop": "none"}', headers)
+    drain("tour.flow.steps")
+    assert DeadLetter.objects.get().reason == "invalid_body"
+    assert Batch.objects.get().progress.open == 2
+    drain(ahead=HOUR)
+    assert amounts(run)[0] == -1
+
+
+@shelved
+class Nested(Flow[Tour, Toured | Cancelled], name="tour.nested", within=HOUR):
+    @step
+    def start(self, tour: Tour) -> Next[Toured | Cancelled]:
+        asked = [self.branch(Touring, Tour(2)) for _ in range(tour.stops)]
+        return self.gather(asked, then=self.ready, enough=tour.enough)
+
+    @step
+    def ready(self, answers: Answers[Toured | Cancelled]) -> Next[Toured | Cancelled]:
+        return Toured([sum(isinstance(one, Toured) for one in answers)])
+
+
+def test_flows_are_gathered_and_those_left_over_cancelled() -> None:
+    with at_hand(Nested):
+        with transaction.atomic():
+            run = start(Nested, Tour(3))
+        drain()
+        run.refresh_from_db()
+        assert run.answer == '{"amounts":[3]}'
+
+        with transaction.atomic():
+            run = start(Nested, Tour(2, enough=1))
+        ship()
+        take(stages.find(["tour.nested"])[0])
+        ship()
+        take(stages.find(["tour.flow"])[0])
+        drain("tour.nested.steps", "tour.flow.steps", "tour.price")
+        run.refresh_from_db()
+        assert run.answer == '{"amounts":[1]}'
+        drain()
+        # The second was cancelled before it began.
+        _, second = Branch.objects.filter(batch__run=run).order_by("number")
+        assert not Run.objects.filter(run_id=second.request_id).exists()
+
+
+def test_a_gather_of_nothing_continues_at_once() -> None:
+    run = tour(0)
+    drain()
+    assert amounts(run) == []
+
+
+def test_a_thousand_more_branches_cost_a_few_statements_more() -> None:
+    counts = []
+    for stops in (3, 2003):
+        with CaptureQueriesContext(connection) as queries:
+            run = tour(stops)
+        counts.append(len(queries))
+        assert len(run.state) < 100
+    assert counts[1] - counts[0] < 60
+    assert Branch.objects.count() == 2006
+
+
+def test_joins_are_pruned_with_their_run() -> None:
+    tour(2)
+    drain()
+    Run.objects.update(ended_at=dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc))
+    (kind,) = (one for one in retention.kinds() if one.name == "runs of flows")
+    assert retention.prune(kind, "default") == 1
+    assert not Batch.objects.exists()
+    assert not Branch.objects.exists()
+
+
+def test_a_step_that_joins_is_tested_by_calling_it() -> None:
+    assert Touring().start(Tour(1)) == Gather(
+        (Request(price, Price(0), undo=forget),), then="ready", within=HOUR
+    )
+    assert Touring(stops=2).ready(Answers([Priced(0, 5), TimedOut()])) == Toured(
+        [5, -1]
+    )
+
+
+def test_a_join_that_cannot_work_is_an_error_where_it_is_written() -> None:
+    flow = Touring()
+    asked = [flow.branch(price, Price(1))]
+    with pytest.raises(ConfigurationError, match="does not take what it would get"):
+        flow.gather(asked, then=flow.start)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="does not take what it would get"):
+        flow.ask(price, Price(1), then=flow.ready)  # type: ignore[arg-type]
+    for enough in (0, 2, True):
+        with pytest.raises(ConfigurationError, match="enough="):
+            flow.gather(asked, then=flow.ready, enough=enough)
+
+
+@dataclass
+class Mail:
+    to: str
+
+
+@pytest.fixture
+def mailing() -> Iterator[list[dict[str, Any]]]:
+    """Declare a stage that mails, and one for the end. Returns the ends."""
+    ends: list[dict[str, Any]] = []
+
+    def mail(message: Message) -> None:
+        if message.body["to"] == "nobody":
+            raise Refuse("no such address")
+        Effect.objects.create(name=message.body["to"], message_id="")
+
+    def mailed(message: Message) -> None:
+        ends.append(message.body)
+
+    with (
+        txmsg(FLOWS={"BATCHES": True}),
+        at_hand_batches(),
+        declared(mail, "mail"),
+        declared(mailed, "mailed"),
+    ):
+        yield ends
+
+
+@contextmanager
+def at_hand_batches() -> Iterator[None]:
+    declaration.declare(Batches._declaration)
+    stages.register(_batches)
+    try:
+        yield
+    finally:
+        declaration.forget(Batches._declaration.name)
+        stages.unregister(_batches.name)
+
+
+def mails(*names: str) -> list[dict[str, Any]]:
+    return [{"destination": "mail", "body": {"to": name}} for name in names]
+
+
+def test_a_batch_ends_with_a_message(mailing: list[dict[str, Any]]) -> None:
+    with transaction.atomic():
+        stored = batch(mails("Ada", "nobody", "Bob"), then="mailed")
+    assert stored.progress == Progress(3, answered=0, failed=0, left=0)
+    drain()
+    assert stored.progress == Progress(3, answered=2, failed=1, left=0)
+    run_id = str(Run.objects.get().run_id)
+    counts = {"total": 3, "answered": 2, "failed": 1, "left": 0}
+    assert mailing == [{"run_id": run_id, **counts}]
+    assert effects() == ["Ada", "Bob"]
+
+
+def test_a_batch_ends_with_enough_or_with_its_deadline(
+    mailing: list[dict[str, Any]],
+) -> None:
+    with transaction.atomic():
+        batch(mails("Ada", "Bob"), then="mailed", enough=1)
+        batch(mails("Cyd"), then="mailed", within=HOUR)
+        OutboxMessage.objects.filter(body__contains=b"Cyd").update(
+            due_at=dt.datetime(2100, 1, 1, tzinfo=dt.timezone.utc)
+        )
+    ship()
+    take(stages.find(["mail"])[0])
+    drain(_batches.name, "mailed", ahead=2 * HOUR)
+    assert sorted((one["total"], one["answered"], one["left"]) for one in mailing) == [
+        (1, 0, 1),
+        (2, 1, 1),
+    ]
+    drain()
+    assert len(mailing) == 2
+
+
+def test_a_batch_whose_answers_no_stage_would_take_is_refused() -> None:
+    with transaction.atomic(), pytest.raises(ConfigurationError, match="BATCHES"):
+        batch(mails("Ada"), then="mailed")
+
+
+def test_a_batch_is_stored_only_with_its_transaction(
+    mailing: list[dict[str, Any]],
+) -> None:
+    with pytest.raises(TransactionRequired):
+        batch(mails("Ada"), then="mailed")
+    with transaction.atomic():
+        batch(mails("Ada"), then="mailed")
+        transaction.set_rollback(True)
+    with transaction.atomic():
+        for wrong in ({"unique": "a"}, {"nonsense": 1}):
+            with pytest.raises(InvalidMessage):
+                batch([{**mails("Ada")[0], **wrong}], then="mailed")
+    drain()
+    assert mailing == []
+    assert not Run.objects.exists()
+    assert not Batch.objects.exists()
