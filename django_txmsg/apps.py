@@ -17,7 +17,7 @@ class TxmsgConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks, conf, errors, stages  # noqa: F401 - checks register themselves
+        from . import checks, conf, errors, stages  # noqa: F401 - checks register
         from .relaying import dispatcher  # noqa: F401 - as does the dispatcher
         from .tasks_backend import checking, declared  # noqa: F401 - likewise
 

@@ -10,8 +10,8 @@
 - Signals take the row too, between steps:
   `test_a_signal_replaces_what_the_run_waits_for`,
   `test_a_signal_before_its_run_waits_for_it_and_for_no_other`, and two here.
-- A branch is a row, and its answer is written without a common lock; one continuation ends
-  the join: all of `test_flow_joins.py`.
+- A branch is a row, and its answer is written without a common lock; one continuation
+  ends the join: all of `test_flow_joins.py`.
 - `within=` is required: one here. That a request expires with its deadline: not built.
 - An undo is registered in the transaction that sends its request: two here.
 - An undo runs if its request was done, once, and never before it:
