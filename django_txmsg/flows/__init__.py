@@ -12,6 +12,7 @@ from ..lazy_names import lazy_names
 if TYPE_CHECKING:
     from ..errors import AlreadyResumed, AlreadyRunning
     from ..sending.answering import Dead
+    from .asking import aask, ask
     from .batching import batch
     from .flow import Flow, signal, step
     from .sending import cancel, resume
@@ -50,6 +51,8 @@ __all__ = [
     "Sleep",
     "TimedOut",
     "Wait",
+    "aask",
+    "ask",
     "batch",
     "cancel",
     "resume",
@@ -78,6 +81,8 @@ __getattr__, __dir__ = lazy_names(
         "Sleep": ".values",
         "TimedOut": ".values",
         "Wait": ".values",
+        "aask": ".asking",
+        "ask": ".asking",
         "batch": ".batching",
         "cancel": ".sending",
         "resume": ".sending",

@@ -1,0 +1,130 @@
+"""`ask()` and `aask()`: start a run in a transaction of its own, and wait for its
+answer, as a view does. The run does not depend on who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, TypeVar, cast
+
+from asgiref.sync import sync_to_async
+from django.db import connections, transaction
+
+from .. import codecs, wire
+from ..django_internals import in_block
+from ..errors import FlowError
+from ..models import Run
+from ..models.run import Outcome
+from ..sending.scope import current_scope
+from .flow import Flow
+from .sending import start_run
+from .unread import Unread
+from .values import OURS, Cancelled, Dead, TimedOut
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+#: Seconds between two looks at the run: at first, and at most.
+FIRST_PAUSE = 0.02
+LONGEST_PAUSE = 0.5
+
+
+def ask(
+    flow: type[Flow[In, Out]],
+    body: In,
+    *,
+    within: float | dt.timedelta,
+    key: str | None = None,
+) -> Out | TimedOut | Dead | Cancelled:
+    """Start a run, and return its answer. `within` is how long to wait, in seconds or
+    as a timedelta.
+
+    Raises TimeoutError, whose `run_id` is the run's, when the time is over; the run
+    goes on. Raises FlowError in an open transaction, in a request's or another outbox
+    session and in a stage: its message leaves only after them. Raises AlreadyRunning if
+    a run of this `key` is open, and InvalidMessage for a body that the flow does not
+    take.
+    """
+    run = _started(flow, body, key)
+    for pause in _pauses(within):
+        threading.Event().wait(pause)
+        if (ended := _ended(run)) is not None:
+            answer: Out | TimedOut | Dead | Cancelled = _answer(flow, ended)
+            return answer
+    raise _late(run)
+
+
+async def aask(
+    flow: type[Flow[In, Out]],
+    body: In,
+    *,
+    within: float | dt.timedelta,
+    key: str | None = None,
+) -> Out | TimedOut | Dead | Cancelled:
+    """Do what ask() does, in a coroutine: the event loop goes on meanwhile."""
+    run = await sync_to_async(_started)(flow, body, key)
+    for pause in _pauses(within):
+        await asyncio.sleep(pause)
+        if (ended := await sync_to_async(_ended)(run)) is not None:
+            answer: Out | TimedOut | Dead | Cancelled = _answer(flow, ended)
+            return answer
+    raise _late(run)
+
+
+def _started(flow: type[Flow[In, Any]], body: In, key: str | None) -> Run:
+    declared = flow._declaration
+    current = current_scope()
+    if current is not None or in_block(connections[declared.using]):
+        where = "an open transaction"
+        if current is not None:
+            where = f"stage {current.stage!r}" if current.stage else "an outbox session"
+        raise FlowError(
+            f"ask() of {declared.name!r} would wait for itself: it was called in "
+            f"{where}, and its message leaves only after that. Call it outside "
+            f"atomic(), in a view under @no_outbox and @non_atomic_requests; or use "
+            f"start(), and look at the run later."
+        )
+    with transaction.atomic(using=declared.using):
+        return start_run(declared, body, key=key, on_conflict="error", answer_to=None)
+
+
+def _pauses(within: float | dt.timedelta) -> Iterator[float]:
+    """Yield the pauses before each look, until the time is over."""
+    seconds = within.total_seconds() if isinstance(within, dt.timedelta) else within
+    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+    while (left := deadline - time.monotonic()) > 0:
+        yield min(pause, left)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _late(run: Run) -> TimeoutError:
+    error: Any = TimeoutError(
+        f"Run {run.run_id} of {run.flow!r} has no answer yet. It goes on; look at it "
+        f"later."
+    )
+    error.run_id = run.run_id
+    return cast("TimeoutError", error)
+
+
+def _ended(run: Run) -> Run | None:
+    """Return the run once it has ended, or the one that it has handed over to."""
+    runs = Run.objects.using(run._state.db)
+    found = runs.filter(run_id=run.run_id).first()
+    while found is not None and found.outcome == Outcome.HANDED_OVER:
+        found = runs.filter(run_id=found.request_id).first()
+    return None if found is None or found.ended_at is None else found
+
+
+def _answer(flow: type[Flow[Any, Any]], run: Run) -> Any:
+    """Return the answer of a run that has ended. Raises DecodeError if its type has
+    changed since, so that the flow cannot read it."""
+    if run.answer == "null":
+        return None
+    body = Unread(run.answer.encode(), wire.JSON, run.answer_type or None)
+    reader = codecs.reader(flow.destination.reply)
+    if body.type in OURS and not any(one.name == body.type for one in reader.types):
+        reader = codecs.reader(OURS[body.type])
+    return body.read(reader)

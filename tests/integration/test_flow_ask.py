@@ -1,0 +1,134 @@
+"""Who asks a flow and waits for the answer: `ask()` and `aask()`."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.db import connections, transaction
+
+from django_txmsg import Message, outbox_session, stages
+from django_txmsg.errors import FlowError
+from django_txmsg.flows import (
+    AlreadyRunning,
+    Cancelled,
+    Flow,
+    Next,
+    aask,
+    ask,
+    cancel,
+    step,
+)
+from django_txmsg.models import OutboxMessage, Run
+from django_txmsg.testing import drain
+from tests.running import committing, declared, send, ship
+from tests.running import step as take
+from tests.shelved_flows import at_hand, shelved
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+@dataclass
+class Question:
+    text: str
+
+
+@dataclass
+class Answer:
+    text: str
+
+
+@shelved
+class Oracle(Flow[Question, Answer | Cancelled | None], name="oracle", within=None):
+    @step
+    def start(self, question: Question) -> Next[Answer | Cancelled | None]:
+        if question.text == "wait":
+            return self.wait(then=self.told)
+        if question.text == "other":
+            return self.hand_over(Oracle, Question("who?"))
+        return Answer(f"{question.text} 42")
+
+    @step
+    def told(self, text: str) -> Next[Answer | Cancelled | None]:
+        return Answer(text)
+
+
+@pytest.fixture(autouse=True)
+def oracle() -> Iterator[None]:
+    with at_hand(Oracle):
+        yield
+
+
+@pytest.fixture
+def working() -> Iterator[None]:
+    """Relay and process what is stored, in a thread, until the test ends."""
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            while not stop.wait(0.05):
+                ship()
+                take(stages.find(["oracle"])[0])
+                for run in Run.objects.filter(waits_for="resume"):
+                    with transaction.atomic():
+                        cancel(run, "no word")
+                    ship()
+                    take(stages.find(["oracle.steps"])[0])
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    stop.set()
+    thread.join(120)
+
+
+@pytest.mark.usefixtures("working")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_answer_comes_to_who_asks(is_async: bool) -> None:
+    asking = async_to_sync(aask) if is_async else ask
+    for question, answer in (
+        ("what?", Answer("what? 42")),
+        ("other", Answer("who? 42")),
+        ("wait", Cancelled("no word")),
+    ):
+        assert asking(Oracle, Question(question), within=100) == answer
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_run_goes_on_after_the_time_is_over(is_async: bool) -> None:
+    asking = async_to_sync(aask) if is_async else ask
+    with pytest.raises(TimeoutError, match="goes on") as late:
+        asking(Oracle, Question("what?"), within=dt.timedelta(milliseconds=50), key="1")
+    with pytest.raises(AlreadyRunning):
+        ask(Oracle, Question("what?"), within=0.01, key="1")
+    drain()
+    run = Run.objects.get()
+    assert run.run_id == late.value.run_id  # type: ignore[attr-defined]
+    assert run.answer == '{"text":"what? 42"}'
+
+
+def test_it_is_refused_where_it_would_wait_for_its_own_transaction() -> None:
+    with transaction.atomic(), pytest.raises(FlowError, match="an open transaction"):
+        ask(Oracle, Question("what?"), within=60)
+    with outbox_session(), pytest.raises(FlowError, match="an outbox session"):
+        ask(Oracle, Question("what?"), within=60)
+    errors: list[str] = []
+
+    def impatient(message: Message) -> None:
+        with pytest.raises(FlowError) as refused:
+            ask(Oracle, Question("what?"), within=60)
+        errors.append(str(refused.value))
+
+    for mode in ("outbox", "none"):
+        with declared(impatient, "oracle.asked", transaction=mode) as stage:
+            send("oracle.asked")
+            take(stage)
+    assert ["stage 'oracle.asked'" in one for one in errors] == [True, True]
+    assert not Run.objects.exists()
+    assert not OutboxMessage.objects.filter(destination="oracle").exists()
