@@ -33,7 +33,7 @@ from ..runtime import database_health, notifications
 from ..runtime.claimed_bytes import Share
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
-from ..runtime.notifier import notify
+from ..runtime.notifications import notify
 from .base import Broker, Delivery, Outgoing, Session, one_by_one
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")

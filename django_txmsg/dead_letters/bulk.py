@@ -28,7 +28,7 @@ from ..models.bulk_operation import BulkKind, BulkState
 from ..models.fields import limit_waits
 from ..rules import bulk_operation
 from ..runtime import database_health, liveness, notifications
-from ..runtime.notifier import notify
+from ..runtime.notifications import notify
 from . import resolution, selection
 from .resolution import Tally
 from .selection import Shown

@@ -2,13 +2,16 @@
 
 The only module that uses pydantic (the extra `typed`), imported when the first body
 needs it. It validates in strict JSON mode: the lax one takes "yes" for True and numbers
-for dates.
+for dates. And it would read a number of a Decimal through a float, where
+`12345678901234567.89` becomes `…568`: a marked JSON Schema shows where the Decimals
+are, and their numbers are passed as text.
 """
 
 from __future__ import annotations
 
+import decimal
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -16,8 +19,102 @@ from typing import Any
 
 from ..errors import ConfigurationError, DecodeError
 from .codec import Codec, Misfit, from_json, to_json
-from .exact_numbers import ALIASES, MARK, with_aliases, with_exact_numbers
 from .kept_values import FieldName, changes
+
+#: Schema key: a Decimal is read here.
+MARK = "x-txmsg-decimal"
+#: Schema key of a field: the paths from which it is also read, besides its name.
+ALIASES = "x-txmsg-aliases"
+
+
+def with_exact_numbers(value: Any, schema: dict[str, Any]) -> Any:
+    """Return a parsed body with each number that is read as a Decimal turned into text;
+    the same object if there is none."""
+    return _Exact(schema.get("$defs", {})).walk(value, schema)
+
+
+def with_aliases(schema: Any) -> Any:
+    """Return a schema in which each object lists its fields by their aliases too."""
+    if isinstance(schema, list):
+        return [with_aliases(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: with_aliases(one) for name, one in schema.items()}
+    fields = found.get("properties")
+    if isinstance(fields, dict):
+        for field in list(fields.values()):
+            paths = field.get(ALIASES, ()) if isinstance(field, dict) else ()
+            for first, *rest in paths:
+                inner = _within(rest, field)
+                known = fields.get(first)
+                if len(paths) > 1 or rest:
+                    inner = {"allOf": [inner, *([known] if known else ())]}
+                fields[first] = inner
+    return found
+
+
+def _within(path: Sequence[str | int], schema: Any) -> Any:
+    """Return a schema whose value at a path has another schema."""
+    for step in reversed(path):
+        if isinstance(step, str):
+            schema = {"properties": {step: schema}}
+        else:
+            schema = {"prefixItems": [*[{}] * step, schema]}
+    return schema
+
+
+class _Exact:
+    def __init__(self, definitions: dict[str, Any]) -> None:
+        self._definitions = definitions
+
+    def walk(self, value: Any, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return value
+        while "$ref" in schema:
+            schema = self._definitions[schema["$ref"].rpartition("/")[2]]
+        if MARK in schema:
+            return str(value) if isinstance(value, decimal.Decimal) else value
+        for member in self._members(value, schema):
+            value = self.walk(value, member)
+        if isinstance(value, dict):
+            return self._walk_object(value, schema)
+        if isinstance(value, list):
+            return self._walk_array(value, schema)
+        return value
+
+    def _members(self, value: Any, schema: dict[str, Any]) -> list[Any]:
+        """Return the schemas of a union: the one that the value names, or all."""
+        named = schema.get("discriminator")
+        if named is not None and isinstance(value, dict):
+            # The mapping has numbers as text.
+            one = named["mapping"].get(str(value.get(named["propertyName"])))
+            if one is not None:
+                return [{"$ref": one}]
+        unions = (schema.get(name, ()) for name in ("anyOf", "oneOf", "allOf"))
+        return [one for union in unions for one in union]
+
+    def _walk_object(self, value: dict[str, Any], schema: dict[str, Any]) -> Any:
+        fields = schema.get("properties", {})
+        others = schema.get("additionalProperties")
+        if "patternProperties" in schema:
+            others = {"allOf": list(schema["patternProperties"].values())}
+        changed = {}
+        for name, one in value.items():
+            exact = self.walk(one, fields.get(name, others))
+            if exact is not one:
+                changed[name] = exact
+        return value | changed if changed else value
+
+    def _walk_array(self, value: list[Any], schema: dict[str, Any]) -> Any:
+        first = schema.get("prefixItems", [])
+        rest = schema.get("items")
+        exact = [
+            self.walk(one, first[index] if index < len(first) else rest)
+            for index, one in enumerate(value)
+        ]
+        same = all(new is old for new, old in zip(exact, value, strict=True))
+        return value if same else exact
+
 
 #: Replaces a part of a path that the type does not name: a key in a dict is a value.
 HIDDEN = "*"

@@ -19,7 +19,7 @@ from weakref import WeakMethod
 
 from . import frames
 from .closing import Whole
-from .dialects import BY_NAME, recognize
+from .dialect import BY_NAME, recognize
 from .errors import (
     ConnectionFailedError,
     ConnectionLostError,

@@ -22,7 +22,7 @@ from ..envelope.broker_url import (
     without_password,
 )
 from . import frames
-from .dialects import BY_NAME
+from .dialect import BY_NAME
 from .restrictions import Policy
 
 DEFAULT_PORTS = {"stomp": 61613, "stomp+ssl": 61614}

@@ -12,7 +12,7 @@ from django.db.models.functions import Now
 
 from .. import conf
 from ..runtime import notifications
-from ..runtime.notifier import notify
+from ..runtime.notifications import notify
 
 
 class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time

@@ -23,7 +23,7 @@ from ..errors import BrokerUnavailable
 from ..runtime import database_health, notifications
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
-from ..runtime.notifier import notify
+from ..runtime.notifications import notify
 from ..runtime.per_process import PerProcess, at_childs_end
 from .lane import AFTER_COMMIT_LEASE, Lane
 

@@ -30,10 +30,9 @@ from ..models.outbox_claim import Claimed
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
 from . import pauses
-from .budget import Budget, Part
+from .limits import Budget, Part, Turn
 from .pauses import Trial
 from .settlement import Receipts, Settlement, judge, split
-from .turn import Turn
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 

@@ -23,10 +23,9 @@ from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.thread_group import Crew
 from . import pauses
-from .budget import Budget
 from .lane import Lane
+from .limits import Budget, Turn
 from .listener import listening
-from .turn import Turn
 
 log = logging.getLogger("django_txmsg.relay")
 

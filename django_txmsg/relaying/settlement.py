@@ -27,7 +27,7 @@ from ..models.outbox import PENDING, OutboxManager
 from ..models.outbox_claim import Claimed
 from ..runtime import database_health
 from ..runtime.leases import Lease
-from .turn import Turn
+from .limits import Turn
 
 
 @dataclass

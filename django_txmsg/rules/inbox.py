@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from .dead_letters import is_open
 from .rule import Rule
-from .stages import PAUSED_NAMES
+
+#: Subquery of the names of all paused stages, whose consumers take no messages now; a
+#: statement reads it once.
+PAUSED_NAMES = (
+    "(SELECT p.stage FROM django_txmsg_stagestate p WHERE p.paused_at IS NOT NULL)"
+)
 
 #: It must still be processed.
 OPEN = Rule("{processed_at} IS NULL AND {dead_at} IS NULL")

@@ -4,15 +4,28 @@ A topic is a text: `queue NAME` of the embedded broker, `outbox BROKER`, or `wor
 requests of operators. A listener (`relaying/listener.py`) wakes the threads; while
 there is none, all threads poll. A wake-up is only a hint: the thread then queries the
 database.
+
+Rows that were committed are told to waiting processes by PostgreSQL's NOTIFY: after the
+commit, in a thread with a connection of its own, since inside transactions it would
+serialize all commits of the server; at most once every 10 ms from a process, for
+everything committed meanwhile. If one is lost, the next poll finds the rows.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
 import time
 from collections.abc import Collection
+from typing import Any
 
-from .per_process import Members, PerProcess
+from django.db import connections
+
+from ..django_internals import in_block
+from . import database_health
+from .connections import recycle
+from .per_process import Members, PerProcess, at_childs_end
 
 #: Wakes the waiters of every topic.
 ALL = "*"
@@ -98,3 +111,122 @@ def deaf(using: str) -> None:
 
 _waiting: PerProcess[Members[Wakeup]] = PerProcess(Members)
 _heard_until: PerProcess[dict[str, float]] = PerProcess(dict)
+
+
+log = logging.getLogger("django_txmsg.notify")
+
+CHANNEL = "django_txmsg"
+#: Fewest seconds between two notifications of a process.
+GAP = 0.01
+#: Seconds without a notification after which the thread ends, with its connection.
+IDLE = 60.0
+#: PostgreSQL refuses longer ones, at 8,000 bytes.
+MAX_BYTES = 7000
+
+
+def notify(using: str, topics: Collection[str]) -> None:
+    """Wake, in all processes, the threads that wait for one of the topics: now, or
+    after the commit of the open block. Never blocks and never fails."""
+    connection: Any = connections[using]
+    if not topics or connection.vendor != "postgresql":
+        return
+    if in_block(connection):
+        connection.on_commit(lambda: _notifier(using).add(topics), robust=True)
+    else:
+        _notifier(using).add(topics)
+
+
+class _Notifier:
+    """The thread that notifies in one database. It ends after a while without
+    notifications."""
+
+    def __init__(self, using: str) -> None:
+        self._using = using
+        self._lock = threading.Lock()
+        self._topics: set[str] = set()
+        self._awake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._running = self._ending = False
+
+    def add(self, topics: Collection[str]) -> None:
+        """Send notifications for these topics soon."""
+        with self._lock:
+            self._topics.update(topics)
+            if not self._running:
+                thread = threading.Thread(
+                    target=self._run, name=f"txmsg-notify-{self._using}", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    # At the end of a process no thread starts: the next poll finds the
+                    # rows.
+                    log.debug("cannot notify: %s", error)
+                    return
+                self._thread, self._running = thread, True
+        self._awake.set()
+
+    def stop(self, timeout: float) -> None:
+        """Send the outstanding notifications, and end the thread with its connection.
+        Waits for at most `timeout` seconds."""
+        with self._lock:
+            if self._thread is None or not self._running:
+                return
+            self._ending = True
+        self._awake.set()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        gap = threading.Event()
+        try:
+            while True:
+                woken = self._awake.wait(0 if self._ending else IDLE)
+                self._awake.clear()
+                with self._lock:
+                    topics, self._topics = self._topics, set()
+                    if not topics and (self._ending or not woken):
+                        self._running = self._ending = False
+                        return
+                if topics:
+                    self._say(topics)
+                    recycle()
+                    gap.wait(GAP)
+        except Exception:
+            # The next poll finds what lost notifications were about; the next caller
+            # starts a new thread.
+            log.exception("notifying in database %r failed", self._using)
+            with self._lock:
+                self._running = self._ending = False
+        finally:
+            connections.close_all()
+
+    def _say(self, topics: Collection[str]) -> None:
+        payload = "\n".join(sorted(topics))
+        if len(payload.encode()) > MAX_BYTES:
+            payload = ALL
+
+        def say() -> None:
+            with connections[self._using].cursor() as cursor:
+                cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, payload])
+
+        # Try again at once on another connection: a restart of the server ends a
+        # connection, and only its next use reveals that.
+        database_health.retry(self._using, "waiting processes are not notified").run(
+            say
+        )
+
+
+def _begin(using: str) -> _Notifier:
+    at_childs_end(stop_notifiers, turn=1)
+    return _Notifier(using)
+
+
+_notifier = PerProcess(_begin)
+
+
+@atexit.register
+def stop_notifiers(timeout: float = 1.0) -> None:
+    """End this process's threads, each after at most `timeout` seconds for its
+    outstanding notifications. Later notifications start them again."""
+    for one in _notifier.all():
+        one.stop(timeout)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .answering import answers
-    from .draining import Drained, drain, embedded, outbox_messages
+    from .draining import Drained, answers, drain, embedded, outbox_messages
     from .profiles import ARTEMIS, CLASSIC, RABBITMQ, Profile
     from .record import ReceivedFrame
     from .scripted_broker import ScriptedBroker
@@ -40,7 +39,7 @@ __getattr__, __dir__ = lazy_names(
         "Profile": ".profiles",
         "ReceivedFrame": ".record",
         "ScriptedBroker": ".scripted_broker",
-        "answers": ".answering",
+        "answers": ".draining",
         "drain": ".draining",
         "embedded": ".draining",
         "outbox_messages": ".draining",

@@ -12,10 +12,45 @@ import time
 from collections.abc import Callable
 
 from .frames import Frame
+from .peer import Peer
 from .script import Held, Rule, Verb
-from .session import Session
 from .store import StoredMessage, Subscription
-from .transaction import Transaction
+from .transaction import Kept, Transaction
+
+
+class Session:
+    """The agreed version, subscriptions and open transactions of a client."""
+
+    def __init__(self, peer: Peer) -> None:
+        """Wait for CONNECT."""
+        self.peer = peer
+        self.broker = peer.broker
+        self.profile = peer.broker.profile
+        #: The version agreed, once the client is connected.
+        self.version: str | None = None
+        self.client_id = ""
+        self.subscriptions: dict[str, Subscription] = {}
+        self.transactions: dict[str, Transaction] = {}
+        #: Subscriptions ended by the client whose unacknowledged messages still count
+        #: as delivered.
+        self.ended_subscriptions: list[Subscription] = []
+        #: Topic and name of subscriptions that end with the connection.
+        self.temporary: list[tuple[str, str]] = []
+        #: Frames of a transaction that are obeyed once its COMMIT is answered.
+        self.replay: list[Kept] = []
+
+    def ended(self) -> None:
+        """Abort open transactions and release unacknowledged messages to others."""
+        self.transactions.clear()
+        subscriptions, self.subscriptions = self.subscriptions, {}
+        for subscription in [*subscriptions.values(), *self.ended_subscriptions]:
+            subscription.stop()
+            subscription.give_back()
+        self.ended_subscriptions.clear()
+        for topic, name in self.temporary:
+            self.broker.store.forget(topic, name)
+        self.temporary.clear()
+
 
 #: Headers of SEND that belong to the protocol and do not reach the receiver.
 _NOT_PASSED_ON = frozenset(

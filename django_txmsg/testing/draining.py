@@ -14,6 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 from django.conf import settings
 from django.db import router
@@ -22,7 +23,7 @@ from django.db.models.functions import Now
 from django.test import override_settings
 from django.utils import timezone
 
-from .. import conf
+from .. import conf, stages
 from ..brokers import find_broker, get_broker
 from ..brokers.base import Delivery, Session
 from ..consuming import batch, decoding, modes
@@ -40,7 +41,8 @@ from ..models.outbox import PENDING
 from ..models.queue import QueueMessage
 from ..relaying.dispatcher import stop_dispatchers
 from ..relaying.lane import Lane
-from ..runtime.notifier import stop_notifiers
+from ..runtime.notifications import stop_notifiers
+from ..sending.destination import Destination
 from ..sending.unique import message_of
 from ..stages import Stage, find
 
@@ -311,3 +313,35 @@ def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
         QueueMessage.objects.using(alias).filter(
             available_at__gt=Now(), available_at__lte=until, lease_token=None
         ).update(available_at=F("available_at") - ahead)
+
+
+Body = TypeVar("Body")
+Reply = TypeVar("Reply")
+
+
+@contextmanager
+def answers(
+    destination: Destination[Body, Reply], reply: Reply | Exception
+) -> Iterator[list[Body]]:
+    """Answer each request to a destination with `reply` for the duration of the block,
+    in place of its stage, or raise it if it is an exception. Yields a list of the
+    requests that came. For `drain()` inside the block."""
+    real = [one for one in stages.all_stages() if one.destination == destination.name]
+    for one in real:
+        stages.unregister(one.name)
+    came: list[Body] = []
+
+    def answer(body: Any) -> Any:
+        came.append(body)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    answer.__annotations__["body"] = destination.body
+    stages.stage(destination)(answer)
+    try:
+        yield came
+    finally:
+        stages.unregister(destination.name)
+        for one in real:
+            stages.register(one)

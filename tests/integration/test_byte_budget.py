@@ -16,10 +16,9 @@ from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
 from django_txmsg.models import OutboxMessage, claiming
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.relaying.budget import Budget
 from django_txmsg.relaying.lane import Lane
+from django_txmsg.relaying.limits import Budget, Turn
 from django_txmsg.relaying.relay import Relay
-from django_txmsg.relaying.turn import Turn
 from django_txmsg.runtime import claimed_bytes
 from django_txmsg.sending.outbox import send_messages
 from tests.running import committing, ship, txmsg

@@ -19,7 +19,7 @@ from django_txmsg.errors import BrokerUnavailable, DispatchRejected, DispatchUnk
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.models.outbox import OutboxManager
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.relaying import turn
+from django_txmsg.relaying import limits
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_message, send_messages
@@ -238,7 +238,7 @@ def test_a_database_outage_between_claim_and_settle(
 def test_a_lane_that_is_stopped_as_it_waits_for_its_turn_takes_nothing_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turn, "LONGEST", 20.0)
+    monkeypatch.setattr(limits, "LONGEST", 20.0)
     store(40)
     relay = Relay(["default"], ["default"], batch_size=10)
     shared, waiting = relay.lanes[0]._turn, threading.Event()
@@ -266,7 +266,7 @@ def test_row_by_row_settlement_waits_for_no_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a lane needs minutes for a batch while two other lanes are blocked."""
-    monkeypatch.setattr(turn, "LONGEST", 1.0)
+    monkeypatch.setattr(limits, "LONGEST", 1.0)
     store(100, expires=dt.timedelta(0))
     relay = Relay(["default"], ["default"], lanes=1)
     at_database = relay.lanes[0]._turn.at_database

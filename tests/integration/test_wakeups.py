@@ -24,7 +24,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher, listener
-from django_txmsg.runtime import idle_clock, notifications, notifier
+from django_txmsg.runtime import idle_clock, notifications
 from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.outbox import send_message
 from tests import services
@@ -50,20 +50,20 @@ def own_threads() -> Iterator[None]:
     it."""
     yield
     dispatcher.stop_dispatchers(30)
-    notifier.stop_notifiers(30)
+    notifications.stop_notifiers(30)
 
 
 def test_error_in_the_notifiers_thread_does_not_stop_later_notifications(
     django_db_blocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    notifier.notify("default", {"warms up"})
-    notifier.stop_notifiers(30)
+    notifications.notify("default", {"warms up"})
+    notifications.stop_notifiers(30)
     with django_db_blocker.block():
-        notifier._notifier("default").add({"lost"})
+        notifications._notifier("default").add({"lost"})
         wait_until(lambda: "notifying in database 'default' failed" in caplog.text)
     with connection.cursor() as cursor:
         cursor.execute("LISTEN django_txmsg")
-    notifier.notify("default", {"queue after"})
+    notifications.notify("default", {"queue after"})
     wait_until(lambda: "queue after" in listener._received(connection, 0.2))
     with connection.cursor() as cursor:
         cursor.execute("UNLISTEN *")
@@ -227,7 +227,7 @@ def heard() -> Iterator[list[str]]:
     with closing(
         psycopg.connect(**{name: settings[name] for name in names}, autocommit=True)
     ) as client:
-        client.execute(f"LISTEN {notifier.CHANNEL}")
+        client.execute(f"LISTEN {notifications.CHANNEL}")
         stop = threading.Event()
 
         def listen() -> None:
@@ -247,7 +247,7 @@ def test_many_commits_share_a_notification_and_none_is_left_out() -> None:
     with heard() as payloads:
         began = time.monotonic()
         for number in range(2000):
-            notifier.notify("default", {f"queue {number}"})
+            notifications.notify("default", {f"queue {number}"})
         said = {f"queue {number}" for number in range(2000)}
 
         def told() -> set[str]:
@@ -255,7 +255,7 @@ def test_many_commits_share_a_notification_and_none_is_left_out() -> None:
 
         wait_until(lambda: told() == said or notifications.ALL in told())
         took = time.monotonic() - began
-    assert len(payloads) <= took / notifier.GAP + 2
+    assert len(payloads) <= took / notifications.GAP + 2
 
 
 def test_only_a_commit_notifies() -> None:
@@ -264,7 +264,7 @@ def test_only_a_commit_notifies() -> None:
             send_message("tests.woken", None)
             transaction.set_rollback(True)
         with transaction.atomic():
-            notifier.notify("default", {"queue afterwards"})
+            notifications.notify("default", {"queue afterwards"})
             send_message("tests.woken", None)
             assert payloads == []
         wait_until(lambda: len(payloads) >= 1)
@@ -276,28 +276,28 @@ def test_only_a_commit_notifies() -> None:
 def test_a_quiet_notifier_gives_its_connection_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notifier, "_notifier", PerProcess(notifier._Notifier))
-    monkeypatch.setattr(notifier, "IDLE", 0.1)
+    monkeypatch.setattr(notifications, "_notifier", PerProcess(notifications._Notifier))
+    monkeypatch.setattr(notifications, "IDLE", 0.1)
     for _ in range(2):
         with heard() as payloads:
-            notifier.notify("default", {"queue any"})
+            notifications.notify("default", {"queue any"})
             wait_until(lambda: payloads)
-        (one,) = notifier._notifier.all()
+        (one,) = notifications._notifier.all()
         wait_until(lambda: not one._running)  # noqa: B023 - called at once
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_sends_its_own_notifications() -> None:
     with heard() as payloads:
-        notifier.notify("default", {"queue parent"})
+        notifications.notify("default", {"queue parent"})
         wait_until(lambda: "queue parent" in payloads)
         connection.close()
         child = os.fork()
         if child == 0:  # pragma: no cover - the other process
             signal.alarm(30)
             try:
-                notifier.notify("default", {"queue child"})
-                notifier.stop_notifiers(20)
+                notifications.notify("default", {"queue child"})
+                notifications.stop_notifiers(20)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
@@ -357,11 +357,11 @@ def test_listener_of_a_former_primary_falls_back_to_polling(
     """As after a switch to another server, while the old one still answers."""
     given = connections.databases["default"]
     elsewhere = given["NAME"].replace("test_", "elsewhere_", 1) + "_x"
-    monkeypatch.setattr(notifier, "_notifier", PerProcess(notifier._Notifier))
+    monkeypatch.setattr(notifications, "_notifier", PerProcess(notifications._Notifier))
     monkeypatch.setattr(listener, "ANEW", 0.1)
     monkeypatch.setattr(listener, "PROVED", 2.0)
     monkeypatch.setattr(listener, "LOOK", 0.2)
-    monkeypatch.setattr(notifier, "IDLE", 0.05)
+    monkeypatch.setattr(notifications, "IDLE", 0.05)
     with connection.cursor() as cursor:
         cursor.execute(f'CREATE DATABASE "{elsewhere}"')
     try:
@@ -374,7 +374,9 @@ def test_listener_of_a_former_primary_falls_back_to_polling(
                 wait_until(lambda: "no notification arrived" in caplog.text)
                 wait_until(lambda: not notifications.heard("default"))
         wait_until(lambda: not _listens())
-        wait_until(lambda: not any(one._running for one in notifier._notifier.all()))
+        wait_until(
+            lambda: not any(one._running for one in notifications._notifier.all())
+        )
     finally:
         with connection.cursor() as cursor:
             cursor.execute(f'DROP DATABASE "{elsewhere}" WITH (FORCE)')

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from django_txmsg.models import claiming
-from django_txmsg.relaying.budget import Budget, Part
+from django_txmsg.relaying.limits import Budget, Part
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from django_txmsg.relaying import turn as turns
-from django_txmsg.relaying.turn import Turn
+from django_txmsg.relaying import limits
+from django_txmsg.relaying.limits import Turn
 
 #: Seconds after which one who has not come in is taken to wait.
 A_WHILE = 0.2
@@ -40,7 +40,7 @@ def another(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "LONGEST", 20.0)
+    monkeypatch.setattr(limits, "LONGEST", 20.0)
 
 
 @pytest.mark.usefixtures("patient")

@@ -11,8 +11,7 @@ import pytest
 
 from django_txmsg import jms
 from django_txmsg.jms.destination import Destination
-from django_txmsg.jms.dialects import RABBITMQ
-from django_txmsg.jms.rabbitmq_dialect import MAX_EXPIRATION
+from django_txmsg.jms.dialect import MAX_EXPIRATION, RABBITMQ
 from django_txmsg.testing import ScriptedBroker
 
 Scripted = Callable[..., ScriptedBroker]

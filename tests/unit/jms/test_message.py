@@ -11,7 +11,7 @@ import pytest
 from django_txmsg import jms
 from django_txmsg.jms import destination as destinations
 from django_txmsg.jms.delivery import new_id
-from django_txmsg.jms.dialects import ACTIVEMQ, ARTEMIS, RABBITMQ, recognize
+from django_txmsg.jms.dialect import ACTIVEMQ, ARTEMIS, RABBITMQ, recognize
 from django_txmsg.jms.message import encode_body
 
 
