@@ -3,9 +3,14 @@
 A control group is an id for which one control message has been confirmed. Sessions that
 store under it need no control message of their own, and wait for no receipt: the
 group's message is not settled before the last of them has ended. PostgreSQL's locks and
-clock ensure that (`control_group_lock.py`), not the clock of any process: if a
-session's INSERT came too late, for whatever reason, another message is sent before it
-commits.
+clock ensure that, not the clock of any process: if a session's INSERT came too late,
+for whatever reason, another message is sent before it commits.
+
+Each INSERT under a group first takes the group's lock, shared, and then reads the clock
+(`models/outbox_store.py`, in one statement). The lock is released together with the
+rows: at the commit, when they are visible, or at the rollback of their transaction or
+savepoint. So a receiver that gets the lock exclusively, after the time to join has
+passed, knows that all rows are visible.
 
 A session that finds no open group stores under a new one, which its own control message
 opens for others. While there is traffic, the next group is opened in advance.
@@ -14,9 +19,12 @@ opens for others. While there is traffic, the next group is opened in advance.
 from __future__ import annotations
 
 import datetime as dt
+import enum
+import hashlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,10 +36,51 @@ from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
 from ..runtime.per_process import PerProcess
-from . import commit_status, control_group_lock, control_send, database_identity
+from . import commit_status, control_send, database_identity
 from .control_connection import control_channel
 
 log = logging.getLogger("django_txmsg.control")
+
+#: Seconds by which the database's clock may step back without harm.
+MARGIN = 1.0
+
+#: Checked in this order: a standby has its own locks, and a free lock means nothing
+#: while sessions may still join.
+_ASK = """
+    SELECT CASE
+      WHEN pg_is_in_recovery() THEN 'early'
+      WHEN clock_timestamp() <= %s THEN 'early'
+      WHEN pg_try_advisory_xact_lock(%s) THEN 'over'
+      ELSE 'held'
+    END
+"""
+
+
+class Verdict(enum.Enum):
+    """Whether a group has ended: no session can join, and all that joined have
+    ended."""
+
+    EARLY = "early"
+    HELD = "held"
+    OVER = "over"
+
+
+def has_ended(using: str, group: uuid.UUID, joined_until: dt.datetime) -> Verdict:
+    """Return whether a group that can be joined until then has ended. Runs outside of a
+    transaction, in a single statement, so that the lock is free again at once. Query
+    the group's rows only afterwards."""
+    bound = joined_until + dt.timedelta(seconds=MARGIN)
+    with connections[using].cursor() as cursor:
+        cursor.execute(_ASK, [bound, lock_of(group)])
+        (word,) = cursor.fetchone()
+    return Verdict(word)
+
+
+def lock_of(group: uuid.UUID) -> int:
+    """Return the number of the group's lock."""
+    digest = hashlib.sha256(b"txmsg-control-group\0" + group.bytes).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
 
 #: Longest time, in seconds, for which sessions join a group. After a process was
 #: killed, its message's receiver needs at most this long to be certain.
@@ -49,7 +98,7 @@ class Group:
 
     def __init__(self, groups: Groups) -> None:
         self.id = new_id()
-        self.lock = control_group_lock.key(self.id)
+        self.lock = lock_of(self.id)
         self._groups = groups
         self._window = min(conf.get().HTTP.CONTROL_GROUP, LONGEST)
         self._valid = dt.timedelta(seconds=self._window + SPARE)

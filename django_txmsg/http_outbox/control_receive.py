@@ -28,7 +28,7 @@ from ..models import OutboxMessage, SessionRecord
 from ..models.outbox import PENDING
 from ..models.session_record import SessionStatus
 from ..runtime import database_health
-from . import commit_status, control_group_lock, database_identity
+from . import commit_status, control_group, database_identity
 from .commit_status import Verdict
 from .control_message import ControlMessage
 
@@ -272,8 +272,8 @@ def _look_at_group(
     using, group = control.using, control.session_id
     if control.joined_until is None:
         raise ValueError("a control group's message has no end")
-    verdict = control_group_lock.ask(using, group, control.joined_until)
-    if verdict is not control_group_lock.Verdict.OVER:
+    verdict = control_group.has_ended(using, group, control.joined_until)
+    if verdict is not control_group.Verdict.OVER:
         if _left_behind(using, group):
             dispatch(using, group)
         raise LookAgain(LOOK_AT_GROUPS_EVERY)

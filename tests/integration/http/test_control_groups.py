@@ -19,7 +19,6 @@ from django_txmsg import outbox_session, send_message, signals
 from django_txmsg.http_outbox import (
     control_connection,
     control_group,
-    control_group_lock,
     control_thread,
 )
 from django_txmsg.http_outbox.session import OutboxSession
@@ -58,7 +57,7 @@ def settings_for(
 ) -> Iterator[Callable[..., override_settings]]:
     monkeypatch.setattr(control_group, "SPARE", SPARE)
     monkeypatch.setattr(control_group, "LEAD", 0.1)
-    monkeypatch.setattr(control_group_lock, "MARGIN", 0.1)
+    monkeypatch.setattr(control_group, "MARGIN", 0.1)
 
     def settings(**http: Any) -> override_settings:
         return override_settings(
@@ -383,11 +382,11 @@ def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
     with connection.cursor() as cursor:
         cursor.execute("SELECT clock_timestamp() - interval '1 hour'")
         (over,) = cursor.fetchone()
-    answers: list[control_group_lock.Verdict] = []
+    answers: list[control_group.Verdict] = []
 
     def ask() -> None:
         answers.extend(
-            control_group_lock.ask("default", each, over) for each in (one, other)
+            control_group.has_ended("default", each, over) for each in (one, other)
         )
         connections.close_all()
 
@@ -398,7 +397,7 @@ def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
-    held, free = control_group_lock.Verdict.HELD, control_group_lock.Verdict.OVER
+    held, free = control_group.Verdict.HELD, control_group.Verdict.OVER
     assert answers == [held, free, free, free]
 
 
@@ -421,9 +420,7 @@ def test_the_clock_is_read_when_the_lock_is_there(grouped, count) -> None:
 
     thread = threading.Thread(target=stores)
     with transaction.atomic(), connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT pg_advisory_xact_lock(%s)", [control_group_lock.key(one)]
-        )
+        cursor.execute("SELECT pg_advisory_xact_lock(%s)", [control_group.lock_of(one)])
         thread.start()
         wait_until(somebody_waits)
         cursor.execute("SELECT clock_timestamp()")
@@ -435,7 +432,7 @@ def test_the_clock_is_read_when_the_lock_is_there(grouped, count) -> None:
 
 def _inserted(one: uuid.UUID, count: int) -> dt.datetime:
     rows = [NewMessage(uuid.uuid4(), "q", "text/plain", b"") for _ in range(count)]
-    stored = OutboxMessage.objects.store(rows, lock=control_group_lock.key(one))
+    stored = OutboxMessage.objects.store(rows, lock=control_group.lock_of(one))
     assert stored.locked_at is not None
     return stored.locked_at
 
@@ -456,7 +453,7 @@ def test_a_standby_says_nothing_until_it_is_promoted(postgres: PostgreSQL) -> No
         standby.start()
         with database_at(here), transaction.atomic():
             with connections["default"].cursor() as cursor:
-                lock = control_group_lock.key(one)
+                lock = control_group.lock_of(one)
                 cursor.execute("SELECT pg_advisory_xact_lock_shared(%s)", [lock])
             for url in (here, there):
                 asked += _asked(url, one, long_ago)
@@ -464,12 +461,10 @@ def test_a_standby_says_nothing_until_it_is_promoted(postgres: PostgreSQL) -> No
             asked += _asked(there, one, long_ago)
     finally:
         standby.remove()
-    verdict = control_group_lock.Verdict
+    verdict = control_group.Verdict
     assert asked == [verdict.HELD, verdict.EARLY, verdict.OVER]
 
 
-def _asked(
-    url: str, one: uuid.UUID, until: dt.datetime
-) -> list[control_group_lock.Verdict]:
+def _asked(url: str, one: uuid.UUID, until: dt.datetime) -> list[control_group.Verdict]:
     with database_at(url):
-        return [control_group_lock.ask("default", one, until)]
+        return [control_group.has_ended("default", one, until)]
