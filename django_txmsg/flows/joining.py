@@ -156,6 +156,7 @@ def ended(
     The run does not wait for these undos.
     """
     using = declared.using
+    assert run.turn is not None  # it waits
     batch = Batch.objects.using(using).get(turn=run.turn)
     if not timed_out and not batch.has_ended():
         return None
