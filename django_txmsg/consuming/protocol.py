@@ -155,20 +155,30 @@ def guarded(using: str) -> Iterator[None]:
             "atomic(durable=True) cannot be entered inside a stage, whose transaction "
             "surrounds it."
         ) from error
+    except AnyDatabaseError:
+        _raise_hidden(connection)
+        raise
     if left_open:
         raise BlockLeftOpen(
             f"A transaction.atomic() on {using!r} was entered inside the stage and not "
             f"left. Use it in a with statement, or as a decorator."
         )
     if must_roll_back(connection):
-        cause = cause_of_rollback(connection)
-        if cause is not None and database_health.lacks_resources(cause):
-            raise cause  # hidden or not, the message is not at fault
+        _raise_hidden(connection)
         raise SwallowedDatabaseError(
             f"A database error on {using!r} was caught inside the stage and its "
             f"transaction can only roll back. Let the error propagate, or put the "
             f"failing query into an atomic() and catch it outside of that."
-        ) from cause
+        ) from cause_of_rollback(connection)
+
+
+def _raise_hidden(connection: Any) -> None:
+    """Raise a lack of resources that has ended the transaction, whatever error the
+    handler raised because of it, or none: the message is not at fault."""
+    cause = cause_of_rollback(connection)
+    if must_roll_back(connection) and database_health.lacks_resources(cause):
+        assert cause is not None
+        raise cause
 
 
 def lost_conflict(error: BaseException) -> bool:

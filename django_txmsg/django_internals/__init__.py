@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from django.db import Error
+from django.db.transaction import TransactionManagementError
 
 #: psycopg's TransactionStatus INERROR, in which COMMIT means ROLLBACK, and UNKNOWN, in
 #: which the connection is gone.
@@ -57,17 +58,66 @@ def must_roll_back(connection: Any) -> bool:
 
 def is_broken(connection: Any) -> bool:
     """Return whether the transaction of an open block cannot commit: its connection was
-    closed, or PostgreSQL has ended it. If the error was caught, Django does not
+    closed, or the database has ended it. If the error was caught, Django does not
     know."""
     raw, spoiled = connection.connection, bool(connection.closed_in_transaction)
     if connection.vendor == "postgresql" and raw is not None:
         spoiled |= raw.info.transaction_status in _SPOILED
-    return spoiled
+    return spoiled or _rolled_back_by_sqlite(connection)
+
+
+def _rolled_back_by_sqlite(connection: Any) -> bool:
+    """Return whether SQLite has rolled back the open transaction by itself, as it does
+    if the disk is full: what follows would be committed at once, statement by
+    statement."""
+    raw = connection.connection
+    begun = connection.in_atomic_block and not connection.autocommit
+    return bool(
+        connection.vendor == "sqlite" and begun and raw and not raw.in_transaction
+    )
 
 
 def cause_of_rollback(connection: Any) -> BaseException | None:
-    """Return the error because of which the open block can only roll back."""
-    return connection.rollback_exc  # type: ignore[no-any-return]  # Django has no types here
+    """Return the error because of which the open block can only roll back, or else the
+    last one of a statement since `note_errors()`."""
+    error: BaseException | None = connection.rollback_exc
+    while isinstance(error, TransactionManagementError) and error.__cause__:
+        error = error.__cause__  # Django's error about statements after the first
+    return error
+
+
+def note_errors(connection: Any) -> Callable[[], None]:
+    """Record errors of statements from now on, also of those sent by a cursor and then
+    caught, which Django forgets. After SQLite has rolled back by itself, Django refuses
+    further statements. Returns a function that ends this."""
+
+    def note(execute: Any, *statement: Any) -> Any:
+        try:
+            return execute(*statement)
+        except Error as error:
+            if not _is_consequence(error):
+                connection.rollback_exc = error
+            if _rolled_back_by_sqlite(connection):
+                connection.needs_rollback = True
+            raise
+
+    def end() -> None:
+        if note in connection.execute_wrappers:
+            connection.execute_wrappers.remove(note)
+
+    connection.rollback_exc = None
+    # The outermost: others remove theirs, in Django's own way, by removing the last.
+    connection.execute_wrappers.insert(0, note)
+    return end
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Return whether Django or PostgreSQL has refused a statement because an earlier
+    one of its transaction failed."""
+    if isinstance(error, TransactionManagementError):
+        return True
+    cause = error.__cause__
+    return "25P02" in (getattr(cause, "sqlstate", ""), getattr(cause, "pgcode", ""))
 
 
 def refuses_durable(error: BaseException) -> bool:

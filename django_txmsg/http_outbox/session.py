@@ -83,7 +83,9 @@ class OutboxSession:
         """Whether SQLite refused a write because this session began with `reading`, and
         another connection has written since."""
         sqlite = connections[self.using].vendor == "sqlite"
-        return self._reading and sqlite and "database is locked" in str(error)
+        # Not an error of another database, nor of the view's own.
+        ours = self._reading and sqlite and error is self._block.cause
+        return ours and "database is locked" in str(error)
 
     def begin(self) -> None:
         """Open the transaction, which begins with the first use of the database. Raises

@@ -18,6 +18,7 @@ from ..django_internals import (
     in_block,
     is_broken,
     must_roll_back,
+    note_errors,
 )
 from ..django_internals.late_atomic import LateAtomic
 
@@ -37,13 +38,16 @@ class Block:
         self.committed = self.nested = self._rollback_asked = False
         self._connection: Any = connections[using]
         self._atomic = LateAtomic(using, isolation=isolation, reading=reading)
-        self._hear_no_more: Callable[[], None] | None = None
+        self._endings: list[Callable[[], None]] = []
 
     def enter(self, *, begun: bool = False) -> None:
         """Open it. `begun` means that the server has already begun the transaction."""
         self.nested = in_block(self._connection)
         self._atomic.enter(begun=begun)
-        self._hear_no_more = hear_rollbacks(self._connection, self._hear)
+        self._endings = [
+            note_errors(self._connection),
+            hear_rollbacks(self._connection, self._hear),
+        ]
         if not self.nested:
             # The first hook of all: any other hook that raises does so after the
             # commit.
@@ -52,8 +56,8 @@ class Block:
     def exit(self, error: BaseException | None) -> None:
         """Commit, or roll back because of the error or of `set_rollback()`. Raises the
         error that made the commit impossible, or that a hook after it raised."""
-        if self._hear_no_more is not None:
-            self._hear_no_more()
+        for end in self._endings:
+            end()
         self._atomic.exit(error)
 
     @property
@@ -75,7 +79,7 @@ class Block:
 
     @property
     def cause(self) -> BaseException | None:
-        """The error that made a rollback necessary, if Django has seen it."""
+        """The error that made a rollback necessary, or the last one of a statement."""
         return cause_of_rollback(self._connection)
 
     def _hear(self, rollback: bool) -> None:

@@ -126,6 +126,7 @@ def test_prefetch_is_limited_in_bytes() -> None:
 @pytest.fixture
 def sessions() -> Iterator[Callable[[], DatabaseSession]]:
     """Open sessions that consume one queue, as the threads of a stage do."""
+    claimed_bytes._claims.clear()  # sessions that another test has not closed
     broker = DatabaseBroker("default", "database://?poll=0.01")
     with ExitStack() as stack:
 

@@ -17,6 +17,8 @@ from django_txmsg import every
 from django_txmsg.consuming.intake import IntakeThread
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
+from django_txmsg.errors import SwallowedDatabaseError
+from django_txmsg.http_outbox.session import outbox_session
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.relay import Relay
@@ -25,7 +27,7 @@ from django_txmsg.runtime.idle_clock import Activity
 from django_txmsg.runtime.thread_group import Crew
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.scheduling.timetable import forget
-from django_txmsg.sending.outbox import send_messages
+from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.running import at_work, committing, declared, put, running
@@ -434,15 +436,35 @@ def test_refusals_are_logged_at_most_once_a_second(
     assert all(gap > 0.25 for gap in gaps), gaps
 
 
+def insert_by_hand(message: Message) -> None:
+    """An error of a cursor, unlike one of the ORM, is unknown to Django."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {Effect._meta.db_table} (name, message_id)"
+            " VALUES ('one', %s)",
+            [str(message.id)],
+        )
+
+
+def insert(message: Message) -> None:
+    Effect.objects.create(name="one", message_id=str(message.id))
+
+
 @pytest.mark.postgresql
+@pytest.mark.parametrize("way", [insert, insert_by_hand])
+@pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("batch", [1, 5])
-def test_no_room_that_a_handler_hides_is_no_failure_of_its_message(batch: int) -> None:
+def test_no_room_that_a_handler_hides_is_no_failure_of_its_message(
+    batch: int, goes_on: bool, way: Callable[[Message], None]
+) -> None:
     attempts: list[int] = []
 
     def handler(message: Message) -> None:
         attempts.append(message.delivery_attempt)
         with contextlib.suppress(DatabaseError):
-            Effect.objects.create(name="one", message_id=message.id)
+            way(message)
+        if goes_on:
+            Effect.objects.exists()
 
     with declared(handler, redelivery=REDELIVERED, batch=batch) as stage:
         put(stage.destination)
@@ -454,3 +476,69 @@ def test_no_room_that_a_handler_hides_is_no_failure_of_its_message(batch: int) -
     assert set(attempts) == {1}
     assert not DeadLetter.objects.exists()
     assert not Attempt.objects.exists()
+
+
+def fill_the_database() -> None:
+    """Write more than there is room for: SQLite rolls back the whole transaction, by
+    itself."""
+    driver = connection.connection
+    (pages,) = driver.execute("PRAGMA page_count").fetchone()
+    driver.execute(f"PRAGMA max_page_count = {pages}")
+    try:
+        with connection.cursor() as cursor:
+            for _ in range(10_000):  # there are free pages, too
+                body = ["x" * 100_000]
+                cursor.execute("INSERT INTO filled (body) VALUES (%s)", body)
+    finally:
+        driver.execute("PRAGMA max_page_count = 1073741823")
+
+
+@pytest.fixture
+def fillable() -> Iterator[None]:
+    if connection.vendor != "sqlite":
+        pytest.skip("PostgreSQL does not roll back by itself")
+    ask("CREATE TABLE filled (body text)")
+    yield
+    ask("DROP TABLE filled")
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
+    fillable: None, batch: int
+) -> None:
+    """What the handler had sent was lost, and what it did next was committed."""
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        send_message("tests.next", {})
+        if len(attempts) == 1:
+            with contextlib.suppress(DatabaseError):
+                fill_the_database()
+        Effect.objects.create(name="one", message_id=str(message.id))
+
+    with declared(handler, redelivery=REDELIVERED, batch=batch) as stage:
+        put(stage.destination)
+        with running(stage):
+            wait_until(Effect.objects.exists)
+    assert attempts == [1, 1]
+    assert Effect.objects.count() == 1
+    assert OutboxMessage.objects.filter(destination="tests.next").count() == 1
+    assert not DeadLetter.objects.exists()
+
+
+@pytest.mark.parametrize("inner", [contextlib.nullcontext, transaction.atomic])
+def test_a_session_that_sqlite_has_rolled_back_does_not_commit(
+    fillable: None, inner: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Nor does an atomic() around the statement save the rest of the transaction."""
+
+    def run() -> None:
+        with outbox_session():
+            send_message("tests.next", {})
+            with contextlib.suppress(DatabaseError), inner():
+                fill_the_database()
+
+    with pytest.raises(SwallowedDatabaseError):
+        run()
+    assert not OutboxMessage.objects.exists()

@@ -32,6 +32,7 @@ STATE = {
     "commit_on_exit": True,
     "connection": None,
     "errors_occurred": False,
+    "execute_wrappers": [],
     "health_check_done": False,
     "in_atomic_block": False,
     "needs_rollback": False,

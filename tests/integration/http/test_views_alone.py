@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -93,6 +94,29 @@ def late_write(request: HttpRequest) -> HttpResponse:
     return HttpResponse(status=201)
 
 
+LOCKED: list[str] = []
+
+
+def locked_elsewhere(request: HttpRequest) -> HttpResponse:
+    """Read here, and write to another database while that is locked."""
+    assert not Order.objects.exists()
+    other = connections["other"]
+    with contextlib.closing(
+        sqlite3.connect(str(other.settings_dict["NAME"]), isolation_level=None)
+    ) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        try:
+            with other.cursor() as cursor:
+                cursor.execute("PRAGMA busy_timeout = 0")
+                cursor.execute("DELETE FROM app_order")
+        except OperationalError as error:
+            LOCKED.append(str(error))
+            raise
+        finally:
+            other.close()
+    return HttpResponse(status=201)
+
+
 def others_have_written(more_than: int, seconds: float) -> None:
     """Wait for another process's next commit. Raises TimeoutError."""
     other, until = connections["default"].copy(), time.monotonic() + seconds
@@ -167,6 +191,7 @@ urlpatterns = [
     path("read", read),
     path("writing_get", writing_get),
     path("late_write", late_write),
+    path("locked_elsewhere", locked_elsewhere),
     path("inner", inner),
     path("tries_again", tries_again),
     path("durable", durable),
@@ -349,6 +374,15 @@ def test_a_get_that_writes_after_it_has_read_works_beside_a_writer(
     ours = Order.objects.exclude(note="theirs").values_list("number", flat=True)
     assert sorted(ours) == numbers
     assert OutboxMessage.objects.count() == 2 * len(numbers)
+
+
+@pytest.mark.sqlite
+def test_a_lock_of_another_database_is_not_the_session_s(client) -> None:
+    """The view is not run again: that would not help, and doubles what it does
+    elsewhere."""
+    LOCKED.clear()
+    assert client.get("/locked_elsewhere").status_code == 500
+    assert len(LOCKED) == 1
 
 
 def test_blocks_inside_are_savepoints(client) -> None:
