@@ -12,15 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db.models import Count, Max, Min, Q, QuerySet
+from django.db.models import Count, Max, Min, Q, QuerySet, Value
 from django.db.models.functions import Now
+from django.db.models.lookups import Exact
 
 from .. import conf, wire
 from ..errors import TxmsgError
 from ..models import DeadLetter
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
-from ..models.fields import OneOf, clock
+from ..models.fields import MessageKey, OneOf, clock
 from ..models.holds import Holds
 from ..rules import dead_letters as rules
 from ..sending.undoing import IN_DOUBT
@@ -93,13 +94,14 @@ def insist_on_few_ids(filters: Mapping[str, Any]) -> None:
 
 
 def searched(text: str) -> Q:
-    """Return the condition that finds dead letters by one of their exact ids."""
+    """Return the condition that finds dead letters by one of their exact ids. Each id
+    has an index."""
     text = text.strip()
     same_flow = Q(correlation_id=text)
     try:
         return same_flow | Q(message_id=uuid.UUID(text))
     except ValueError:
-        by_key = Q(**{"headers__txmsg-key": text})
+        by_key = Q(Exact(MessageKey("headers"), Value(text)))
         return same_flow | Q(fingerprint=text) | by_key
 
 

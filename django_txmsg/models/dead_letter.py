@@ -15,7 +15,7 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from .. import wire
-from .fields import now_sql, read_uuid
+from .fields import MessageKey, now_sql, read_uuid
 
 
 class Resolution(models.TextChoices):
@@ -180,6 +180,8 @@ class DeadLetter(models.Model):
                 condition=~Q(correlation_id=""),
                 name="txmsg_dead_correlation",
             ),
+            models.Index(fields=["fingerprint"], name="txmsg_dead_error"),
+            models.Index(MessageKey("headers"), name="txmsg_dead_key"),
         ]
 
     def __str__(self) -> str:

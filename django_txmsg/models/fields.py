@@ -13,6 +13,7 @@ from typing import Any
 
 from django.db import connections, models
 
+from .. import wire
 from ..django_internals import in_block
 
 
@@ -62,6 +63,19 @@ class Later(models.Func):
 
     def as_sql(self, compiler: Any, connection: Any, *_: Any, **context: Any) -> Any:
         return later_sql(connection), [later_value(connection, self.seconds)]
+
+
+class MessageKey(models.Func):
+    """The ordering key in a column of headers. The header's name is a constant in the
+    SQL, not a parameter: only then does a condition use the index."""
+
+    output_field = models.TextField()
+    template = f"(%(expressions)s ->> '{wire.KEY}')"
+
+    def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
+        """Use the function: SQLite before 3.38 does not know the operator."""
+        said = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
+        return self.as_sql(compiler, connection, template=said, **context)
 
 
 def later_value(connection: Any, seconds: float) -> float | str:

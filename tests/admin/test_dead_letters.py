@@ -98,12 +98,18 @@ def test_the_list_is_filtered(operator: Client) -> None:
 
 def test_a_dead_letter_is_found_by_its_ids(operator: Client) -> None:
     letter = factories.DeadLetterFactory(correlation_id="flow-1")
-    letter.headers["txmsg-key"] = "customer-7"
+    letter.headers["txmsg-key"] = 'customer "7%s"'
+    letter.fingerprint = "badcafe2badcafe2"
     letter.save()
     factories.DeadLetterFactory()
 
-    for text in (str(letter.message_id), "flow-1", "customer-7"):
-        assert found(operator, q=text) == {letter.pk}, text
+    texts = (letter.message_id, "flow-1", 'customer "7%s"', letter.fingerprint)
+    for text in texts:
+        assert found(operator, q=str(text)) == {letter.pk}, text
+        query = {"kind": "discard", "search": str(text)}
+        page = operator.get(f"{URL}confirm/", query).content.decode()
+        assert "Discard 1 message?" in page
+    assert found(operator, q="customer") == set()
 
 
 def test_a_selection_is_confirmed_by_its_ids(operator: Client) -> None:

@@ -8,13 +8,20 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from django.db import connection, transaction
 from django.db.models.functions import Now
 
-from django_txmsg.models import InboxMessage, OutboxMessage, QueueMessage
+from django_txmsg.dead_letters import selection
+from django_txmsg.models import (
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+    QueueMessage,
+)
 from django_txmsg.monitoring import retention, waiting
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import ROOT
@@ -362,3 +369,32 @@ def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
 
     assert look() == {"tests.q", "zzz"}
     assert read_for(look) < 100
+
+
+@pytest.mark.parametrize("analyzed", [True, False])
+def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
+    """Whether it finds one or none, and whatever the statistics say."""
+    DeadLetter.objects.all().delete()
+    DeadLetter.objects.create(
+        message_id=uuid.uuid4(), destination="q", fingerprint="f", correlation_id="c"
+    )
+    copies(
+        DeadLetter,
+        message_id="gen_random_uuid()",
+        headers="jsonb_build_object('txmsg-key', 'k' || n)",
+        fingerprint="'f' || n",
+        correlation_id="'c' || n",
+    )
+    if analyzed:
+        with connection.cursor() as cursor:
+            cursor.execute(f"ANALYZE {DeadLetter._meta.db_table}")
+    found: list[int] = []
+
+    def search(text: str) -> None:
+        letters = DeadLetter.objects.filter(selection.searched(text)).order_by("-id")
+        found.append(len(letters.defer("body")[:51]))
+
+    for text, number in (("k17", 1), ("f17", 1), ("c17", 1), ("none", 0)):
+        found.clear()
+        assert read_for(partial(search, text)) < 50, text
+        assert found[-1] == number, text
