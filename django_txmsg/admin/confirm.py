@@ -71,7 +71,8 @@ class ConfirmPages:
         if not facts.count:
             messages.warning(
                 request,
-                f"There is nothing to {kind}: what was chosen is resolved already.",
+                f"There is nothing to {kind}: the selected dead letters are resolved "
+                "already.",
             )
             return self._back(request)
         redelivers = kind == BulkKind.REDELIVER
@@ -135,8 +136,8 @@ class ConfirmPages:
             more = left - operation.skipped
             messages.info(
                 request,
-                f"{more:,} more ha{'s' if more == 1 else 've'} died since you were "
-                f"asked, and {'is' if more == 1 else 'are'} untouched.",
+                f"{more:,} more ha{'s' if more == 1 else 've'} died since you opened "
+                f"this page, and {'is' if more == 1 else 'are'} untouched.",
             )
         letter = (
             selection.filtered(filters, using=using).first()

@@ -82,7 +82,7 @@ class FindingAdmin(ReadOnlyAdmin):
                 messages.warning(request, text)
                 return self._ask(request, findings)
         if not note:
-            messages.error(request, "Say why: an acknowledgement has a note.")
+            messages.error(request, "Say why: an acknowledgement needs a note.")
             return self._ask(request, findings)
         count = self._say(
             request, shown, f"Acknowledged: {note}",

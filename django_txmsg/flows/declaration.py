@@ -126,8 +126,8 @@ class Declaration:
                 if one.call is called:
                     return one.name
         raise ConfigurationError(
-            f"{method!r} is no step of the flow {self.name!r}. Give one of its methods "
-            f"under @step, as self.{next(iter(self.steps))}."
+            f"{method!r} is not a step of the flow {self.name!r}. Give one of its "
+            f"methods under @step, as self.{next(iter(self.steps))}."
         )
 
     def encode(self, flow: object) -> str:
@@ -214,13 +214,13 @@ def state_of(
             continue
         if hasattr(base, one) or one.startswith("_"):
             raise ConfigurationError(
-                f"The field {one!r} of flow {name!r} hides what every flow has, or "
-                f"begins with '_'. Call it otherwise."
+                f"The field {one!r} of flow {name!r} hides an attribute of every "
+                "flow, or begins with '_'. Give it another name."
             )
         if not hasattr(cls, one):
             raise ConfigurationError(
-                f"The field {one!r} of flow {name!r} has no default, and a run begins "
-                f"with one: write `{one}: … = …`."
+                f"The field {one!r} of flow {name!r} has no default, with which a run "
+                f"begins: write `{one}: … = …`."
             )
         fresh = partial(copy.deepcopy, getattr(cls, one))
         made.append((one, annotation, field(default_factory=fresh)))
@@ -235,7 +235,7 @@ def state_of(
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"The state of flow {name!r} is not what JSON makes of it: {error}"
+            f"The state of flow {name!r} would change in JSON: {error}"
         ) from error
     return state, fields
 
@@ -283,8 +283,8 @@ def _annotation(call: Any, name: str) -> tuple[Any, bool]:
     """Return the type that a step takes, and whether it takes many, as Answers."""
     if not inspect.isfunction(call) or inspect.iscoroutinefunction(call):
         raise ConfigurationError(
-            f"{call!r} of flow {name!r} is no plain method: a step runs in a "
-            f"transaction, and nothing waits in it."
+            f"{call!r} of flow {name!r} is not a plain method: a step runs in a "
+            "transaction, so it must not wait."
         )
     _, *taken = inspect.signature(call).parameters.values()
     if not taken:

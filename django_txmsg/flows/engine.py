@@ -316,7 +316,10 @@ class Going:
             case Fail():
                 self._fail(result)
             case Continuation():
-                raise FlowError(f"A step returned {result!r}, which is not known here.")
+                raise FlowError(
+                    f"A step returned {result!r}, which is neither an "
+                    "answer nor a continuation."
+                )
             case _:
                 self._keep_answer(result)
                 self._deliver()
@@ -337,7 +340,7 @@ class Going:
             values.pop("due_at")
         rows = Run.objects.using(using).filter(pk=run.pk, turn=self._turn)
         if not rows.update(**values):
-            raise FlowError(f"Run {run.run_id} is not in the hands of this message.")
+            raise FlowError(f"Run {run.run_id} no longer waits for this message.")
         if conf.get().FLOWS.HISTORY:
             FlowStep.objects.using(using).create(
                 run=run,
@@ -395,7 +398,7 @@ class Going:
             if value is None and answers not in (None, type(None)):
                 raise FlowError(
                     f"Step {self._step!r} of flow {self.declared.name!r} returned "
-                    f"nothing. It returns an answer, or how the run goes on."
+                    "nothing. It must return an answer, or how the run continues."
                 )
             if value is not None:
                 destination = TypedName(self.declared.name, answers)

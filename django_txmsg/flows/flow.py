@@ -83,7 +83,7 @@ def _marked(method: Any, *, is_signal: bool, was: str | tuple[str, ...]) -> Any:
 
     def mark(given: Any) -> Any:
         if isinstance(given, (staticmethod, classmethod, property)):
-            raise ConfigurationError(f"{given!r} is no plain method of a flow.")
+            raise ConfigurationError(f"{given!r} is not a plain method of a flow.")
         given.__txmsg_flow__ = Mark(is_signal, former)
         return given
 

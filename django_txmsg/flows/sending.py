@@ -78,8 +78,8 @@ def send_signal(
     since: dt.datetime | None = None,
     delay: dt.timedelta | None = None,
 ) -> None:
-    """Store a signal. `since` is when it was first stored, if it is stored again to
-    wait for its run for another `delay`."""
+    """Store a signal, to be delivered after `delay`. `since` is when it was first
+    stored, if it has waited for its run before."""
     taking = {one.name: one for one in declared.signals.values()}.values()
     fitting = [
         one
@@ -113,7 +113,7 @@ def resume(token: str, value: object = None) -> None:
     try:
         run_id, turn = read_ticket(token)
     except ValueError:
-        raise FlowError("This is no token of a run that waits.") from None
+        raise FlowError("This is not the token of a waiting run.") from None
     for using in sorted({one.using for one in declarations()}):
         runs = Run.objects.using(using).filter(
             run_id=run_id, turn=turn, waits_for=WaitsFor.RESUME, failing=False
@@ -191,6 +191,6 @@ def declaration_of(run: Run) -> Declaration:
         if one.name == run.flow:
             return one
     raise FlowError(
-        f"Flow {run.flow!r} is not declared in this process. Its module is to be "
-        f"imported by the stages module of an app."
+        f"Flow {run.flow!r} is not declared in this process. Import its module in the "
+        "stages module of an app."
     )

@@ -1,8 +1,8 @@
 """Hops 3 and 4: takes stored messages to the broker, batch by batch.
 
 A claim is one short statement; no database transaction is open while the broker is
-used; only a receipt marks a row. The relay uses it, the dispatcher after a commit, and
-the control message: any number of lanes may run side by side.
+used; only a receipt marks a row. The relay, the dispatcher (after a commit) and the
+receiver of control messages use it. Any number of lanes may run side by side.
 """
 
 from __future__ import annotations

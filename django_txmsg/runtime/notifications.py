@@ -99,7 +99,8 @@ def heard(using: str) -> bool:
 
 
 def proved(using: str, seconds: float) -> None:
-    """Record that a listener works, for that many seconds unless proved again."""
+    """Record that a listener works. It counts as working for that many seconds, or
+    until it is proved again."""
     _heard_until()[using] = time.monotonic() + seconds
 
 

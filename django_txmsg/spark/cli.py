@@ -59,14 +59,14 @@ def add_jobs(
     archive.add_argument("--batch-rows", type=positive, default=100_000)
     archive.add_argument(
         "--tasks", type=int, default=0,
-        help="tasks that write side by side; default: half the cores of one machine, "
-        "twice those of a cluster",
+        help="tasks that write in parallel; default: half the cores of one machine, "
+             "twice those of a cluster",
     )  # fmt: skip
     archive.add_argument(
         "--engine", choices=("auto", "spark", "local"), default="auto",
-        help="local: in this process, without a JVM; auto: so for few rows",
+        help="local: in this process, without a JVM; auto: local if the rows are few",
     )  # fmt: skip
-    archive.add_argument("--purges", type=int, default=1, help="deletes side by side")
+    archive.add_argument("--purges", type=int, default=1, help="parallel deletes")
     archive.add_argument(
         "--overlap", action=argparse.BooleanOptionalAction,
         help="delete one wave of batches while the next is written; default: where "
@@ -79,7 +79,7 @@ def add_jobs(
     )  # fmt: skip
     archive.add_argument(
         "--accept-loss", action="store_true",
-        help="go on with a lake that has lost batches for good",
+        help="continue although the lake has lost batches for good",
     )  # fmt: skip
 
     follow = jobs.add_parser(
@@ -91,53 +91,67 @@ def add_jobs(
     reconcile = jobs.add_parser(
         "reconcile", parents=[common], help="compare what was sent and received"
     )
-    reconcile.add_argument("--since", type=instant, help="messages sent since; all")
+    reconcile.add_argument(
+        "--since", type=instant, help="judge only messages sent since then"
+    )
     reconcile.add_argument("--grace", type=duration, default=dt.timedelta(hours=1))
     reconcile.add_argument(
-        "--late-after", type=duration, help="from when it was due; default: 1h"
+        "--late-after",
+        type=duration,
+        help="time after which a message is late; default: 1h",
     )
     reconcile.add_argument(
         "--stuck-after", type=duration,
-        help="what has waited for longer to leave, or to be processed, is a finding; "
-        "default: 6h",
+        help="a message that waits for longer to leave or to be processed is a "
+             "finding; default: 6h",
     )  # fmt: skip
     reconcile.add_argument(
         "--fail-on", choices=("lost", "new", "findings", "never"), default="lost",
-        help="which unacknowledged findings make the exit code 1; new: "
-        "what is lost, and no run before has found",
+        help="unacknowledged findings that make the exit code 1; new: lost messages "
+             "that no earlier run has found",
     )  # fmt: skip
     reconcile.add_argument(
-        "--known", action="store_true", help="count what is acknowledged, too"
+        "--known", action="store_true", help="count acknowledged findings too"
     )
     _add_external(reconcile)
 
     findings = jobs.add_parser(
-        "findings", parents=[common], help="what reconcile has found; acknowledge it"
+        "findings",
+        parents=[common],
+        help="list and acknowledge what reconcile has found",
     )
     findings.add_argument("--verdict", default="")
     findings.add_argument("--destination", default="")
     findings.add_argument("--message-id", type=uuid.UUID, action="append", default=[])
     findings.add_argument(
         "--all", action="store_true",
-        help="list what is acknowledged, too; change all, where nothing narrows",
+        help="list acknowledged findings too; or change all of them",
     )  # fmt: skip
     change = findings.add_mutually_exclusive_group()
-    change.add_argument("--acknowledge", metavar="WHY", help="and why they may be")
-    change.add_argument("--reopen", action="store_true", help="take that back")
+    change.add_argument(
+        "--acknowledge", metavar="WHY", help="acknowledge them, for this reason"
+    )
+    change.add_argument(
+        "--reopen", action="store_true", help="remove their acknowledgement"
+    )
 
     listening = jobs.add_parser(
-        "listeners", parents=[common], help="who is expected to receive from topics"
+        "listeners",
+        parents=[common],
+        help="list stages expected to receive from topics",
     )
     listening.add_argument(
         "--retire", nargs=2, metavar=("TOPIC", "SERVICE/STAGE"),
-        help="expect that this one receives nothing more",
+        help="expect this stage to receive nothing more",
     )  # fmt: skip
-    listening.add_argument("--at", type=instant, help="from then on; default: now")
+    listening.add_argument(
+        "--at", type=instant, help="when it stopped listening; default: now"
+    )
 
     show = jobs.add_parser(
-        "show", parents=[common], help="where a message is: in databases and lake"
+        "show", parents=[common], help="find a message in databases and lake"
     )
-    show.add_argument("term", metavar="ID", help="or its key, or its correlation id")
+    show.add_argument("term", metavar="ID", help="message id, key or correlation id")
 
     analyze = jobs.add_parser("analyze", parents=[common], help="times, flow, failures")
     analyze.add_argument("--since", type=instant, default="7d")
@@ -150,10 +164,13 @@ def add_jobs(
     )
     replay.add_argument("--where", default="", help="a Spark SQL condition")
     replay.add_argument(
-        "--verdict", default="", help="only messages of which reconcile has found this"
+        "--verdict", default="", help="only messages with this verdict of reconcile"
     )
     replay.add_argument(
-        "--run", default="", metavar="ID", help="that run; default: the last one"
+        "--run",
+        default="",
+        metavar="ID",
+        help="the run that found it; default: the last one",
     )
     replay.add_argument(
         "--from", dest="table", choices=("outbox", "dead_letters"), default="outbox",
@@ -165,14 +182,16 @@ def add_jobs(
     replay.add_argument("--name", default="", help="the same name stores nothing twice")
     replay.add_argument(
         "--replayed", action="store_true",
-        help="choose also among what was replayed or redelivered before",
+        help="select also messages that were replayed or redelivered before",
     )  # fmt: skip
 
-    send = jobs.add_parser("send", parents=[common], help="one message for each row")
+    send = jobs.add_parser("send", parents=[common], help="send a message for each row")
     send.add_argument("--from", dest="path", required=True, help="the dataset")
     send.add_argument("--format", choices=("parquet", "csv", "json"), default="")
     send.add_argument("--destination", required=True)
-    send.add_argument("--template", required=True, help="JSON, or a file with it")
+    send.add_argument(
+        "--template", required=True, help="the body as JSON, or a file with it"
+    )
     send.add_argument("--key", default="")
     send.add_argument("--header", type=pair, action="append", default=[])
     send.add_argument(
@@ -180,7 +199,7 @@ def add_jobs(
     )
     send.add_argument("--rate", type=float, default=0)
     send.add_argument(
-        "--name", required=True, help="what it is; the same name stores nothing twice"
+        "--name", required=True, help="a name; the same name stores nothing twice"
     )
     send.add_argument("--broker", default="default")
 
@@ -202,7 +221,7 @@ def add_jobs(
     sweep.add_argument(
         "--replaced-older-than", type=duration, default=dt.timedelta(days=7)
     )
-    sweep.add_argument("--keep", type=duration, help="drop days older than this; none")
+    sweep.add_argument("--keep", type=duration, help="drop days older than this")
     sweep.add_argument("--no-compact", action="store_true")
 
 
@@ -216,16 +235,24 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument("--older-than", type=duration, help="default: the retention")
     follow.add_argument("--batch-rows", type=positive, default=100_000)
     follow.add_argument(
-        "--every", type=pause, default=5 * minutes, help="from round to round"
+        "--every", type=pause, default=5 * minutes, help="time between two rounds"
     )
     follow.add_argument(
-        "--once", action="store_true", help="one round; 1 if an alert fires"
+        "--once", action="store_true", help="one round; exit code 1 if an alert fires"
     )
     for name, default, text in (
         ("lag", 15 * minutes, "a message that has been due for longer is an alert"),
-        ("window", hours, "in which --dead-letters are counted"),
-        ("away", 5 * minutes, "a database or a lake that is away for longer is one"),
-        ("stuck-after", 6 * hours, "an open transaction that holds rows for longer"),
+        ("window", hours, "the period in which dead letters are counted"),
+        (
+            "away",
+            5 * minutes,
+            "a database or a lake that is away for longer is an alert",
+        ),
+        (
+            "stuck-after",
+            6 * hours,
+            "a transaction that holds rows for longer is an alert",
+        ),
         ("reconcile-every", hours, "0s: never"),
         ("since", 24 * hours, "how far back `reconcile` judges"),
         ("grace", hours, "of `reconcile`"),
@@ -233,7 +260,10 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     ):
         follow.add_argument(f"--{name}", type=duration, default=default, help=text)
     follow.add_argument(
-        "--dead-letters", type=int, default=10, help="more of them are an alert"
+        "--dead-letters",
+        type=int,
+        default=10,
+        help="more dead letters than this are an alert",
     )
     _add_external(follow)
     follow.add_argument(

@@ -266,7 +266,9 @@ def _rows_of(
                 yield batch if names is None else batch.select(names)
             # The header of a page has no checksum.
             if rows:
-                raise ValueError(f"row group {group} has not as many rows as it says")
+                raise ValueError(
+                    f"row group {group} has not the number of rows that it declares"
+                )
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -42,7 +42,7 @@ def keeping(connection: Connection, spec: SourceSpec) -> Iterator[None]:
     """Hold the lock to change a service's journeys. Raises Taken at once if another
     process holds it."""
     taken = Taken(
-        f"Another run keeps the journeys of {spec.service!r}: wait for its end."
+        f"Another run is updating the journeys of {spec.service!r}: wait for its end."
     )
     with _alone(connection, spec, "journeys", "journeys", taken):
         yield

@@ -125,7 +125,7 @@ class Noted:
         """Acknowledge findings with a note; return how many. Raises UsageError without
         a note."""
         if not note.strip():
-            raise UsageError("Say why: an acknowledgement has a note.")
+            raise UsageError("Say why: an acknowledgement needs a note.")
         return self._set(which, False, dt.datetime.now(dt.timezone.utc), by, note)
 
     def reopen(self, which: Which) -> int:

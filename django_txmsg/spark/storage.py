@@ -56,8 +56,8 @@ class Place:
         unmounted mount point it would never be found again. Raises EnvironmentFault."""
         if self.files.get_file_info(f"{self.root}/{MARKER}").type != fs.FileType.File:
             raise EnvironmentFault(
-                f"The lake at {self.uri} has gone, and was there a moment ago: mount "
-                "it, and run again."
+                f"The lake at {self.uri} has disappeared during the run: mount it, "
+                "and run again."
             )
 
 
@@ -77,13 +77,13 @@ def place_of(spec: LakeSpec) -> Place:
         raise EnvironmentFault(
             f"The lake's address {parts.scheme}://{parts.netloc}{parts.path} has a "
             "query or a fragment behind it, which becomes part of no table's address: "
-            'options belong into STORAGE_OPTIONS of TXMSG["LAKE"], or into the '
+            'options belong in STORAGE_OPTIONS of TXMSG["LAKE"], or into the '
             "environment."
         )
     if "@" in parts.netloc:
         raise EnvironmentFault(
-            "The lake's address holds credentials, and would be written down with "
-            'them: they belong into STORAGE_OPTIONS of TXMSG["LAKE"], or into the '
+            "The lake's address contains credentials, and it is recorded: "
+            'they belong in STORAGE_OPTIONS of TXMSG["LAKE"], or into the '
             "environment."
         )
     if parts.scheme == "file":

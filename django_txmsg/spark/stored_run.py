@@ -30,8 +30,8 @@ def remember(connection: Connection, name: str, messages: int, ids: str) -> bool
     if tuple(known[:2]) != (messages, ids):
         raise UsageError(
             f"{name} has stored {known[0]:,} messages at {known[2]}, and these "
-            f"{messages:,} are not the same. Nothing was stored: a name stands for "
-            "one choice of messages, so give this one another."
+            f"{messages:,} are not the same. Nothing was stored: a name belongs to "
+            "one selection of messages, so give this one another name."
         )
     return False
 

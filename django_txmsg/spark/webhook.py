@@ -63,7 +63,7 @@ class Webhook:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise UsageError(
                 "--webhook-env takes the name of the environment variable that holds "
-                "the webhook's address, and not the address."
+                "the webhook's address, not the address itself."
             )
         url = os.environ.get(name, "").strip()
         if not url and name != VARIABLE:

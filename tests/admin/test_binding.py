@@ -58,7 +58,7 @@ def test_letter_that_dies_after_the_question_is_untouched(
     )
     assert open_letters() == len(after)
     assert BulkOperation.objects.get().total == 1
-    assert "150 more have died since you were asked" in page
+    assert "150 more have died since you opened this page" in page
 
 
 def test_letter_that_died_again_asks_for_confirmation_again(

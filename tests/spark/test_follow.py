@@ -308,7 +308,7 @@ def test_a_webhook_that_refuses_is_asked_again_in_the_next_round(
     _, unreached = round_of(pg_log, lake, gone.url)
 
     shown = f"http://localhost:{taking.server_port}"
-    assert said[0][-1] == f"The webhook was not told of lag: {shown} answered 503."
+    assert said[0][-1] == f"The webhook did not accept lag: {shown} answered 503."
     assert said[1][-1].endswith("answered 404.")
     assert said[2][-1].endswith("answered 302.")
     assert not said[3][-1].startswith("The webhook")
@@ -575,7 +575,7 @@ def test_database_outage_is_waited_for_and_reported(
     told = [(one["alert"], one["status"]) for one in taking.taken]
     assert told == [("database", "firing"), ("database", "resolved")]
     assert taking.taken[0]["id"] == taking.taken[1]["id"]
-    assert errors.count("The database cannot be used, and is waited for: ") == 1
+    assert errors.count("The database cannot be used; waiting for it: ") == 1
     assert "The database is back after " in errors
     assert SECRET not in errors
     assert "txmsg-secret" not in errors
@@ -614,7 +614,7 @@ def test_lake_outage_is_waited_for_and_reported(
     told = [(one["alert"], one["status"]) for one in taking.taken]
     assert told == [("lake", "firing"), ("lake", "resolved")]
     assert re.search("lost batches|is not a lake", taking.taken[0]["summary"])
-    assert errors.count("The lake cannot be used, and is waited for: ") == 1
+    assert errors.count("The lake cannot be used; waiting for it: ") == 1
     assert "The lake is back after " in errors
     assert_moved_once(before, log, lake, set(range(1, 51)))
 

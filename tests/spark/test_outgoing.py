@@ -160,7 +160,7 @@ def test_send_makes_each_row_of_a_dataset_one_message(
     assert bodies == {f"n{n}" for n in range(30)}
 
     source.write_text("id,name\n1,a\n1,b\n")
-    with pytest.raises(UsageError, match="stand in several rows"):
+    with pytest.raises(UsageError, match="occur in several rows"):
         run(spec, *words, "--name", "other")
 
 

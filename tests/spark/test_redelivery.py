@@ -147,13 +147,13 @@ def test_a_named_replay_is_stored_once(spark: Any, log: Log) -> None:
 
     assert (dry["chosen"], dry["destinations"]) == (3, {"orders.place": 3})
     assert (first["rows"], again.facts["rows"]) == (3, 0)
-    assert "has asked for them before" in "\n".join(again.lines)
+    assert "has requested them before" in "\n".join(again.lines)
     assert log.count("django_txmsg_bulkoperation") == 1
     assert log.count() == log.count("django_txmsg_stagedmessage") == 0
     log.bury([{"message_id": uuid.uuid4()}])
-    with pytest.raises(UsageError, match="one choice of messages"):
+    with pytest.raises(UsageError, match="one selection of messages"):
         replay(spec, "true", *words)
-    with pytest.raises(UsageError, match="goes again under its own id"):
+    with pytest.raises(UsageError, match="is redelivered under its own id"):
         replay(spec, "true", "--as", "copy")
     assert replay(spec, "destination = 'nowhere'")["rows"] == 0
     assert log.count("django_txmsg_bulkoperation") == 1

@@ -116,7 +116,7 @@ def test_unmounted_lake_is_not_created_again(
     (tmp_path / "lake").rename(tmp_path / "elsewhere")
     spec = JobSpec(services=(log.spec,), lake=lake)
 
-    with pytest.raises(EnvironmentFault, match=r"lost batches.*nothing there"):
+    with pytest.raises(EnvironmentFault, match=r"lost batches.*no lake"):
         archive(spark, log, lake)
     # What is judged, erased or proven without it would be wrong.
     for words in (
@@ -158,7 +158,7 @@ def test_a_lake_unmounted_during_an_archive_leaves_nothing_behind(
             here.rename(elsewhere)
             here.mkdir()
 
-    with pytest.raises(EnvironmentFault, match=r"The lake at .* has gone"):
+    with pytest.raises(EnvironmentFault, match=r"The lake at .* has disappeared"):
         archive(None, log, lake, on_step=unmount)
 
     assert list(here.iterdir()) == []

@@ -30,14 +30,14 @@ class Agreement:
         try:
             lake = Lake(self.lake)
         except NoLake:
-            self._insist_on_no_loss(marks, "there is nothing there")
+            self._insist_on_no_loss(marks, "there is no lake")
             lake = Lake(self.lake, create=True)
         place = lake.table(self.table.name, self.table.lake_struct())
         log = BatchLog(place, self.service, self.table)
         identity = log.identity()
         known = next((one for one in marks if one.lake_id == identity), None)
         if known is None:
-            self._insist_on_no_loss(marks, "it is not the one that is there")
+            self._insist_on_no_loss(marks, "a different lake is there")
         last = log.read()
         through = 0
         if known is not None and last < known.purged_through:
@@ -70,10 +70,10 @@ class Agreement:
             return
         raise EnvironmentFault(
             f"The lake at {self.lake.uri} has lost batches of {self.table.name} of "
-            f"{self.service!r}: this database has archived {lost[0].rows:,} "
-            f"rows in batches up to {lost[0].purged_through} into it, and {why}. Mount "
-            "it, or bring its newest backup back, and run again: rows of the missing "
-            "batches are nowhere else. If they are gone for good, go on with "
+            f"{self.service!r}: this database has archived {lost[0].rows:,} rows in "
+            f"batches up to {lost[0].purged_through} into it, and {why}. Mount it, or "
+            "bring its newest backup back, and run again: rows of the missing "
+            "batches are nowhere else. If they are lost for good, continue with "
             "--accept-loss."
         )
 
@@ -90,5 +90,5 @@ class Agreement:
             raise EnvironmentFault(
                 f"Batch {one.begun_through} of {self.table.name} is on its way into "
                 f"the lake {one.lake}: finish it there before you archive into "
-                f"{self.lake.uri}. If that lake is gone, go on with --accept-loss."
+                f"{self.lake.uri}. If that lake is lost, continue with --accept-loss."
             )

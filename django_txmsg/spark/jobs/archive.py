@@ -117,7 +117,7 @@ class Archiver:
         settled = self.settling.settle(before, last)
         self.result.notes.append(
             f"{self.table.name}: batches {before + 1} to {last} of the lake were not "
-            f"settled here: {settled.rows:,} rows are out of the database now."
+            f"settled here: {settled.rows:,} rows were removed here."
         )
         self._count(settled, last)
         self._advance(self.log.last, settled.rows)

@@ -78,8 +78,8 @@ class EraseOptions:
             )
         if not all(names):
             raise UsageError(
-                "An empty --key or --correlation-id names no message: is a variable of "
-                "your shell not set?"
+                "An empty --key or --correlation-id selects no message. Is a "
+                "variable of your shell unset?"
             )
 
 

@@ -237,7 +237,7 @@ class Follower:
         if not self.store.tries and not self._busy:
             weigh(
                 "standstill", found.held_seconds, options.stuck_after.total_seconds(),
-                found.held or "No row waits for a forgotten transaction.",
+                found.held or "No row waits for a long transaction.",
             )  # fmt: skip
             weigh(
                 "refused", len(found.refused), 0,
@@ -264,7 +264,7 @@ class Follower:
             weigh("reconcile", self._failures, 1, str(facts["error"]))
         elif facts is not None:
             self._failures = 0
-            weigh("reconcile", 0, 1, "It was judged what is lost.")
+            weigh("reconcile", 0, 1, "reconcile has run again.")
             self._lost(connection, f"Found by run {facts['run']}, new: ")
         if self.options.once or self.reconciling.under_way:
             return

@@ -37,7 +37,7 @@ class Outage:
         if not self.tries:
             self._since = time.monotonic()
             self.count += 1
-            self._say(f"{self.what} cannot be used, and is waited for: {self.error}")
+            self._say(f"{self.what} cannot be used; waiting for it: {self.error}")
         self.tries += 1
 
     def over(self) -> None:

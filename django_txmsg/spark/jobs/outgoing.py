@@ -77,8 +77,8 @@ def run_replay(
     table = DEAD_LETTERS if options.table == "dead_letters" else OUTBOX
     if table is DEAD_LETTERS and options.mode == "copy":
         raise UsageError(
-            "A dead letter goes again under its own id: --as copy is for the outbox. "
-            "The console sends an edited copy of one."
+            "A dead letter is redelivered under its own id: --as copy is for the "
+            "outbox. The admin can send an edited copy."
         )
     alone = dataclasses.replace(spec, services=(source,))
     with WholeLog(spark, alone) as log:
@@ -232,8 +232,8 @@ def _insist_on_one_row_each(rows: DataFrame, identity: str) -> None:
     doubled = rows.groupBy("message_id").count().where("count > 1").count()
     if doubled:
         raise UsageError(
-            f"{doubled} values of {identity} stand in several rows each: they would "
-            "become one message. Name columns that make a row itself, or none."
+            f"{doubled} values of {identity} occur in several rows each, which would "
+            "become one message. Name columns that identify a row, or none."
         )
 
 

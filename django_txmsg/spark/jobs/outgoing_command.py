@@ -91,11 +91,11 @@ def _asked(done: Stored) -> str:
     letters = f"{done.chosen:,} dead letter{'s' * (done.chosen != 1)}"
     if done.operation is None and done.chosen:
         return (
-            f"{letters}: {done.name} has asked for them before. Give another --name to "
-            "ask once more."
+            f"{letters}: {done.name} has requested them before. Give another --name "
+            "to request them again."
         )
     if done.operation is None:
-        return "No open dead letter was chosen."
+        return "No open dead letter was selected."
     return (
         f"{letters}: bulk operation {done.operation} redelivers them, as {done.name}. "
         "The service's manage.py consume works it off."

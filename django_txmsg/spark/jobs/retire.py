@@ -56,7 +56,7 @@ def run_listeners(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
     run.rows = len(ended)
     would = "would be " if given.dry_run else "is "
     said = [f"{consumer} {would}expected to receive {_interval(one)}." for one in ended]
-    return Outcome(said or [f"{consumer} listens no more already."])
+    return Outcome(said or [f"{consumer} is retired already."])
 
 
 def _noted(spec: JobSpec) -> list[Listener]:

@@ -125,9 +125,9 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     ]
     for name in found.unheard:
         lines.append(
-            f"  None of these services has ever received from {name}. If another one "
-            "does, name it: --service NAME=URL. If something else does: --external "
-            f"{name}."
+            f"  None of these services has ever received from {name}. If another "
+            "service does, add it: --service NAME=URL. If something else does: "
+            f"--external {name}."
         )
     facts = {
         "horizon": found.horizon, "destinations": found.destinations,
@@ -209,7 +209,7 @@ def _erase(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     with job_session(given) as spark:
         done = run_erase(spark, spec, options, run)
     would = "would be " if given.dry_run else ""
-    lines = [f"{done.messages:,} messages are named."]
+    lines = [f"{done.messages:,} messages are selected."]
     for where, counts in (("database", done.database), ("lake", done.lake)):
         lines += [
             f"  {where}: {count:,} rows of {name} {would}erased."

@@ -43,8 +43,8 @@ class Settled:
         ids = sorted(self.different)
         listed = ", ".join(map(str, ids[:20])) + (", …" if len(ids) > 20 else "")
         return (
-            f"{len(ids)} rows differ: id {listed}. They stay in the database as they "
-            "are, and have left the lake."
+            f"{len(ids)} rows differ: id {listed}. They stay in the database "
+            "unchanged, and were removed from the lake."
         )
 
 

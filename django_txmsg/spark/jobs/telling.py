@@ -74,5 +74,5 @@ class Telling:
         if self.webhook.post(alert.message(), self.stop):
             return True
         if self.webhook.error:
-            self.say(f"The webhook was not told of {alert.name}: {self.webhook.error}.")
+            self.say(f"The webhook did not accept {alert.name}: {self.webhook.error}.")
         return False

@@ -162,7 +162,9 @@ class LogStream(DataSourceStreamReader):
             f"{waiting.whom}."
         )
         if self.stuck_after and waiting.seconds > self.stuck_after:
-            raise EnvironmentFault(f"{what} End that transaction; the stream goes on.")
+            raise EnvironmentFault(
+                f"{what} End that transaction; then the stream continues."
+            )
         if waiting.seconds > TELL_AFTER:
             sys.stderr.write(f"{what}\n")
             sys.stderr.flush()
