@@ -266,7 +266,7 @@ def _notifications(alias: str) -> Examined:
 
 
 def _broker(alias: str) -> Iterator[Examined]:
-    subject, step = f"broker {alias!r}", "connect"
+    subject, step = f"broker {alias!r}", "connect to"
     try:
         broker = get_broker(alias)
         with broker.open() as session:
@@ -276,13 +276,18 @@ def _broker(alias: str) -> Iterator[Examined]:
             step = "send to and receive from"
             yield Examined(subject, GOOD, _goes_round(session))
     except TxmsgError as error:
-        yield Examined(
-            subject,
-            BAD,
-            f"cannot {step} it: {_one_line(error)}",
+        said = _one_line(error)
+        cure = (
             f'Check TXMSG["BROKERS"]["{alias}"] and what its user may do: declare, '
-            f"write to and read the queues of its stages.",
+            f"write to and read the queues of its stages."
         )
+        if "inequivalent arg" in said:
+            cure = (
+                "AMQP and STOMP declare a queue differently. Name the queues that "
+                "AMQP has declared in the URL: stomp://…?existing=orders.*, or delete "
+                "those that are empty."
+            )
+        yield Examined(subject, BAD, f"cannot {step} it: {said}", cure)
 
 
 def _goes_round(session: Session) -> str:

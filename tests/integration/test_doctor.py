@@ -17,7 +17,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage
 from tests.faults import ManageProcess, wait_until
 from tests.running import committing, declared, txmsg
-from tests.services import free_port
+from tests.services import ByAmqp, RabbitMQ, free_port
 from tests.services.rabbitmq import READER
 
 
@@ -75,6 +75,21 @@ def test_a_message_goes_through_each_broker_and_back(
 
 
 @committing
+def test_a_queue_of_the_other_protocol_is_cured_by_the_url(rabbitmq: RabbitMQ) -> None:
+    def by(url: str) -> tuple[int, dict[str, str]]:
+        with txmsg(SERVICE="doctor-of-two", BROKERS={"default": {"URL": url}}):
+            code, examined = doctor()
+        return code, of(examined, "broker 'default'")[-1]
+
+    assert by(ByAmqp(rabbitmq).url())[0] == 0
+    code, found = by(rabbitmq.url())
+    assert (code, found["state"]) == (1, "bad")
+    assert "cannot send to and receive from it" in found["said"]
+    assert "?existing=" in found["cure"]
+    assert by(rabbitmq.url(existing="*"))[0] == 0
+
+
+@committing
 def test_a_broker_that_is_not_there_is_bad_and_the_rest_is_tried() -> None:
     wrong = f"amqp://user:secret@127.0.0.1:{free_port()}"
     with txmsg(BROKERS={"default": {"URL": wrong}, "good": {"URL": "database://"}}):
@@ -82,7 +97,7 @@ def test_a_broker_that_is_not_there_is_bad_and_the_rest_is_tried() -> None:
 
     (bad,) = of(examined, "broker 'default'")
     assert (code, bad["state"]) == (1, "bad")
-    assert "cannot connect" in bad["said"]
+    assert "cannot connect to it" in bad["said"]
     assert 'TXMSG["BROKERS"]["default"]' in bad["cure"]
     assert "secret" not in json.dumps(examined)
     assert of(examined, "broker 'good'")[-1]["state"] == "good"

@@ -34,7 +34,7 @@ class AmqpBroker(Broker):
             try:
                 return AmqpSession(Link((host, port), options), transacted)
             except BrokerUnavailable as error:
-                reasons.append(f"{host}:{port}: {error}.")
+                reasons.append(f"{host}:{port}: {str(error).rstrip('.')}.")
         raise BrokerUnavailable(f"No broker took the connection. {' '.join(reasons)}")
 
     def hurried(self, timeout: float) -> AmqpBroker:
