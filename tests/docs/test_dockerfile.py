@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.pages import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -27,6 +29,7 @@ def test_what_is_copied_and_installed_exists() -> None:
     assert [one for one in extras if f"\n{one} = [" not in project] == []
 
 
+@pytest.mark.matrix
 def test_its_commands_run_on_the_database_of_its_volume(tmp_path: Path) -> None:
     """Migrate, then what the web server checks before it listens."""
     (program,) = re.findall(r"^ENTRYPOINT (.+)$", TEXT, re.MULTILINE)

@@ -142,11 +142,17 @@ def test_a_module_of_stages_that_nobody_imports(name: str, tmp_path: Path) -> No
             '@stage("orders.place", retries=3)',
             "Write redelivery=RedeliveryPolicy(max_redeliveries=3).",
         ),
-        ("import shop.orders", "import anvil", "No module named 'anvil'"),
-        ("def place(:", "def place(:", "SyntaxError: invalid syntax"),
+        pytest.param(
+            "import shop.orders", "import anvil", "No module named 'anvil'",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            "def place(:", "def place(:", "SyntaxError: invalid syntax",
+            marks=pytest.mark.matrix,
+        ),
     ],
     ids=["a stage", "an import", "syntax"],
-)
+)  # fmt: skip
 def test_a_mistake_in_a_module_of_stages_is_told_in_a_few_lines(
     mistake: str, line: str, said: str, tmp_path: Path
 ) -> None:
