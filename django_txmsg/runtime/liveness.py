@@ -30,8 +30,8 @@ def begin(name: str) -> None:
 
 
 def turned(pause: float = 0.0) -> None:
-    """Note that the current thread's loop has turned, and may now wait for `pause`
-    seconds. Nothing happens in a thread that has not begun."""
+    """Record that the current thread's loop has run once more, and may now wait for
+    `pause` seconds. Does nothing in a thread that has not called `begin()`."""
     ident = threading.get_ident()
     known = _loops.get(ident)
     if known is not None:

@@ -422,7 +422,7 @@ def _verdict(by: Judgement) -> Column:
 
 
 def _is_a_task(by: Judgement) -> Column:
-    """Return whether a message left for a worker of Celery that keeps no inbox: no task
+    """Return whether a message was sent to a Celery worker that keeps no inbox: no task
     of its name has ever been received."""
     left = [
         (sf.col("sender") == service) & (sf.col("broker") == alias)
