@@ -23,6 +23,9 @@ log = logging.getLogger("django_txmsg.breaker")
 AFTER_REFUSAL = 1.0
 
 
+#: Shortest pause, in seconds, after which a line says that an outage goes on.
+SAY_AGAIN = 1.0
+
 #: The kind of a stage's subscription. The name is the stage's.
 SUBSCRIPTION = "the subscription of stage"
 
@@ -90,14 +93,19 @@ class Breaker:
         After some `progress` the pause is the first one again.
 
         A server that has worked for a shorter time than the last pause is still in the
-        same outage: on a full disk reads and some writes work, and others do not.
+        same outage: on a full disk reads and some writes work, and others do not. The
+        log has said that it works again, so another line takes that back, once the
+        pauses are long enough to separate such lines.
         """
         with self._lock:
             self.error = error
             if self.remaining:
                 return  # another thread has reported this outage
-            if time.monotonic() - self._ended < self._pause:
-                self._failures = self._failures or self._former
+            goes_on = not self._failures and (
+                time.monotonic() - self._ended < self._pause
+            )
+            if goes_on:
+                self._failures = self._former
             first = not self._failures
             if first:
                 self._began = time.monotonic()
@@ -105,9 +113,13 @@ class Breaker:
             pause = self._first_pause * 2 ** min(self._failures - 1, 20)
             self._pause = pause = min(self._max_pause, pause)
             self._until = time.monotonic() + pause * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
-        if first:
+            goes_on &= pause >= min(SAY_AGAIN, self._max_pause)
+        if first or goes_on:
             what = f"{self.kind} {self.name!r}"
-            log.warning("%s cannot be used; %s: %s", what, self._follows, error)
+            again = " after all" if goes_on else ""
+            log.warning(
+                "%s cannot be used%s; %s: %s", what, again, self._follows, error
+            )
 
     def rest(self, seconds: float) -> None:
         """Postpone the next probe, without a new finding."""

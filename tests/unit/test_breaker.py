@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from django_txmsg.runtime import breaker as breaker_module
 from django_txmsg.runtime.breaker import Breaker
 from tests.faults import wait_until
 
@@ -26,8 +27,23 @@ def test_a_server_that_works_for_a_moment_is_in_the_same_outage(
         one.getMessage() for one in caplog.records if one.levelname == "WARNING"
     ] == [
         "broker 'orders' cannot be used; its messages wait in the outbox and count no"
-        " attempt: first"
+        " attempt: first",
+        "broker 'orders' cannot be used after all; its messages wait in the outbox and"
+        " count no attempt: second",
     ]
+
+
+def test_lines_about_one_outage_are_at_least_a_second_apart(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker_module, "SAY_AGAIN", 100.0)
+    breaker = Breaker("orders", 600.0, first_pause=30.0)
+    for _ in range(4):  # with pauses of 30, 60, 120 and 240 seconds
+        breaker.failed(OSError("no room"))
+        breaker.worked()
+
+    said = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert len(said) == 3
 
 
 def test_a_server_that_worked_for_longer_than_the_last_pause_has_a_new_outage(
