@@ -58,9 +58,12 @@ class StateFilter(CountingFilter):
             yield name, label, count(rows.filter(condition))
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
-        condition = self.conditions().get(self.value() or "")
-        return queryset if condition is None else queryset.filter(condition)
+        """Narrow the list. An unknown state has no rows: all of them would pass for
+        rows in that state."""
+        if not self.value():
+            return queryset
+        condition = self.conditions().get(str(self.value()))
+        return queryset.none() if condition is None else queryset.filter(condition)
 
 
 class PlaceFilter(CountingFilter):
@@ -104,9 +107,11 @@ class AgeFilter(admin.SimpleListFilter):
         return [(key, label) for key, (label, _) in self.steps.items()]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
-        step = self.steps.get(self.value() or "")
-        if step is None:
+        """Narrow the list. An unknown age has no rows, like an unknown state."""
+        if not self.value():
             return queryset
+        step = self.steps.get(str(self.value()))
+        if step is None:
+            return queryset.none()
         since = Now() - dt.timedelta(hours=step[1])
         return queryset.filter(**{f"{self.column}__gte": since})

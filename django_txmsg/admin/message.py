@@ -62,11 +62,12 @@ class MessagePages:
                 letter.order = turns.note(letter)
         known = [*outbox, *inbox, *letters]
         if not known:
-            messages.warning(
-                request,
-                f"Message {message_id} is not here: it was never stored or received, "
-                f"or it was pruned after its retention.",
+            why = (
+                ": it was never stored or received, or was pruned after its retention"
+                if all(may[name] for name in ("outbox", "inbox", "dead"))
+                else ", or only in tables that you may not see"
             )
+            messages.warning(request, f"Message {message_id} is not here{why}.")
             return led(request, "admin:app_list", "django_txmsg")
         first = known[0]
         correlation_id = next((one.correlation_id for one in known), "")

@@ -275,6 +275,17 @@ def test_a_message_that_is_gone_leads_back_with_a_word(operator: Client) -> None
     assert operator.get(f"{url(uuid.uuid4())}body/elsewhere/1/").status_code == 404
 
 
+def test_a_message_that_a_user_may_not_see_is_not_said_to_be_gone(
+    somebody: Callable[..., Client],
+) -> None:
+    stored = factories.OutboxMessageFactory()
+
+    response = somebody("view_deadletter").get(url(stored.message_id), follow=True)
+
+    assert "or only in tables that you may not see" in response.content.decode()
+    assert "never stored" not in response.content.decode()
+
+
 def test_the_page_needs_a_permission(somebody: Callable[..., Client]) -> None:
     letter = factories.DeadLetterFactory()
     factories.OutboxMessageFactory(message_id=letter.message_id, key="only-outbox")
