@@ -20,8 +20,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 from pyspark.sql import SparkSession
 
-from django_txmsg.spark.jobs.archive import Archiver
-from django_txmsg.spark.jobs.archive_options import ArchiveOptions, tasks_on
+from django_txmsg.spark.jobs.archive import ArchiveOptions, Archiver, tasks_on
 from django_txmsg.spark.jobs.batch_task import MANIFEST, BatchTask
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles

@@ -32,8 +32,7 @@ import pyarrow.parquet as pq
 
 from benchmarks import pipeline_reconcile, stand
 from benchmarks.pipeline_ways import Bench, fill, turns
-from django_txmsg.spark.jobs.outgoing import run_replay
-from django_txmsg.spark.jobs.outgoing_options import ReplayOptions
+from django_txmsg.spark.jobs.outgoing import ReplayOptions, run_replay
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.session import build

@@ -3,18 +3,24 @@
 Each alert is a row, so that a killed process resumes, the metrics of any web process
 show it, and a webhook is called at each beginning and each end. It is called after the
 row is written, and the call is recorded afterwards: at least once, with the same id.
+The measures are how late a service's messages are, and how many die.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import hashlib
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ..rules import inbox, outbox
 from .connection import Connection
+from .databases import open_database
 from .databases.sqlite import instant_text, read_instant
-from .spec import hidden
+from .spec import SourceSpec, hidden
+from .webhook import Webhook
 
 _ALERTS = "django_txmsg_pipelinealert"
 _COLUMNS = "name, value, bound, firing, since, summary, told"
@@ -125,3 +131,134 @@ class Alerts:
         if self.connection.vendor == "sqlite":
             return instant_text(instant, upper=True)
         return instant
+
+
+class Telling:
+    """Delivers a service's alerts. `say` takes a line for a person; `stop`, once set,
+    ends waiting for the webhook."""
+
+    def __init__(
+        self,
+        service: str,
+        webhook: Webhook | None,
+        stop: threading.Event,
+        say: Callable[[str], None],
+    ) -> None:
+        self.service, self.webhook, self.stop, self.say = service, webhook, stop, say
+        self.firing: list[Alert] = []
+        self._said: dict[str, bool] = {}
+        #: The database's own alert, which it cannot store itself.
+        self._away: Alert | None = None
+
+    def tell(self, connection: Connection) -> None:
+        """Deliver the changes that were not delivered yet."""
+        alerts = Alerts(connection, self.service)
+        found = alerts.read()
+        self.firing = [one for one in found if one.firing]
+        for alert in found:
+            if self._said.get(alert.name, False) != alert.firing:
+                self._said[alert.name] = alert.firing
+                self.say(f"{alert.status}: {alert.name}: {alert.summary}")
+            if self.webhook is None or not alert.news:
+                continue
+            if self._post(alert):
+                alerts.told(alert)
+        self._tell_away()
+
+    def database_is_away(self, seconds: float, bound: float, error: str) -> None:
+        """Begin the database's alert, or deliver it again if that has failed."""
+        if self._away is None:
+            self._away = Alert(
+                self.service, "database", seconds, bound, True,
+                dt.datetime.now(dt.timezone.utc), error,
+            )  # fmt: skip
+        self._tell_away()
+
+    def database_is_back(self) -> None:
+        """End the database's alert, if there is one."""
+        if self._away is not None:
+            self._away = replace(self._away, firing=False)
+            self._tell_away()
+
+    def _tell_away(self) -> None:
+        if self.webhook is None or self._away is None or not self._away.news:
+            if self._away is not None and not self._away.firing:
+                self._away = None
+            return
+        if self._post(self._away):
+            told = replace(self._away, told=self._away.status)
+            self._away = told if told.firing else None
+
+    def _post(self, alert: Alert) -> bool:
+        assert self.webhook is not None
+        if self.webhook.post(alert.message(), self.stop):
+            return True
+        if self.webhook.error:
+            self.say(f"The webhook did not accept {alert.name}: {self.webhook.error}.")
+        return False
+
+
+def lag(connection: Connection, source: SourceSpec) -> float:
+    """Return for how many seconds the oldest message has been due: to leave the outbox,
+    or for another attempt. Messages that are held back are not due, like in the app's
+    overview."""
+    now = connection.clock()
+    literal = open_database(source).instant(now, upper=True)
+    oldest = [
+        read_instant(found)
+        for (found,) in connection.rows(
+            "SELECT min(due_at) FROM django_txmsg_outboxmessage"
+            f" WHERE {outbox.DUE.sql(now=literal)} UNION ALL"
+            " SELECT min(due_at) FROM django_txmsg_inboxmessage"
+            f" WHERE {inbox.DUE.sql(now=literal)}"
+        )
+    ]
+    return max([(now - one).total_seconds() for one in oldest if one], default=0.0)
+
+
+def dead_letters(
+    connection: Connection, source: SourceSpec, window: dt.timedelta
+) -> int:
+    """Return how many messages have died within the last `window`."""
+    since = open_database(source).instant(connection.clock() - window, upper=False)
+    found = connection.value(
+        f"SELECT count(*) FROM django_txmsg_deadletter WHERE created_at >= {since}"
+    )
+    return int(found)
+
+
+def last_run(
+    connection: Connection, source: SourceSpec, job: str
+) -> dt.datetime | None:
+    """Return when a job was last started here."""
+    return read_instant(
+        connection.value(
+            "SELECT max(started_at) FROM django_txmsg_pipelinerun WHERE job = %s"
+            " AND service = %s",
+            job, source.service,
+        )
+    )  # fmt: skip
+
+
+def lost(
+    connection: Connection, source: SourceSpec, verdicts: Sequence[str]
+) -> dict[str, int] | None:
+    """Return how many messages with each of these verdicts runs of `reconcile` have
+    found since the last check, without acknowledged ones. None if there was no check
+    yet."""
+    # By the run's instant, not by its report: it may end while `follow` is not running.
+    weighed = connection.value(
+        "SELECT checked_at FROM django_txmsg_pipelinealert WHERE service = %s"
+        " AND name = 'lost'",
+        source.service,
+    )
+    if weighed is None:
+        return None
+    return dict(
+        connection.rows(
+            "SELECT verdict, count(*) FROM django_txmsg_finding WHERE service = %s"
+            f" AND verdict IN ({', '.join(['%s'] * len(verdicts))}) AND found_at > %s"
+            " AND acknowledged_at IS NULL GROUP BY verdict ORDER BY verdict",
+            source.service, *verdicts, weighed,
+        )
+    )  # fmt: skip

@@ -1,17 +1,24 @@
-"""The lake: a marked place with tables in it."""
+"""The lake: a marked place with tables in it.
+
+An empty mount point looks like a lake that was not created yet: the marks of the
+databases tell that one is missing.
+"""
 
 from __future__ import annotations
 
 import json
 import uuid
+from contextlib import closing
 
 from pyarrow import fs
 from pyspark.sql import types as t
 
+from .connection import connect_plain
 from .errors import EnvironmentFault
 from .laketable import LakeTable
-from .schemas import LAKE_VERSION
-from .spec import LakeSpec
+from .marks import Marks
+from .schemas import LAKE_VERSION, TABLES
+from .spec import JobSpec, LakeSpec
 from .storage import MARKER, place_of, sync
 
 
@@ -75,3 +82,40 @@ class Lake:
     def table(self, name: str, struct: t.StructType) -> LakeTable:
         """Return one of the lake's tables, which may not exist yet."""
         return LakeTable(self.place, name, struct)
+
+
+class NotMounted(EnvironmentFault):
+    """A lake with rows of ours is missing."""
+
+
+def is_mounted(spec: JobSpec) -> bool:
+    """Return whether there is a lake at the specification's address. Raises NotMounted
+    if there is none, and rows of its services were archived into it."""
+    lake = spec.lake_spec()
+    try:
+        Lake(lake)
+    except NoLake as missing:
+        if known := _archived_into(spec, lake.uri):
+            raise NotMounted(
+                f"There is nothing at {lake.uri}, and {known!r} has archived rows into "
+                "the lake there: mount it, or bring its newest backup back, and run "
+                "again. If it is gone for good, say so: archive --accept-loss."
+            ) from missing
+        return False
+    return True
+
+
+def _archived_into(spec: JobSpec, uri: str) -> str:
+    """Return a service whose rows are in the lake."""
+    for source in spec.services:
+        try:
+            with closing(connect_plain(source)) as connection:
+                for table in TABLES:
+                    for mark in Marks(connection, table).read():
+                        if mark.lake == uri and mark.purged_through:
+                            return source.service
+        except EnvironmentFault:
+            # The database is away, which the job will report, or the role may read only
+            # the log.
+            continue
+    return ""

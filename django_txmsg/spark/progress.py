@@ -1,11 +1,13 @@
-"""A progress bar on the error stream; silent where that is not a terminal."""
+"""How far a job is: a progress bar on the error stream, silent where that is not a
+terminal; and the steps of a protocol, between which the tests kill it.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -103,3 +105,11 @@ class Progress:
         line = " ".join(filter(None, [*parts, self.note]))
         self.stream.write(f"\r\x1b[K{line}")
         self.stream.flush()
+
+
+#: Called with the name of the completed step.
+Step = Callable[[str], None]
+
+
+def no_step(step: str) -> None:
+    """Do nothing between the steps of the protocol."""

@@ -19,8 +19,8 @@ from pyspark.sql import types as t
 
 from .connection import connect_plain
 from .errors import PipelineError, VerificationRefused
+from .lake import NotMounted, is_mounted
 from .lock import alive
-from .mounted import NotMounted, is_mounted
 from .results import Results
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden
 

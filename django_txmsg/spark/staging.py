@@ -3,6 +3,10 @@
 A task stages its rows under a key of its own attempt. One transaction then merges the
 successful attempts, records the run's name and clears the staging table. COPY has no ON
 CONFLICT; the merge has.
+
+Dead letters are not stored again: the app is asked to redeliver them. It knows each
+one's stage and what was processed already; it limits the rate, can be paused, and
+records who asked.
 """
 
 from __future__ import annotations
@@ -16,12 +20,51 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..rules import bulk_operation
 from .connection import Connection, connect_plain
 from .databases.sqlite import instant_text
 from .errors import EnvironmentFault, UsageError
 from .schemas import STAGED
 from .spec import SourceSpec
-from .stored_run import now_sql, remember
+
+_RUNS = "django_txmsg_storedrun"
+
+
+def remember(connection: Connection, name: str, messages: int, ids: str) -> bool:
+    """Record the messages that belong to a name: how many, and the sum of their ids.
+    Returns whether the name is new. Messages stored before may be archived or pruned by
+    now, and are not stored again.
+
+    Raises UsageError if the name belongs to other messages.
+    """
+    if not messages:
+        return False
+    fresh = connection.execute(
+        f"INSERT INTO {_RUNS} (name, messages, ids, stored_at)"
+        f" VALUES (%s, %s, %s, {now_sql(connection)}) ON CONFLICT (name) DO NOTHING",
+        name, messages, ids,
+    )  # fmt: skip
+    if fresh:
+        return True
+    [known] = connection.rows(
+        f"SELECT messages, ids, stored_at FROM {_RUNS} WHERE name = %s", name
+    )
+    if tuple(known[:2]) != (messages, ids):
+        raise UsageError(
+            f"{name} has stored {known[0]:,} messages at {known[2]}, and these "
+            f"{messages:,} are not the same. Nothing was stored: a name belongs to "
+            "one selection of messages, so give this one another name."
+        )
+    return False
+
+
+def now_sql(connection: Connection) -> str:
+    """Return SQL for the instant at which a row is written, in a statement with
+    parameters."""
+    if connection.vendor == "postgresql":
+        return "now()"
+    return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+
 
 _STAGED = "django_txmsg_stagedmessage"
 _OUTBOX = "django_txmsg_outboxmessage"
@@ -214,3 +257,40 @@ def _sqlite_value(name: str, value: Any) -> Any:
     if name == "position" and value is not None:
         return instant_text(value, upper=True)
     return value
+
+
+#: The id of a dead letter, and that of its message.
+Letter = tuple[int, str]
+
+
+def ask(
+    spec: SourceSpec, name: str, letters: Sequence[Letter], *, rate: float, why: str
+) -> int | None:
+    """Have a service redeliver dead letters, and return the id of its bulk operation;
+    None if there are none, or if a request with this name exists.
+
+    Raises UsageError if that request was for others, and for a rate that no worker can
+    keep.
+    """
+    if wrong := bulk_operation.wrong_rate(rate or None):
+        raise UsageError(wrong)
+    ids = sum(uuid.UUID(message).int for _, message in letters) % 2**128
+    connection = connect_plain(spec)
+    try:
+        with connection.transaction():
+            if not remember(connection, name, len(letters), f"{ids:032x}"):
+                return None
+            numbers = sorted(number for number, _ in letters)
+            sql, values = bulk_operation.started(
+                spec.vendor,
+                kind="redeliver",
+                filters={"ids": numbers},
+                total=len(numbers),
+                up_to=numbers[-1],
+                by=f"pipeline: {name}",
+                why=why,
+                rate=rate or None,
+            )
+            return int(connection.value(sql, *values))
+    finally:
+        connection.close()

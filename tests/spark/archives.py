@@ -11,9 +11,7 @@ import pyarrow as pa
 from deltalake import DeltaTable
 
 from django_txmsg.spark.databases import open_database
-from django_txmsg.spark.jobs.archive import Archiver
-from django_txmsg.spark.jobs.archive_options import ArchiveOptions
-from django_txmsg.spark.jobs.archive_result import ArchiveResult
+from django_txmsg.spark.jobs.archive import ArchiveOptions, Archiver, ArchiveResult
 from django_txmsg.spark.rowhash import row_hashes
 from django_txmsg.spark.schemas import OUTBOX, Table
 from django_txmsg.spark.spec import LakeSpec

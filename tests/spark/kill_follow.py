@@ -13,8 +13,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from django_txmsg.spark.jobs.follow import Follower
-from django_txmsg.spark.jobs.follow_options import FollowOptions
+from django_txmsg.spark.jobs.follow import Follower, FollowOptions
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from django_txmsg.spark.webhook import Webhook
 from tests.spark.kill_archive import DIFFERING, requeue

@@ -21,7 +21,7 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg.spark.errors import EnvironmentFault, VerificationRefused
-from django_txmsg.spark.jobs.archive_options import ArchiveOptions, tasks_on
+from django_txmsg.spark.jobs.archive import ArchiveOptions, tasks_on
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles, LakeFile, prove
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX

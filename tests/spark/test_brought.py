@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
-from django_txmsg.spark.jobs.brought import Standing, looked_at, stands
+from django_txmsg.spark.jobs.journeys import Standing, looked_at, stands
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run

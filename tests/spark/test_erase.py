@@ -13,7 +13,7 @@ from deltalake import DeltaTable
 
 from django_txmsg import wire
 from django_txmsg.spark.errors import UsageError
-from django_txmsg.spark.jobs.erased_rows import (
+from django_txmsg.spark.jobs.erase import (
     erase_rows,
     erase_tails,
     messages_named,

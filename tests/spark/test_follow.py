@@ -27,12 +27,11 @@ from django.core.management import call_command
 from prometheus_client import CollectorRegistry, generate_latest
 
 from django_txmsg import metrics
-from django_txmsg.spark import measures
+from django_txmsg.spark import alerts
 from django_txmsg.spark import webhook as webhooks
 from django_txmsg.spark.alerts import Alert, Alerts
 from django_txmsg.spark.errors import UsageError
-from django_txmsg.spark.jobs.follow import Follower
-from django_txmsg.spark.jobs.follow_options import FollowOptions
+from django_txmsg.spark.jobs.follow import Follower, FollowOptions
 from django_txmsg.spark.lock import archiving
 from django_txmsg.spark.lock import following as alone
 from django_txmsg.spark.models import PipelineAlert
@@ -498,7 +497,7 @@ def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> 
 def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> None:
     spec = JobSpec((log.spec,), lake)
     with log.connected() as connection:
-        assert measures.lost(connection, log.spec, LOST) is None
+        assert alerts.lost(connection, log.spec, LOST) is None
         Alerts(connection, "shop").weigh("lost", 0, 0, "Nothing is known yet.")
         now = datetime.now(timezone.utc)
 
@@ -512,7 +511,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
 
         # `lost` is what is lost, and nothing else that a run finds.
         noted("dead", "late", "unknown_sender")
-        assert measures.lost(connection, log.spec, LOST) == {}
+        assert alerts.lost(connection, log.spec, LOST) == {}
         noted("never_received", "never_received", "dead")
         with receiver() as taking:
             stop = threading.Event()
@@ -532,7 +531,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
             finally:
                 stop.set()
                 working.join()
-        assert measures.lost(connection, log.spec, LOST) == {}
+        assert alerts.lost(connection, log.spec, LOST) == {}
     [lost] = taking.taken
     assert (lost["alert"], lost["value"]) == ("lost", 2)
     assert lost["summary"].endswith("new: 2 never_received.")

@@ -19,9 +19,8 @@ import pyarrow as pa
 import pytest
 
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
-from django_txmsg.spark.jobs.archive_options import ArchiveOptions
-from django_txmsg.spark.jobs.outgoing import choose
-from django_txmsg.spark.jobs.outgoing_options import ReplayOptions
+from django_txmsg.spark.jobs.archive import ArchiveOptions
+from django_txmsg.spark.jobs.outgoing import ReplayOptions, choose
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.schemas import OUTBOX, STAGED
 from django_txmsg.spark.spec import JobSpec, LakeSpec

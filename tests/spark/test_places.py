@@ -6,8 +6,8 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any
 
-from django_txmsg.spark.jobs.clocks import differences
-from django_txmsg.spark.jobs.places import Listener, Place, listeners
+from django_txmsg.spark.jobs.listeners import Listener, Place, listeners
+from django_txmsg.spark.jobs.reconcile import differences
 from django_txmsg.spark.spec import Subscription
 from django_txmsg.spark.tally import Line
 

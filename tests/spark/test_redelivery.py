@@ -14,8 +14,8 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.management.commands.pipeline import source_spec
 from django_txmsg.models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.spark.errors import UsageError
-from django_txmsg.spark.redelivery import ask
 from django_txmsg.spark.spec import JobSpec
+from django_txmsg.spark.staging import ask
 from tests import factories as make
 from tests.app.models import Effect
 from tests.running import declared, send, ship, step

@@ -16,7 +16,7 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg.spark.errors import EnvironmentFault
-from django_txmsg.spark.jobs.archive_options import ArchiveOptions
+from django_txmsg.spark.jobs.archive import ArchiveOptions
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from tests.services import PostgreSQL

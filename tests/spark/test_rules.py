@@ -36,9 +36,9 @@ from django_txmsg.models.holds import Holds
 from django_txmsg.models.outbox import PENDING
 from django_txmsg.monitoring import retention, status
 from django_txmsg.rules import outbox as outbox_rules
+from django_txmsg.spark.alerts import lag
 from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.ledger import Ledger
-from django_txmsg.spark.measures import lag
 from django_txmsg.spark.schemas import TABLES
 from tests import factories as make
 from tests.factories import ago

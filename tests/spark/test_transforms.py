@@ -16,7 +16,7 @@ from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 from django_txmsg import wire
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.schemas import STAGED
-from django_txmsg.spark.transforms import activity, deadletters, latency, outgoing
+from django_txmsg.spark.transforms import analyze, outgoing
 from django_txmsg.spark.transforms import reconcile as judging
 from django_txmsg.spark.transforms.journeys import (
     LETTERS,
@@ -591,10 +591,10 @@ def test_sketches_merge_to_percentiles_and_keep_negative_times(spark) -> None:
     rows = [inbox_row(float(n), minute=70.0 * (n % 2)) for n in range(1, 101)]
     rows.append(inbox_row(-5.0))
 
-    sketches = latency.stage_latencies(spark.createDataFrame(rows, INBOX))
-    merged = latency.percentiles(sketches.where("measure = 'critical'"), "stage")
+    sketches = analyze.stage_latencies(spark.createDataFrame(rows, INBOX))
+    merged = analyze.percentiles(sketches.where("measure = 'critical'"), "stage")
 
-    assertSchemaEqual(sketches.schema, latency.LATENCY, ignoreNullable=True)
+    assertSchemaEqual(sketches.schema, analyze.LATENCY, ignoreNullable=True)
     # Two hours, and the one before in which the wrong clock has it processed.
     assert sketches.where("measure = 'critical'").count() == 3
     [row] = merged.collect()
@@ -625,25 +625,23 @@ def test_activity_counts_by_hour(spark) -> None:
     )
 
     assertDataFrameEqual(
-        activity.throughput(outbox, inbox),
+        analyze.throughput(outbox, inbox),
         spark.createDataFrame(
             [(at(0), 4, 1, 2, 0), (at(60), 0, 1, 0, 1), (at(120), 1, 0, 0, 0)],
-            activity.THROUGHPUT,
+            analyze.THROUGHPUT,
         ),
     )
     assertDataFrameEqual(
-        activity.backlog(outbox, at(0), at(200)),
-        spark.createDataFrame(
-            [(at(0), 1), (at(60), 0), (at(120), 1)], activity.BACKLOG
-        ),
+        analyze.backlog(outbox, at(0), at(200)),
+        spark.createDataFrame([(at(0), 1), (at(60), 0), (at(120), 1)], analyze.BACKLOG),
     )
     assertDataFrameEqual(
-        activity.redeliveries(inbox),
-        spark.createDataFrame([("b", "s", 3, 2, 5, 10, 1)], activity.REDELIVERIES),
+        analyze.redeliveries(inbox),
+        spark.createDataFrame([("b", "s", 3, 2, 5, 10, 1)], analyze.REDELIVERIES),
     )
     assertDataFrameEqual(
-        activity.senders(outbox),
-        spark.createDataFrame([("a", "q", 4, 1), ("a", "r", 1, 0)], activity.SENDERS),
+        analyze.senders(outbox),
+        spark.createDataFrame([("a", "q", 4, 1), ("a", "r", 1, 0)], analyze.SENDERS),
     )
 
 
@@ -661,8 +659,8 @@ def test_backlog_includes_messages_that_waited_before(spark) -> None:
     ).withColumns(at_once())
 
     assertDataFrameEqual(
-        activity.backlog(outbox, at(5), at(200)),
-        spark.createDataFrame([(at(0), 2), (at(60), 1)], activity.BACKLOG),
+        analyze.backlog(outbox, at(5), at(200)),
+        spark.createDataFrame([(at(0), 2), (at(60), 1)], analyze.BACKLOG),
     )
 
 
@@ -685,10 +683,10 @@ def test_delayed_messages_are_neither_backlog_nor_latency(spark) -> None:
     inbox = inbox.withColumn("started_at", sf.col("first_received_at"))
 
     assertDataFrameEqual(
-        activity.backlog(outbox, at(-60), at(200)),
-        spark.createDataFrame([(at(120), 0)], activity.BACKLOG),
+        analyze.backlog(outbox, at(-60), at(200)),
+        spark.createDataFrame([(at(120), 0)], analyze.BACKLOG),
     )
-    found = latency.stage_latencies(latency.from_due(inbox, outbox))
+    found = analyze.stage_latencies(analyze.from_due(inbox, outbox))
     assert dict(found.select("measure", "longest").collect()) == {
         "critical": 120.0, "transit": 60.0, "processing": 60.0,
     }  # fmt: skip
@@ -707,9 +705,9 @@ def test_dead_letters_of_one_cause_are_one_group(spark) -> None:
         " fingerprint string, resolution string, created_at timestamp",
     )
 
-    groups = deadletters.groups(letters, buckets=2)
+    groups = analyze.groups(letters, buckets=2)
 
-    assertSchemaEqual(groups.schema, deadletters.GROUPS, ignoreNullable=True)
+    assertSchemaEqual(groups.schema, analyze.GROUPS, ignoreNullable=True)
     found = {
         row.letters: (row.open, list(row.growth), row.group) for row in groups.collect()
     }

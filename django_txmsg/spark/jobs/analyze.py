@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,24 +15,29 @@ from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
 from ..noted import Noted, Which
-from ..report.findings import Findings
-from ..report.page import render
+from ..report.page import Findings, render
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, Table
 from ..spec import JobSpec
-from ..transforms.activity import (
+from ..transforms.analyze import (
     BACKLOG,
+    GROUPS,
+    LATENCY,
     REDELIVERIES,
     SENDERS,
     THROUGHPUT,
     backlog,
+    from_due,
+    groups,
+    percentiles,
     redeliveries,
     senders,
+    stage_latencies,
     throughput,
 )
-from ..transforms.deadletters import GROUPS, groups
-from ..transforms.instants import timestamp
-from ..transforms.latency import LATENCY, from_due, percentiles, stage_latencies
+from ..transforms.normalise import timestamp
+from ..versions import insist_on
+from .outcome import Outcome, job_session
 from .reading import WholeLog
 
 #: Most rows of the report's lists. The lake's tables have them all.
@@ -215,3 +221,30 @@ def _narrow(
 ) -> DataFrame:
     fields = {f.name: f for f in table.struct().fields}
     return log.read(table.name, t.StructType([fields[n] for n in names]), since=day)
+
+
+def analyze_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Analyse, and report stages and dead letters. Raises PipelineError."""
+    insist_on("4.1.2", "analyze")  # its sketches of latencies
+    options = AnalyzeOptions(
+        since=given.since,
+        html="" if given.dry_run else given.html,
+        keep=not given.dry_run,
+    )
+    with job_session(given) as spark:
+        found = run_analyze(spark, spec, options, run)
+    lines = [
+        f"  {row['receiver']}/{row['stage']}: {row['messages']:,} messages, 95 % "
+        f"within {row['p95']:.3f} s, {row['redelivered']:,} of {row['received']:,} "
+        "redelivered"
+        for row in found.stages
+    ]
+    lines += [
+        f"  {row['letters']:,} dead letters ({row['open']:,} open): "
+        f"{row['exception'].partition(chr(10))[0][:100] or row['reason']}"
+        for row in found.groups
+    ]
+    if options.html:
+        lines.append(f"The report is in {options.html}.")
+    facts = {"stages": found.stages, "groups": found.groups, "html": options.html}
+    return Outcome(lines, facts)

@@ -9,25 +9,100 @@ run settles entries above the mark row by row, whatever the reason for them.
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
-from datetime import datetime
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 
 from pyspark.sql import Row, SparkSession
 
+from ..batchlog import Agreement
 from ..connection import Connection
+from ..cores import on_one_machine, parallelism
+from ..errors import UsageError
+from ..lakefile import LakeFile
 from ..ledger import Batch, Different, Horizon, Ledger
-from ..progress import Progress
-from ..schemas import Table
-from ..spec import LakeSpec, SourceSpec
-from .agreement import Agreement
-from .archive_options import ArchiveOptions, cores_of, tasks_on
-from .archive_result import ArchiveResult, Written
+from ..progress import Progress, Step, no_step
+from ..runs import Run
+from ..schemas import TABLES, Table
+from ..session import running
+from ..spec import JobSpec, LakeSpec, SourceSpec
+from ..standstill import Held
 from .batch_task import MANIFEST, BatchTask, file_of, kept_columns, run_here
+from .outcome import Outcome, started
 from .settling import Settled, Settling
-from .steps import Step, no_step
+
+#: Most connections that tasks open to a database at the same time, by default.
+MAX_TASKS = 16
+
+
+@dataclass(frozen=True)
+class ArchiveOptions:
+    """The options of an archive. Every parallel task occupies a server process, and
+    takes processor time from the application."""
+
+    older_than: timedelta
+    batch_rows: int = 100_000
+    batches: int = 0
+    """Batches that one Spark job writes; 0 is four for each core."""
+    tasks: int = 0
+    """Number of parallel writers; 0 leaves it to `tasks_on()`."""
+    purges: int = 1
+    """Number of parallel deleting transactions, on PostgreSQL."""
+    overlap: bool = False
+    """Delete one wave of batches while the next is written, on PostgreSQL."""
+    vacuum: bool = True
+    accept_loss: bool = False
+    """Go on if the lake has lost batches that this database has deleted."""
+
+
+def cores_of(spark: SparkSession | None) -> int:
+    """Return how many tasks can run at once."""
+    if spark is None:
+        return os.cpu_count() or 1
+    return parallelism(spark)
+
+
+def tasks_on(spark: SparkSession | None) -> int:
+    """Return the number of parallel writers, including those that wait for a core: two
+    for each core, and no more than a database has connections to spare. On one machine
+    it is half its cores, because the database that is read needs the others."""
+    cores = cores_of(spark)
+    if spark is None or on_one_machine(spark):
+        return max(1, cores // 2)
+    return min(MAX_TASKS, 2 * cores)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A batch with written and proven files."""
+
+    batch: Batch
+    files: list[LakeFile]
+    rows: int
+    checksum: int
+
+
+@dataclass
+class ArchiveResult:
+    """The result of an archive, and where its time went."""
+
+    rows: int = 0
+    batches: int = 0
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    held: Held = field(default_factory=lambda: Held(0))
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def spent(self, step: str, since: float) -> None:
+        """Add the time since `since` to a step's."""
+        self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - since
+
 
 #: Most batches that are planned before the first of them is in the lake.
 MAX_WAVE = 64
@@ -274,3 +349,136 @@ class Archiver:
             self._count(settled, number)
             self._advance(number, settled.rows)
         self.on_step("purged")
+
+
+#: Rows that one process archives in the time that Spark needs to start.
+FEW_ROWS = 200_000
+
+
+def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Archive the requested tables, or count what would be archived."""
+    source, lake = spec.service(), spec.lake_spec()
+    chosen = ages(spec, given)
+    outcome = Outcome()
+    if given.dry_run:
+        for name, age in chosen.items():
+            run.counts[name], held = waiting(source, TABLES[name], age)
+            outcome.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
+            _tell_held(name, held, given.stuck_after, run, outcome)
+        run.rows = sum(run.counts.values())
+        return outcome
+    refused: list[str] = []
+    seconds: dict[str, dict[str, float]] = {}
+    start = Progress.on_terminal("archive", quiet=given.json)
+    with _engine(source, chosen, given, start) as spark:
+        outcome.facts["engine"] = "local" if spark is None else "spark"
+        for name, age in chosen.items():
+            archiver = Archiver(
+                spark,
+                source,
+                lake,
+                TABLES[name],
+                ArchiveOptions(
+                    older_than=age,
+                    batch_rows=given.batch_rows,
+                    tasks=given.tasks,
+                    purges=given.purges,
+                    overlap=_overlaps(given, spark),
+                    vacuum=not given.no_vacuum,
+                    accept_loss=given.accept_loss,
+                ),
+                progress=Progress.on_terminal(f"archive {name}", quiet=given.json),
+            )
+            done = archiver.run()
+            run.rows += done.rows
+            run.counts[name] = done.rows
+            refused += done.refused
+            seconds[name] = {k: round(v, 2) for k, v in done.seconds.items()}
+            outcome.lines.append(
+                f"{name}: {done.rows:,} rows in {done.batches} batches are in the lake "
+                "and out of the database."
+            )
+            outcome.lines += done.notes
+            _tell_held(name, done.held, given.stuck_after, run, outcome)
+    outcome.lines += refused
+    outcome.facts |= {"refused": refused, "steps": seconds}
+    if refused:
+        run.refused, run.error = True, "\n".join(refused)
+    return outcome
+
+
+@contextmanager
+def _engine(
+    source: SourceSpec,
+    chosen: Mapping[str, dt.timedelta],
+    given: argparse.Namespace,
+    bar: Progress,
+) -> Iterator[SparkSession | None]:
+    """Yield a Spark session or, for few rows on one machine, None: starting a JVM takes
+    as long as archiving many rows."""
+    engine = given.engine
+    if engine == "auto" and not (given.conf or running()):
+        rows = sum(
+            waiting(source, TABLES[name], age)[0] for name, age in chosen.items()
+        )
+        engine = "local" if rows <= FEW_ROWS else "spark"
+    if engine == "local":
+        yield None
+        return
+    with started(given, bar) as spark:
+        yield spark
+
+
+def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
+    """Return whether one wave is deleted while the next is written: by default if
+    writing takes no processor from the database."""
+    if given.overlap is not None:
+        return bool(given.overlap)
+    return spark is not None and not on_one_machine(spark)
+
+
+def _tell_held(
+    name: str, held: Held, stuck_after: dt.timedelta, run: Run, outcome: Outcome
+) -> None:
+    """Report rows that wait for an open transaction. A transaction that is open for too
+    long is a finding: it blocks the archive, and vacuum."""
+    if not held.rows:
+        return
+    outcome.lines.append(
+        f"{name}: {held.rows:,} settled rows wait for {held.whom}: they changed after "
+        "it had begun."
+    )
+    outcome.facts.setdefault("held", {})[name] = held.rows
+    if held.seconds > stuck_after.total_seconds():
+        run.findings = True
+
+
+def waiting(
+    source: SourceSpec, table: Table, older_than: dt.timedelta
+) -> tuple[int, Held]:
+    """Return how many rows an archive would take, and which wait: the dry run."""
+    ledger = Ledger(source, table)
+    try:
+        now, horizon = ledger.clock()
+        cutoff = now - older_than
+        return ledger.waiting(cutoff, horizon), ledger.held(cutoff, horizon)
+    finally:
+        ledger.close()
+
+
+def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:
+    """Return the age from which settled rows are archived, by table. Raises UsageError
+    if there is no age for any."""
+    found = {name: _age(name, spec, given) for name in given.table or TABLES}
+    chosen = {name: age for name, age in found.items() if age is not None}
+    if not chosen:
+        raise UsageError("No age is given: give --older-than, or a retention.")
+    return chosen
+
+
+def _age(name: str, spec: JobSpec, given: argparse.Namespace) -> dt.timedelta | None:
+    if given.older_than is not None:
+        age: dt.timedelta = given.older_than
+        return age
+    days = spec.retention.get(name)
+    return None if days is None else dt.timedelta(days=days)

@@ -1,6 +1,12 @@
-"""Findings of `reconcile` runs, as stored in the lake and the database."""
+"""`findings`: what runs of `reconcile` have found, as stored in the lake and the
+database, with operators' notes. Listing and acknowledging do not start Spark.
+"""
 
 from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime as dt
 
 import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame
@@ -9,7 +15,10 @@ from pyspark.sql import types as t
 from ..errors import UsageError
 from ..noted import KEY, Noted, Which
 from ..results import result_struct
+from ..runs import Run, run_by
+from ..spec import JobSpec
 from ..transforms.reconcile import CHANGE, KNOWN, SUMMARY, is_finding, standing
+from .outcome import Outcome
 from .reading import WholeLog
 
 
@@ -74,3 +83,62 @@ def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
     )
     found = found.join(sf.broadcast(settled), is_finding("of_"), "left_anti")
     return found.select("message_id").distinct()
+
+
+#: Most findings listed for people. `--json` has them all.
+SHOWN = 50
+
+
+def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """List findings, acknowledge them, or reopen them. Raises UsageError if a change
+    selects none."""
+    noted = Noted(spec.service())
+    which = Which(given.verdict, given.destination, tuple(given.message_id))
+    changes = given.reopen or given.acknowledge is not None
+    if not changes:
+        return _listed(noted, which, bool(given.all), run)
+    if which == Which() and not given.all:
+        raise UsageError(
+            "Which findings? Give --verdict, --destination or --message-id, or --all."
+        )
+    if given.dry_run:
+        there = dataclasses.replace(which, acknowledged=bool(given.reopen))
+        run.rows = sum(noted.count(there).values())
+        said = "would be"
+    elif given.reopen:
+        run.rows, said = noted.reopen(which), "are"
+    else:
+        run.rows, said = noted.acknowledge(which, run_by(), given.acknowledge), "are"
+    word = "open again" if given.reopen else "acknowledged"
+    return Outcome([f"{run.rows:,} findings {said} {word}."])
+
+
+def _listed(noted: Noted, which: Which, everything: bool, run: Run) -> Outcome:
+    which = dataclasses.replace(which, acknowledged=None if everything else False)
+    found = noted.read(which)
+    now = dt.datetime.now(dt.timezone.utc)
+    lines = []
+    for one in found[:SHOWN]:
+        line = (
+            f"{one['verdict']}: {one['message_id']} to {one['destination']} from "
+            f"{one['sender'] or 'an unknown sender'} at "
+            f"{one['consumer'] or 'no consumer'}, "
+            f"found {_age(now - one['found_at'])} ago"
+        )
+        if one["acknowledged_at"]:
+            line += (
+                f"; acknowledged by {one['acknowledged_by']} "
+                f"{_age(now - one['acknowledged_at'])} ago: {one['note']}"
+            )
+        lines.append(line)
+    if len(found) > SHOWN:
+        lines.append(f"… and {len(found) - SHOWN:,} more: --json lists all.")
+    run.rows, run.counts = len(found), noted.count(which)
+    return Outcome(lines, {"findings": found})
+
+
+def _age(age: dt.timedelta) -> str:
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if age.total_seconds() >= size:
+            return f"{age.total_seconds() / size:.0f} {unit}"
+    return f"{max(0, age.total_seconds()):.0f} s"

@@ -7,31 +7,144 @@ waits while a database or a lake is away.
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
+import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import measures
-from ..alerts import Alert, Alerts
+from .. import alerts
+from ..alerts import Alert, Alerts, Telling
 from ..connection import Connection, connect_plain
 from ..errors import UsageError
 from ..lock import Archiving, Taken, following
+from ..progress import Step, no_step
 from ..runs import Run, progressed, recorded
 from ..schemas import TABLES
-from ..spec import JobSpec
+from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
 from ..webhook import Webhook
-from .archive import Archiver
-from .archive_options import ArchiveOptions
-from .follow_options import FollowOptions
-from .outage import Outage
-from .reconciling import Reconciling
-from .steps import Step, no_step
+from .archive import ArchiveOptions, Archiver, ages, waiting
+from .outcome import Outcome
+from .reconcile import Reconciling
 from .sweep import SweepOptions, run_sweep
-from .telling import Telling
+
+
+@dataclass(frozen=True)
+class FollowOptions:
+    """Interval, ages, and the bounds above which alerts fire."""
+
+    ages: Mapping[str, dt.timedelta]
+    """The age at which settled rows of a table leave."""
+    every: dt.timedelta = dt.timedelta(minutes=5)
+    batch_rows: int = 100_000
+    lag: dt.timedelta = dt.timedelta(minutes=15)
+    dead_letters: int = 10
+    """In `window`."""
+    window: dt.timedelta = dt.timedelta(hours=1)
+    away: dt.timedelta = dt.timedelta(minutes=5)
+    stuck_after: dt.timedelta = dt.timedelta(hours=6)
+    reconcile_every: dt.timedelta = dt.timedelta(hours=1)
+    reconcile: tuple[str, ...] = ()
+    """The arguments of its command line."""
+    sweep_every: dt.timedelta = dt.timedelta(days=1)
+    once: bool = False
+
+
+#: Seconds between the first tries, and between the last ones.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+
+
+class Outage:
+    """The outage of one resource. `count` is how often there was one."""
+
+    def __init__(self, what: str, say: Callable[[str], None]) -> None:
+        self.what, self._say = what, say
+        self.count = self.tries = 0
+        self.error = ""
+        self._since = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been away."""
+        return time.monotonic() - self._since if self.tries else 0.0
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next try: doubled each time."""
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(10, max(0, self.tries - 1)))
+
+    def failed(self, error: Exception) -> None:
+        """Record that a try has failed."""
+        known = str(error) or type(error).__name__
+        self.error = hidden(known)[:1000]
+        if not self.tries:
+            self._since = time.monotonic()
+            self.count += 1
+            self._say(f"{self.what} cannot be used; waiting for it: {self.error}")
+        self.tries += 1
+
+    def over(self) -> None:
+        """Record that it is back."""
+        if self.tries:
+            self._say(
+                f"{self.what} is back after {self.seconds:,.0f} s, {self.tries} tries."
+            )
+        self.tries, self.error = 0, ""
+
+
+#: Seconds that a stopped job waits for servers that do not answer.
+PATIENCE = 20.0
+
+
+def run_until_stopped(
+    work: Callable[[], None], stop: threading.Event, last: Callable[[], None]
+) -> None:
+    """Work until it is done. The first SIGTERM or SIGINT sets `stop`; the second ends
+    the process. If a server does not answer for PATIENCE seconds, the process exits
+    with code 0 after calling `last`.
+
+    The work has a thread of its own, so that signals are handled while it waits for a
+    server. Outside of the main thread there are no signals, and the caller sets `stop`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    before = {
+        one: signal.signal(one, handle) for one in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="txmsg-follow")
+        done = pool.submit(work)
+        while not done.done() and not stop.is_set():
+            wait([done], timeout=0.2)
+        _end(done, last)
+        pool.shutdown()
+        done.result()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(done: Future[None], last: Callable[[], None]) -> None:
+    wait([done], timeout=PATIENCE)
+    if not done.done():
+        last()
+        sys.stderr.write(f"follow: stopped without an answer after {PATIENCE:g} s.\n")
+        sys.stderr.flush()
+        os._exit(0)
 
 
 class Stopped(Exception):
@@ -223,7 +336,7 @@ class Follower:
     def _due(self, connection: Connection, job: str, every: dt.timedelta) -> bool:
         if not every or self.stop.is_set():
             return False
-        last = measures.last_run(connection, self.source, job)
+        last = alerts.last_run(connection, self.source, job)
         # A clock that was wrong may have left one in the future.
         return last is None or abs(connection.clock() - last) >= every
 
@@ -244,12 +357,12 @@ class Follower:
                 " ".join(found.refused) or "No row differed from its copy.",
                 hold=self.webhook is not None,
             )  # fmt: skip
-        lag = measures.lag(connection, self.source)
+        lag = alerts.lag(connection, self.source)
         weigh(
             "lag", lag, options.lag.total_seconds(),
             f"The oldest message has been due for {lag:,.0f} s.",
         )  # fmt: skip
-        dead = measures.dead_letters(connection, self.source, options.window)
+        dead = alerts.dead_letters(connection, self.source, options.window)
         weigh(
             "dead_letters", dead, options.dead_letters,
             f"{dead:,} messages died in the last {options.window}.",
@@ -274,7 +387,7 @@ class Follower:
     def _lost(self, connection: Connection, found_by: str = "") -> None:
         """Compare the number of lost messages with its bound, when `reconcile` has
         ended, or for runs while `follow` was not running."""
-        new = measures.lost(connection, self.source, LOST + STUCK)
+        new = alerts.lost(connection, self.source, LOST + STUCK)
         if not (found_by or new or new is None):
             return
         said = found_by or "Found while `follow` was not running, new: "
@@ -288,3 +401,80 @@ class Follower:
 def _say(line: str) -> None:
     sys.stderr.write(f"follow: {line}\n")
     sys.stderr.flush()
+
+
+def follow_command(
+    spec: JobSpec, given: argparse.Namespace, recorded: Mapping[str, Any]
+) -> Outcome:
+    """Follow until stopped, or for one round. Raises PipelineError."""
+    options = _options(spec, given)
+    spec.lake_spec()
+    if given.dry_run:
+        return _would(spec, options)
+    webhook = Webhook.from_environment(given.webhook_env)
+    # Tasks and child processes of ours do not need it.
+    os.environ.pop(given.webhook_env, None)
+    stop = threading.Event()
+    follower = Follower(spec, options, webhook, stop, recorded_options=recorded)
+    run_until_stopped(follower.work, stop, follower.reconciling.stop)
+    run = follower.run
+    counts = run.counts if run else {}
+    rows = run.rows if run else 0
+    code = 1 if given.once and follower.firing else 0
+    lines = [f"{one.name}: {one.summary}" for one in follower.firing]
+    said = f"follow: {rows:,} rows in {counts.get('rounds', 0)} rounds since its run"
+    facts = {
+        "job": "follow", "run": run.id if run else None, "rows": rows,
+        "counts": counts, "firing": [one.name for one in follower.firing],
+        "exit_code": code,
+    }  # fmt: skip
+    return Outcome([*lines, f"{said} began; {len(lines)} alerts fire."], facts, code)
+
+
+def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
+    words = ["--since", f"{given.since.total_seconds()}s"]
+    words += ["--grace", f"{given.grace.total_seconds()}s"]
+    for name in given.external:
+        words += ["--external", name]
+    for name in given.external_sender:
+        words += ["--external-sender", name]
+    for key, value in given.conf:
+        words += ["--conf", f"{key}={value}"]
+    return FollowOptions(
+        ages=ages(spec, given),
+        every=given.every,
+        batch_rows=given.batch_rows,
+        lag=given.lag,
+        dead_letters=given.dead_letters,
+        window=given.window,
+        away=given.away,
+        stuck_after=given.stuck_after,
+        reconcile_every=given.reconcile_every,
+        reconcile=tuple(words),
+        sweep_every=given.sweep_every,
+        once=given.once,
+    )
+
+
+def _would(spec: JobSpec, options: FollowOptions) -> Outcome:
+    """Print what a round would find."""
+    source = spec.service()
+    outcome = Outcome()
+    for name, age in options.ages.items():
+        rows, held = waiting(source, TABLES[name], age)
+        outcome.facts[name] = rows
+        outcome.lines.append(f"{name}: {rows:,} rows would move.")
+        if held.rows:
+            outcome.lines.append(f"{name}: {held.rows:,} rows wait for {held.whom}.")
+    connection = connect_plain(source)
+    try:
+        lag = alerts.lag(connection, source)
+        dead = alerts.dead_letters(connection, source, options.window)
+    finally:
+        connection.close()
+    outcome.facts |= {"lag": lag, "dead_letters": dead}
+    outcome.lines += [
+        f"The oldest message has been due for {lag:,.0f} s.",
+        f"{dead:,} messages died in the last {options.window}.",
+    ]
+    return outcome

@@ -6,6 +6,7 @@ Dead letters are not stored here: the app redelivers them, in a bulk operation.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import json
@@ -13,7 +14,8 @@ import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyspark.sql.functions as sf
@@ -24,18 +26,54 @@ from pyspark.sql import types as t
 
 from ...rules import dead_letters
 from ..errors import UsageError, VerificationRefused
-from ..redelivery import ask
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec
-from ..staging import Brought, Merged, Staging
+from ..staging import Brought, Merged, Staging, ask
 from ..transforms.normalise import whole_log, with_cancelled
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from ..transforms.reconcile import FINDINGS
 from .findings import found_in, judged_by
-from .outgoing_options import ReplayOptions, SendOptions
+from .outcome import Outcome, job_session
 from .reading import WholeLog
 from .verify import Verified, read_back
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Which messages are sent again, in which form, and how fast."""
+
+    where: str = ""
+    table: Literal["outbox", "dead_letters"] = "outbox"
+    mode: Literal["same", "copy"] = "same"
+    rate: float = 0
+    limit: int = 0
+    name: str = ""
+    replayed: bool = False
+    """Whether messages stored by a replay or a redelivery may be selected as well."""
+    verdict: str = ""
+    """Only messages for which a `reconcile` has found this."""
+    found_by: str = ""
+    """That run's id; empty: the last one that has stored its results."""
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class SendOptions:
+    """The dataset and how each of its rows becomes a message."""
+
+    path: str
+    destination: str
+    template: str
+    name: str
+    format: str = ""
+    key: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    identity: str = ""
+    rate: float = 0
+    broker: str = "default"
+    dry_run: bool = False
+
 
 _STAGED_TASK = t.StructType(
     [
@@ -331,3 +369,88 @@ def _digest(described: Any) -> str:
 
 def _short(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].partition(";")[0].rstrip(".") + "."
+
+
+def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Replay, and report what was stored. Raises PipelineError."""
+    options = ReplayOptions(
+        where=given.where,
+        table=given.table,
+        mode=given.mode,
+        rate=given.rate,
+        limit=given.limit,
+        name=given.name,
+        replayed=given.replayed,
+        verdict=given.verdict,
+        found_by=given.run,
+        dry_run=given.dry_run,
+    )
+    return _outgoing(lambda spark: run_replay(spark, spec, options, run), given)
+
+
+def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Send a dataset, and report what was stored. Raises PipelineError."""
+    options = SendOptions(
+        path=given.path,
+        destination=given.destination,
+        template=_template(given.template),
+        format=given.format,
+        key=given.key,
+        headers=dict(given.header),
+        identity=given.identity,
+        rate=given.rate,
+        name=given.name,
+        broker=given.broker,
+        dry_run=given.dry_run,
+    )
+    return _outgoing(lambda spark: run_send(spark, spec, options, run), given)
+
+
+def _template(text: str) -> str:
+    """Return a template given as JSON, or as the name of a file that contains it."""
+    if text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"The template {text!r} cannot be read: {error}") from error
+
+
+def _outgoing(
+    work: Callable[[SparkSession], Any], given: argparse.Namespace
+) -> Outcome:
+    with job_session(given) as spark:
+        done = work(spark)
+    facts: dict[str, Any] = {"name": done.name, "chosen": done.chosen}
+    if given.dry_run:
+        lines = [f"{done.chosen:,} messages would be stored under {done.name}."]
+        lines += [f"  {name}: {n:,}" for name, n in sorted(done.destinations.items())]
+        lines += [f"  {one}" for one in done.sample]
+        facts |= {"destinations": done.destinations, "sample": done.sample}
+        return Outcome(lines, facts)
+    if done.merged is None:
+        facts["operation"] = done.operation
+        return Outcome([_asked(done)], facts)
+    merged = done.merged
+    lines = [f"{merged.stored:,} of {merged.staged:,} messages stored as {done.name}."]
+    if merged.known:
+        lines.append(
+            f"{merged.known:,} were stored by {done.name} before. Give another --name "
+            "to store them once more."
+        )
+    return Outcome(lines, facts)
+
+
+def _asked(done: Stored) -> str:
+    letters = f"{done.chosen:,} dead letter{'s' * (done.chosen != 1)}"
+    if done.operation is None and done.chosen:
+        return (
+            f"{letters}: {done.name} has requested them before. Give another --name "
+            "to request them again."
+        )
+    if done.operation is None:
+        return "No open dead letter was selected."
+    return (
+        f"{letters}: bulk operation {done.operation} redelivers them, as {done.name}. "
+        "The service's manage.py consume works it off."
+    )

@@ -1,14 +1,27 @@
 """`reconcile`: compares what was sent with what arrived, over the logs of all
-services."""
+services.
+
+It also finds clocks that differ between services. If all messages from one service to
+another take about the same long time, whenever they were sent, the clocks of the two
+differ. Messages that wait for a consumer would take different times: the earlier they
+came, the longer.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime as dt
-from collections.abc import Iterator, Sequence
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame, SparkSession
@@ -16,12 +29,11 @@ from pyspark.storagelevel import StorageLevel
 
 from ..lakelog import Named
 from ..noted import MOST, Noted
-from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec
 from ..tally import Line
-from ..transforms.instants import timestamp
 from ..transforms.journeys import is_topic
+from ..transforms.normalise import timestamp
 from ..transforms.reconcile import (
     CHANGE,
     EXPECTED,
@@ -38,12 +50,77 @@ from ..transforms.reconcile import (
     reconcile,
     summary,
 )
-from .clocks import Difference, differences
 from .counted import as_outcome, usable
 from .findings import known_findings, standing_findings
 from .journeys import MANY, Journeys, Marks, marks_of, parted
-from .places import Listener, instant, listeners, read_places
+from .listeners import Listener, Place, instant, kept_listeners, listeners, read_places
+from .outcome import Outcome, job_session
 from .reading import WholeLog
+
+#: Smaller differences are not reported.
+SMALL = dt.timedelta(minutes=1)
+#: Fewest messages that show a difference.
+FEW = 3
+#: How much their times may differ, as a fraction of the period in which they were sent.
+SPREAD = 0.1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """By how much the receiver's clock is ahead of the sender's, or behind it if
+    negative."""
+
+    sender: str
+    receiver: str
+    ahead: dt.timedelta
+
+    def describe(self) -> str:
+        """Return the difference in words."""
+        seconds = abs(self.ahead.total_seconds())
+        side = "ahead of" if self.ahead > dt.timedelta() else "behind"
+        return (
+            f"The clock of {self.receiver} is about {seconds:,.0f} s {side} that of "
+            f"{self.sender}: that much is not counted as late. Set the clocks."
+        )
+
+
+def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Difference]:
+    """Return the differences that messages show. `prompt` counts messages that were not
+    read because they were processed promptly: if there are some, the clocks agree."""
+    pairs: dict[tuple[str, str], list[Place]] = {}
+    for one in places:
+        if one.messages and one.sender != one.receiver:
+            pairs.setdefault((one.sender, one.receiver), []).append(one)
+    soon = {(one.destination, one.sent_on) for one in prompt}
+    found = []
+    for pair, own in sorted(pairs.items()):
+        least = dt.timedelta(microseconds=min(one.least_us for one in own))
+        if abs(least) >= SMALL and any(
+            _shows(one, least) and not any(_while(one, *known) for known in soon)
+            for one in own
+        ):
+            found.append(Difference(*pair, least))
+    return found
+
+
+def _shows(place: Place, least: dt.timedelta) -> bool:
+    """Return whether the messages to a destination show that `least`, the shortest time
+    of all, is a difference of the clocks."""
+    if place.messages < FEW:
+        return False
+    spread = dt.timedelta(microseconds=place.median_us) - least
+    if least < dt.timedelta():
+        # A single message may seem to arrive before it was sent: most must.
+        return spread < max(SMALL, SPREAD * -least)
+    return spread < SPREAD * (place.last_at - place.first_at)
+
+
+def _while(place: Place, destination: str, day: dt.date) -> bool:
+    return (
+        place.destination == destination
+        and place.first_at.date() <= day <= place.last_at.date()
+    )
+
 
 _MICROSECOND = dt.timedelta(microseconds=1)
 
@@ -124,7 +201,8 @@ def run_reconcile(
         lines = list(chain.from_iterable(tallied.values()))
         there = read_places(known)
         now = max(one.taken for one in log.live)
-        listening = listeners(_noted(log), there, spec.subscriptions, now)
+        earlier = [] if log.lake is None else kept_listeners(log.lake)
+        listening = listeners(earlier, there, spec.subscriptions, now)
         expected = spark.createDataFrame(
             [dataclasses.astuple(one) for one in listening.expected], EXPECTED
         )
@@ -271,15 +349,119 @@ def _instant(micros: int | None) -> dt.datetime | None:
     return None if micros is None else instant(micros)
 
 
-def _noted(log: WholeLog) -> list[Listener]:
-    """Return the topics' listeners that earlier runs have recorded."""
-    if log.lake is None:
-        return []
-    place = log.lake.table("subscriptions", result_struct(EXPECTED))
-    # As microseconds: a collected timestamp would be in this machine's time zone.
-    micros = {name: sf.unix_micros(name) for name in ("since", "until")}
-    rows = place.read(log.spark).withColumns(micros)
-    return [
-        Listener(one.destination, one.consumer, instant(one.since), _instant(one.until))
-        for one in rows.collect()
+#: Only the end of its output is kept.
+SAID = 500
+
+
+class Reconciling:
+    """A run of `reconcile` with these command-line arguments, in a process of its own,
+    because it needs a JVM. Its specification goes through a pipe, including secrets, so
+    that none are in a file or in a list of processes."""
+
+    def __init__(self, spec: JobSpec, words: Sequence[str]) -> None:
+        self.spec, self.words = spec, words
+        self._process: subprocess.Popen[bytes] | None = None
+        self._out: IO[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a run is in progress."""
+        return self._process is not None
+
+    def start(self) -> None:
+        """Start a run."""
+        home = str(Path(__file__).resolve().parents[3])
+        known = os.environ.get("PYTHONPATH", "")
+        paths = os.pathsep.join(filter(None, [home, known]))
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115 - poll() closes them
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(  # noqa: S603 - our own words
+            [sys.executable, "-m", "django_txmsg.spark", "reconcile", "--spec",
+             "/dev/stdin", "--json", *self.words],
+            stdin=subprocess.PIPE, stdout=self._out, stderr=self._errors,
+            env=os.environ | {"PYTHONPATH": paths},
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(json.dumps(dataclasses.asdict(self.spec)).encode())
+
+    def poll(self) -> dict[str, Any] | None:
+        """Return its result, once it has ended: its facts, or its `error`."""
+        if self._process is None or self._process.poll() is None:
+            return None
+        code, out, errors = self._process.returncode, self._out, self._errors
+        self._process = None
+        assert out is not None
+        assert errors is not None
+        with out, errors:
+            out.seek(0)
+            lines = out.read().decode(errors="replace").splitlines()
+            errors.seek(0)
+            said = errors.read().decode(errors="replace")[-SAID:].strip()
+        try:
+            facts: dict[str, Any] = json.loads(lines[-1])
+        except (IndexError, ValueError):
+            facts = {"error": f"it ended with exit code {code}: {said}"}
+        return facts
+
+    def stop(self) -> None:
+        """End it, if it is running: it has changed nothing that another run would
+        miss."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+
+
+def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Judge the messages, and report the findings. Raises PipelineError."""
+    options = ReconcileOptions(
+        since=given.since,
+        grace=given.grace,
+        late_after=given.late_after,
+        stuck_after=given.stuck_after,
+        fail_on=given.fail_on,
+        known=given.known,
+        external=tuple(given.external),
+        external_senders=tuple(given.external_sender),
+        keep=not given.dry_run,
+    )
+    with job_session(given) as spark:
+        found = run_reconcile(spark, spec, options, run)
+    lines = [f"Judged: messages sent before {found.horizon:%Y-%m-%d %H:%M:%S} UTC."]
+    for name, verdicts in sorted(found.destinations.items()):
+        said = ", ".join(f"{n:,} {kind}" for kind, n in sorted(verdicts.items()))
+        lines.append(f"  {name}: {said}")
+    if new := sum(found.fresh.values()):
+        lines.append(f"  {new:,} findings are new.")
+    if unseen := sum(found.unseen.values()):
+        lines.append(f"  {unseen:,} findings not acknowledged: `pipeline findings`.")
+    for one in found.examples:
+        lines.append(
+            f"  {one['verdict']}: {one['message_id']} to {one['destination']}"
+            f" from {one['sender'] or 'an unknown sender'} at "
+            f"{one['consumer'] or 'no consumer'}, sent {one['sent_at']}"
+            + f", known since {one['known_since']}"
+            * bool(one["known_since"])
+        )
+    lines += [f"  {one.describe()}" for one in found.clocks]
+    lines += [
+        f"  {one.consumer} is expected to receive from {one.destination} what was sent"
+        f" before {one.until:%Y-%m-%d %H:%M:%S} UTC."
+        for one in found.retired
     ]
+    for name in found.unheard:
+        lines.append(
+            f"  None of these services has ever received from {name}. If another "
+            "service does, add it: --service NAME=URL. If something else does: "
+            f"--external {name}."
+        )
+    facts = {
+        "horizon": found.horizon, "destinations": found.destinations,
+        "examples": found.examples, "unheard": found.unheard, "new": found.fresh,
+        "unacknowledged": found.unseen,
+        "clocks": [dataclasses.asdict(one) for one in found.clocks],
+        "retired": [dataclasses.asdict(one) for one in found.retired],
+    }  # fmt: skip
+    return Outcome(lines, facts)

@@ -3,26 +3,64 @@ difference, a killed run, or a restored backup.
 
 For each archived row above the mark: if the database has the same row, it is deleted,
 with its own proof; if the database does not have it, it is only in the lake; if the
-database has a different one, that stays, and the row is removed from the lake.
+database has a different one, that stays, and the row is removed from the lake: its file
+is written again without it, and proved by reading it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow import fs
 
 from ..batchlog import BatchLog
-from ..lakefile import LakeFile, rows_of
+from ..errors import VerificationRefused
+from ..lakefile import LakeFile, parquet_writer, rows_of
 from ..lakelog import Named
 from ..ledger import Ledger, Row, whose
 from ..rowhash import row_hashes
 from ..schemas import Column, Table
-from .rewriting import rewritten
+
+
+def rewritten(
+    files: fs.FileSystem,
+    root: str,
+    file: Named,
+    keep: Callable[[pa.RecordBatch], pa.RecordBatch],
+    checksum: Callable[[pa.RecordBatch], int],
+) -> LakeFile:
+    """Write the rows that `keep` selects from a file into a new file beside it, and
+    return that file, which no log names yet. Raises VerificationRefused if it differs
+    from what was written."""
+    path = str(PurePosixPath(file.path).with_name(f"{uuid.uuid4()}-0.parquet"))
+    rows = total = 0
+    writer: Any = None
+    with files.open_output_stream(f"{root}/{path}") as stream:
+        for batch in rows_of(files, f"{root}/{file.path}"):
+            kept = keep(batch)
+            # The file's counts include the rows that are removed.
+            writer = writer or parquet_writer(stream, batch.schema.remove_metadata())
+            writer.write_batch(kept)
+            rows += kept.num_rows
+            total += checksum(kept)
+        writer.close()
+    again = sum(checksum(one) for one in rows_of(files, f"{root}/{path}"))
+    if again != total:
+        raise VerificationRefused(f"{path} does not hold what was written into it.")
+    info = files.get_file_info(f"{root}/{path}")
+    modified = int(info.mtime.timestamp() * 1000) if info.mtime else 0
+    return LakeFile(
+        path, file.service, file.day, info.size, rows, modified, file.batches
+    )
+
 
 #: Most rows and bytes of a deleting transaction. In SQLite all other writers wait for
 #: it.

@@ -48,7 +48,7 @@ _KEYS = ("message_id", "key", "correlation_id")
 _HEAVY = ("body", "headers", "traceback")
 
 
-def run_show(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Return the steps of the messages that have this id, key or correlation id."""
     steps = sorted(
         (

@@ -2,24 +2,113 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import datetime as dt
+import uuid
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pyspark.sql import types as t
 
 from ..connection import connect_plain
-from ..errors import EnvironmentFault
+from ..errors import EnvironmentFault, VerificationRefused
 from ..lake import Lake
-from ..lakelog import touched
+from ..lakefile import DayFiles, LakeFile, rows_of
+from ..lakelog import Named, touched
 from ..laketable import CommitFailedError, LakeTable
 from ..ledger import Ledger
 from ..lock import Taken, keeping
 from ..progress import Progress
+from ..results import CLOCK
 from ..runs import Run
 from ..schemas import TABLES
 from ..spec import JobSpec
-from .joining import join
+from .outcome import Outcome
+from .settling import checksum
+
+#: Files below this size are joined, into files of about this size.
+SMALL = 64 << 20
+
+
+def join(place: LakeTable, service: str) -> int:
+    """Join a service's small files in one entry of the log; return how many. Whatever a
+    file records about its rows is kept. Raises VerificationRefused if the written rows
+    differ from the rows that were read."""
+    delta = place.load()
+    if delta is None:
+        return 0
+    small = [
+        one for one in place.named(delta) if one.service == service and one.size < SMALL
+    ]
+    old: list[Named] = []
+    new: list[LakeFile] = []
+    for group in _groups(place, small):
+        old += group
+        new += _joined(place, group)
+    if old:
+        place.commit(
+            delta, new, replaced=old, metadata={"joined": len(old)}, same_rows=True
+        )
+    return len(old)
+
+
+def _groups(place: LakeTable, small: list[Named]) -> Iterator[list[Named]]:
+    """Yield files of a day that have the same columns: an older row must not get a
+    later column, not even as null, because its checksum does not cover it."""
+
+    def kind(one: Named) -> tuple[str, tuple[str, ...]]:
+        schema = pq.read_schema(f"{place.root}/{one.path}", filesystem=place.files)
+        return one.day.isoformat(), tuple(schema.names)
+
+    kinds = {one: kind(one) for one in small}
+    for _, of_one_kind in groupby(sorted(small, key=kinds.__getitem__), kinds.get):
+        group: list[Named] = []
+        size = 0
+        for one in of_one_kind:
+            group.append(one)
+            size += one.size
+            if size >= SMALL:
+                yield group
+                group, size = [], 0
+        if len(group) > 1:
+            yield group
+
+
+def _joined(place: LakeTable, group: list[Named]) -> list[LakeFile]:
+    table = TABLES.get(place.name)
+    files = DayFiles(
+        place.files, place.root, group[0].service, table.clock if table else CLOCK,
+        f"joined-{uuid.uuid4()}", ready=place.place.insist,
+    )  # fmt: skip
+
+    def proof(batch: pa.RecordBatch) -> int:
+        return checksum(batch, table) if table else 0
+
+    before = after = rows = 0
+    for one in group:
+        for batch in rows_of(place.files, f"{place.root}/{one.path}"):
+            before += proof(batch)
+            files.write(batch.replace_schema_metadata(None))
+    written = files.close()
+    for file in written:
+        for batch in rows_of(place.files, f"{place.root}/{file.path}"):
+            after += proof(batch)
+            rows += batch.num_rows
+    if (rows, after) != (sum(one.rows for one in group), before):
+        raise VerificationRefused(
+            f"{written[0].path} does not hold what was written into it."
+        )
+    known = [one.batches for one in group if one.batches is not None]
+    if len(known) < len(group):
+        return written
+    batches = min(low for low, _ in known), max(high for _, high in known)
+    return [dataclasses.replace(one, batches=batches) for one in written]
+
 
 #: Not history: the subscribers of a topic are valid until they change.
 FOR_GOOD = frozenset(["subscriptions"])
@@ -120,6 +209,27 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
         for path in orphans:
             place.files.delete_file(path)
     return done
+
+
+def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Sweep, and report what was removed. Raises PipelineError."""
+    options = SweepOptions(
+        orphans_older_than=given.orphans_older_than,
+        replaced_older_than=given.replaced_older_than,
+        keep=given.keep,
+        compact=not given.no_compact,
+        dry_run=given.dry_run,
+    )
+    would = "would be " if given.dry_run else ""
+    bar = Progress.on_terminal("sweep", quiet=given.json, unit="tables")
+    swept = run_sweep(spec, options, run, bar)
+    return Outcome(
+        [
+            f"{name}: {one.orphans} orphaned and {one.replaced} replaced files "
+            f"{would}removed, {one.compacted} joined, {one.dropped_days} days dropped."
+            for name, one in swept.items()
+        ]
+    )
 
 
 __all__ = ["SweepOptions", "Swept", "run_sweep"]

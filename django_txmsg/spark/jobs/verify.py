@@ -7,6 +7,7 @@ the sums that were proven when they were archived.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from ..runs import Run
 from ..schemas import TABLES, Table, arrow_schema
 from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
+from .outcome import Outcome, job_session
 from .reading import WholeLog
 from .settling import checksum
 
@@ -222,3 +224,21 @@ class VerifyTask:
             problem = f"{file.path}: {counted:,} rows, and the log says {file.rows:,}."
             return [(problem, 0, 0, "0")]
         return [("", batch, rows, str(total)) for batch, (rows, total) in sums.items()]
+
+
+def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Verify, and report the problems. Raises PipelineError."""
+    with job_session(given) as spark:
+        found = run_verify(spark, spec, run)
+    lines = [
+        f"{name}: {one.files:,} files and {one.batches:,} batches are as the log says"
+        + (
+            f", {one.unproven:,} batches have no sum to compare with"
+            * bool(one.unproven)
+        )
+        + "."
+        for name, one in found.items()
+        if not one.problems
+    ]
+    problems = [problem for one in found.values() for problem in one.problems]
+    return Outcome(lines + problems, {"problems": problems})

@@ -1,13 +1,21 @@
-"""Merges rows of the lake and of live databases into one log, each row once."""
+"""Merges rows of the lake and of live databases into one log, each row once; and puts
+instants of Python into expressions.
+"""
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Sequence
 from functools import reduce
 
 import pyspark.sql.functions as sf
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
+
+
+def timestamp(value: dt.datetime) -> Column:
+    """Return an aware datetime as a timestamp, whatever the session's time zone."""
+    return sf.timestamp_micros(sf.lit(int(value.timestamp() * 1_000_000)))
 
 
 def whole_log(

@@ -17,8 +17,8 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
-from .instants import timestamp
 from .journeys import RESOLUTIONS, is_topic, merged
+from .normalise import timestamp
 
 #: The columns of `expected`: which stage receives from which topic, since when and, if
 #: it no longer does, until when. Intervals of a pair do not overlap.

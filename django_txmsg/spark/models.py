@@ -1,0 +1,214 @@
+"""The pipeline's tables. Its jobs use them in plain SQL, since they have no Django."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from django.db import DEFAULT_DB_ALIAS, connections, models
+from django.db.models.functions import Now
+
+
+class ArchiveMark(models.Model):
+    """Up to which batch one table is settled in a lake: batches up to `purged_through`
+    are only in the lake. It advances in the transaction that deletes their rows.
+
+    The batches themselves are numbered entries of the lake's own log, so comparing two
+    numbers detects a database or a lake restored from a backup.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    source = models.CharField(max_length=32, help_text="outbox, inbox, …")
+    lake_id = models.UUIDField(help_text="What the lake's table calls itself.")
+    lake = models.CharField(max_length=1024)
+    purged_through = models.BigIntegerField(default=0)
+    begun_through = models.BigIntegerField(
+        default=0, help_text="Batches up to it may be on their way into the lake."
+    )
+    rows = models.BigIntegerField(default=0)
+    changed_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        db_table = "django_txmsg_archivemark"
+        verbose_name = "archive mark"
+        constraints = [
+            models.UniqueConstraint(
+                fields=["source", "lake_id"], name="txmsg_archive_mark"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.source} in {self.lake} through {self.purged_through}"
+
+
+class Finding(models.Model):
+    """A message that a run of `reconcile` has judged lost, doubled, dead or late.
+
+    It is new until an operator acknowledges it with a note. If a later run no longer
+    finds it, it is deleted; acknowledged findings stay, as a record.
+    """
+
+    id = models.UUIDField(primary_key=True, help_text="A digest of what is found.")
+    service = models.CharField(max_length=255)
+    verdict = models.CharField(max_length=32)
+    message_id = models.UUIDField()
+    destination = models.CharField(max_length=255, default="", blank=True)
+    sender = models.CharField(max_length=255, default="", blank=True)
+    consumer = models.TextField(default="", blank=True)
+    sent_at = models.DateTimeField(null=True, blank=True)
+    found_at = models.DateTimeField(help_text="When a run first came to it.")
+    seen_at = models.DateTimeField(help_text="When a run last came to it.")
+    acknowledged_at = models.DateTimeField(null=True, blank=True)
+    acknowledged_by = models.CharField(max_length=255, default="", blank=True)
+    note = models.TextField(default="", blank=True)
+
+    class Meta:
+        db_table = "django_txmsg_finding"
+        verbose_name = "finding"
+        permissions = [("acknowledge_finding", "Can acknowledge findings")]
+        indexes = [
+            models.Index(fields=["message_id"], name="txmsg_finding_message"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.message_id}"
+
+
+class PipelineAlert(models.Model):
+    """One measure of `pipeline follow`, and whether it is above its bound."""
+
+    id = models.BigAutoField(primary_key=True)
+    service = models.CharField(max_length=255)
+    name = models.CharField(max_length=32)
+    value = models.FloatField(default=0)
+    bound = models.FloatField(default=0)
+    firing = models.BooleanField(default=False)
+    since = models.DateTimeField(
+        null=True, blank=True, help_text="When it began to fire, the last time."
+    )
+    summary = models.TextField(default="", blank=True)
+    told = models.CharField(
+        max_length=16, default="", blank=True, help_text="What the webhook knows."
+    )
+    checked_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        db_table = "django_txmsg_pipelinealert"
+        verbose_name = "pipeline alert"
+        constraints = [
+            models.UniqueConstraint(
+                fields=["service", "name"], name="txmsg_pipeline_alert"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.service}"
+
+
+class RunState(models.TextChoices):
+    """How a run of the pipeline ended."""
+
+    RUNNING = "running", "running"
+    CLEAN = "clean", "clean"
+    FINDINGS = "findings", "with findings"
+    REFUSED = "refused", "verification refused"
+    FAILED = "failed", "failed"
+
+
+class PipelineRun(models.Model):
+    """One run of one job: who, when, with which options, and the result."""
+
+    id = models.UUIDField(primary_key=True)
+    job = models.CharField(max_length=32)
+    service = models.CharField(max_length=255)
+    state = models.CharField(
+        max_length=16, choices=RunState.choices, default=RunState.RUNNING
+    )
+    run_by = models.CharField(max_length=255, default="", blank=True)
+    lake = models.CharField(max_length=1024, default="", blank=True)
+    options = models.JSONField(default=dict, blank=True)
+    rows = models.BigIntegerField(default=0)
+    counts = models.JSONField(default=dict, blank=True)
+    error = models.TextField(default="", blank=True)
+    started_at = models.DateTimeField(db_default=Now())
+    finished_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        db_table = "django_txmsg_pipelinerun"
+        verbose_name = "pipeline run"
+        indexes = [models.Index(fields=["-started_at"], name="txmsg_run_started")]
+
+    def __str__(self) -> str:
+        return f"{self.job} of {self.service} ({self.state})"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether its process has died: the lock that a run holds while it is alive is
+        free (`runs.py`)."""
+        if self.state != RunState.RUNNING:
+            return False
+        connection = connections[self._state.db or DEFAULT_DB_ALIAS]
+        with connection.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute(
+                    "SELECT pg_try_advisory_xact_lock_shared(hashtextextended(%s, 0))",
+                    [f"django_txmsg/run/{self.pk}"],
+                )
+                return bool(cursor.fetchone()[0])
+            if connection.vendor != "sqlite":
+                return False
+            cursor.execute("SELECT file FROM pragma_database_list WHERE name = 'main'")
+            path = Path(f"{cursor.fetchone()[0]}.run-{self.pk}.lock")
+        import fcntl  # where there is one: not on Windows
+
+        try:
+            with path.open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return True
+        except BlockingIOError:
+            return False
+        return True
+
+
+class StagedMessage(models.Model):
+    """A message that a Spark task has staged, not yet merged into the outbox."""
+
+    id = models.BigAutoField(primary_key=True)
+    run = models.CharField(max_length=64)
+    task = models.CharField(max_length=64, help_text="Which attempt of which task.")
+    message_id = models.UUIDField()
+    broker = models.CharField(max_length=64)
+    destination = models.CharField(max_length=255)
+    key = models.CharField(max_length=255, default="", blank=True)
+    correlation_id = models.CharField(max_length=255, default="", blank=True)
+    headers = models.JSONField(default=dict)
+    content_type = models.CharField(max_length=255)
+    body = models.BinaryField()
+    position = models.DateTimeField(
+        null=True, blank=True, help_text="The order in which held messages leave."
+    )
+
+    class Meta:
+        db_table = "django_txmsg_stagedmessage"
+        verbose_name = "staged message"
+        indexes = [models.Index(fields=["run", "task"], name="txmsg_staged_run")]
+
+    def __str__(self) -> str:
+        return f"{self.message_id} of run {self.run}"
+
+
+class StoredRun(models.Model):
+    """A replay, a send or a write that has stored its messages, in the same
+    transaction: its name stays bound to these, whatever happens to their rows."""
+
+    name = models.CharField(max_length=64, primary_key=True)
+    messages = models.BigIntegerField()
+    ids = models.CharField(max_length=32, help_text="The sum of their ids.")
+    stored_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        db_table = "django_txmsg_storedrun"
+        verbose_name = "stored run"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.messages} messages"

@@ -1,0 +1,296 @@
+"""What the report shows: times, throughput, backlog, redeliveries, dead letters.
+
+How long messages take is one sketch of every stage's times for each hour: sketches can
+be merged over hours, days and destinations; percentiles cannot.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pyspark.sql.functions as sf
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import types as t
+
+from .journeys import due_at
+from .normalise import timestamp
+
+LATENCY = t.StructType(
+    [
+        t.StructField("receiver", t.StringType()),
+        t.StructField("stage", t.StringType()),
+        t.StructField("destination", t.StringType()),
+        t.StructField("hour", t.TimestampType()),
+        t.StructField("measure", t.StringType()),
+        t.StructField("messages", t.LongType()),
+        t.StructField("negative", t.LongType()),
+        t.StructField("longest", t.DoubleType()),
+        t.StructField("sketch", t.BinaryType()),
+    ]
+)
+
+PERCENTILES = t.StructType(
+    [
+        t.StructField("messages", t.LongType()),
+        t.StructField("negative", t.LongType()),
+        t.StructField("p50", t.DoubleType()),
+        t.StructField("p95", t.DoubleType()),
+        t.StructField("p99", t.DoubleType()),
+        t.StructField("longest", t.DoubleType()),
+    ]
+)
+
+#: Each measure, and the instants it lies between, all from the receiver's row.
+MEASURES = {
+    "critical": ("created_at", "processed_at"),
+    "transit": ("created_at", "first_received_at"),
+    "processing": ("started_at", "processed_at"),
+}
+
+
+def from_due(received: DataFrame, sent: DataFrame) -> DataFrame:
+    """Return inbox rows in which `created_at` of a delayed message is the instant at
+    which it was due, because an intended delay does not count as latency."""
+    delayed = sent.where(due_at() > sf.col("created_at"))
+    due = delayed.groupBy("message_id").agg(sf.min(due_at()).alias("wanted_at"))
+    wanted = sf.coalesce("wanted_at", "created_at")
+    return (
+        received.join(due, "message_id", "left")
+        .withColumn("created_at", wanted)
+        .select(*received.columns)
+    )
+
+
+def stage_latencies(received: DataFrame) -> DataFrame:
+    """Return LATENCY for processed inbox rows, in seconds.
+
+    Two clocks may disagree: negative times are kept in the sketch unchanged, and
+    counted, so that they are not mistaken for speed.
+    """
+    processed = received.where("processed_at IS NOT NULL")
+    times = sf.array(
+        *[
+            sf.struct(sf.lit(name).alias("measure"), _seconds(*ends).alias("seconds"))
+            for name, ends in MEASURES.items()
+        ]
+    )
+    each = processed.select(
+        sf.col("service").alias("receiver"),
+        "stage",
+        "destination",
+        sf.date_trunc("hour", "processed_at").alias("hour"),
+        sf.inline(times),
+    ).where("seconds IS NOT NULL")
+    return (
+        each.groupBy("receiver", "stage", "destination", "hour", "measure")
+        .agg(
+            sf.count("*").alias("messages"),
+            sf.count_if(sf.col("seconds") < 0).alias("negative"),
+            sf.max("seconds").alias("longest"),
+            sf.kll_sketch_agg_double("seconds").alias("sketch"),
+        )
+        .select(*LATENCY.fieldNames())
+    )
+
+
+def percentiles(latencies: DataFrame, *by: str) -> DataFrame:
+    """Merge the sketches of LATENCY rows `by` columns and return PERCENTILES."""
+    merged = latencies.groupBy(*by).agg(
+        sf.sum("messages").alias("messages"),
+        sf.sum("negative").alias("negative"),
+        sf.max("longest").alias("longest"),
+        sf.kll_merge_agg_double("sketch").alias("sketch"),
+    )
+    return merged.select(
+        *by,
+        "messages",
+        "negative",
+        *[_quantile(rank).alias(f"p{rank}") for rank in (50, 95, 99)],
+        "longest",
+    )
+
+
+def _quantile(rank: int) -> Column:
+    # Without any message there is no percentile, and no sketch to query.
+    found = sf.kll_sketch_get_quantile_double("sketch", sf.lit(rank / 100))
+    return sf.when(sf.col("messages") > 0, found)
+
+
+def _seconds(start: str, end: str) -> Column:
+    return (sf.unix_micros(end) - sf.unix_micros(start)) / 1e6
+
+
+THROUGHPUT = t.StructType(
+    [
+        t.StructField("hour", t.TimestampType()),
+        t.StructField("stored", t.LongType()),
+        t.StructField("dispatched", t.LongType()),
+        t.StructField("processed", t.LongType()),
+        t.StructField("buried", t.LongType()),
+    ]
+)
+
+BACKLOG = t.StructType(
+    [t.StructField("hour", t.TimestampType()), t.StructField("backlog", t.LongType())]
+)
+
+REDELIVERIES = t.StructType(
+    [
+        t.StructField("receiver", t.StringType()),
+        t.StructField("stage", t.StringType()),
+        t.StructField("messages", t.LongType()),
+        t.StructField("redelivered", t.LongType()),
+        t.StructField("deliveries", t.LongType()),
+        t.StructField("attempts", t.LongType()),
+        t.StructField("dead", t.LongType()),
+    ]
+)
+
+SENDERS = t.StructType(
+    [
+        t.StructField("sender", t.StringType()),
+        t.StructField("destination", t.StringType()),
+        t.StructField("messages", t.LongType()),
+        t.StructField("dead", t.LongType()),
+    ]
+)
+
+
+def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
+    """Return THROUGHPUT: how many messages reached each state in each hour."""
+    events = _events(sent, "stored", "created_at")
+    for frame, kind, instant in (
+        (sent, "dispatched", "dispatched_at"),
+        (received, "processed", "processed_at"),
+        (received, "buried", "dead_at"),
+    ):
+        events = events.unionByName(_events(frame, kind, instant))
+    kinds = [f.name for f in THROUGHPUT.fields if f.name != "hour"]
+    return events.groupBy("hour").agg(
+        *[sf.count_if(sf.col("kind") == kind).alias(kind) for kind in kinds]
+    )
+
+
+def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFrame:
+    """Return BACKLOG: messages that are due and not dispatched at the end of each hour.
+    Messages that were waiting at `since` count from that hour on. Messages that are due
+    after `until` are left out."""
+    left = sf.coalesce("dispatched_at", "dead_at")
+    start = timestamp(since)
+    stored, gone, dead = (sf.col(n) for n in ("created_at", "dispatched_at", "dead_at"))
+    # In a form by which Spark skips the parts of the lake's files that ended before.
+    sent = sent.where(
+        (stored >= start)
+        | (gone >= start)
+        | (gone.isNull() & ((dead >= start) | dead.isNull()))
+    )
+    sent = sent.withColumn("wanted_at", due_at()).where(
+        (sf.col("wanted_at") <= timestamp(until))
+        & (left.isNull() | (left >= sf.col("wanted_at")))
+    )
+    came = sf.date_trunc("hour", sf.greatest("wanted_at", start)).alias("hour")
+    changes = sent.select(came, sf.lit(1).alias("change")).unionByName(
+        sent.where(left.isNotNull()).select(
+            sf.date_trunc("hour", left).alias("hour"), sf.lit(-1).alias("change")
+        )
+    )
+    hours = changes.groupBy("hour").agg(sf.sum("change").alias("change"))
+    # As many rows as there are hours: one partition is enough for years.
+    so_far = Window.orderBy("hour").rowsBetween(Window.unboundedPreceding, 0)
+    return hours.select("hour", sf.sum("change").over(so_far).alias("backlog"))
+
+
+def redeliveries(received: DataFrame) -> DataFrame:
+    """Return REDELIVERIES: what each stage received more than once, retried, and gave
+    up."""
+    again = (sf.col("deliveries") > 1) | (sf.col("attempts") > 1)
+    return received.groupBy(sf.col("service").alias("receiver"), "stage").agg(
+        sf.count("*").alias("messages"),
+        sf.count_if(again).alias("redelivered"),
+        sf.sum("deliveries").cast("long").alias("deliveries"),
+        sf.sum("attempts").cast("long").alias("attempts"),
+        sf.count("dead_at").alias("dead"),
+    )
+
+
+def senders(sent: DataFrame) -> DataFrame:
+    """Return SENDERS: who sends how much to where. Cancelled messages are no
+    failures."""
+    failed = sf.col("cancelled_at").isNull()
+    return sent.groupBy(sf.col("service").alias("sender"), "destination").agg(
+        sf.count("*").alias("messages"),
+        sf.count(sf.when(failed, sf.col("dead_at"))).alias("dead"),
+    )
+
+
+def _events(frame: DataFrame, kind: str, instant: str) -> DataFrame:
+    return frame.where(sf.col(instant).isNotNull()).select(
+        _hour(instant), sf.lit(kind).alias("kind")
+    )
+
+
+def _hour(instant: str) -> Column:
+    return sf.date_trunc("hour", instant).alias("hour")
+
+
+#: The version of the fingerprint's definition: groups of different versions do not mix.
+RECIPE = "s1"
+
+GROUPS = t.StructType(
+    [
+        t.StructField("group", t.StringType()),
+        t.StructField("receiver", t.StringType()),
+        t.StructField("stage", t.StringType()),
+        t.StructField("reason", t.StringType()),
+        t.StructField("exception", t.StringType()),
+        t.StructField("letters", t.LongType()),
+        t.StructField("open", t.LongType()),
+        t.StructField("first_seen", t.TimestampType()),
+        t.StructField("last_seen", t.TimestampType()),
+        t.StructField("growth", t.ArrayType(t.LongType())),
+    ]
+)
+
+_UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
+
+
+def with_fingerprint(letters: DataFrame) -> DataFrame:
+    """Add `group`: the fingerprint stored by the service or, if there is none, one made
+    of the exception's class and its message without ids and numbers."""
+    told = sf.regexp_replace("exception", _UUID, "#")
+    told = sf.regexp_replace(told, r"0x[0-9a-fA-F]+|\d+", "#")
+    made = sf.concat(
+        sf.lit(f"{RECIPE}-"),
+        sf.substring(sf.sha2(sf.concat_ws("|", "reason", "stage", told), 256), 1, 16),
+    )
+    stored = sf.col("fingerprint")
+    return letters.withColumn("group", sf.when(stored != "", stored).otherwise(made))
+
+
+def groups(letters: DataFrame, *, buckets: int = 24) -> DataFrame:
+    """Return GROUPS; `growth` counts letters in equal parts of the period."""
+    marked = with_fingerprint(letters)
+    # Over all groups, so that their small charts share an axis.
+    ends = marked.agg(
+        sf.unix_micros(sf.min("created_at")).alias("low"),
+        sf.unix_micros(sf.max("created_at")).alias("high"),
+    )
+    placed = marked.crossJoin(sf.broadcast(ends)).withColumn("bucket", _bucket(buckets))
+    counts = [sf.count_if(sf.col("bucket") == number) for number in range(buckets)]
+    grouped = placed.groupBy(
+        "group", sf.col("service").alias("receiver"), "stage", "reason"
+    ).agg(
+        sf.max_by("exception", "created_at").alias("exception"),
+        sf.count("*").alias("letters"),
+        sf.count_if(sf.col("resolution") == "open").alias("open"),
+        sf.min("created_at").alias("first_seen"),
+        sf.max("created_at").alias("last_seen"),
+        sf.array(*counts).alias("growth"),
+    )
+    return grouped.select(*GROUPS.fieldNames())
+
+
+def _bucket(buckets: int) -> Column:
+    width = sf.greatest(sf.col("high") - sf.col("low"), sf.lit(1))
+    place = (sf.unix_micros("created_at") - sf.col("low")) * buckets / width
+    return sf.least(sf.floor(place), sf.lit(buckets - 1))
