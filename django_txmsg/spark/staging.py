@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+from pyspark import TaskContext
 
 from ..rules import bulk_operation
 from .connection import Connection, connect_plain
@@ -92,6 +93,13 @@ class Merged:
     def known(self) -> int:
         """Messages that a run of this name had stored before."""
         return self.staged - self.stored
+
+
+def attempt_key() -> str:
+    """Return the key of this attempt of a Spark task, which no other attempt has."""
+    context = TaskContext.get()
+    place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
+    return f"{place}-{uuid.uuid4().hex[:12]}"
 
 
 class Staging:
@@ -263,7 +271,7 @@ def _sqlite_value(name: str, value: Any) -> Any:
 Letter = tuple[int, str]
 
 
-def ask(
+def ask_to_redeliver(
     spec: SourceSpec, name: str, letters: Sequence[Letter], *, rate: float, why: str
 ) -> int | None:
     """Have a service redeliver dead letters, and return the id of its bulk operation;

@@ -15,7 +15,7 @@ from django_txmsg.management.commands.pipeline import source_spec
 from django_txmsg.models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.spec import JobSpec
-from django_txmsg.spark.staging import ask
+from django_txmsg.spark.staging import ask_to_redeliver
 from tests import factories as make
 from tests.app.models import Effect
 from tests.running import declared, send, ship, step
@@ -166,5 +166,5 @@ def test_a_rate_that_no_worker_can_keep_is_refused(spec: JobSpec, rate: float) -
     source = spec.service().resolved()
 
     with pytest.raises(UsageError, match="The rate must be greater than zero"):
-        ask(source, "wrong", [letter], rate=rate, why="")
+        ask_to_redeliver(source, "wrong", [letter], rate=rate, why="")
     assert not BulkOperation.objects.exists()

@@ -31,7 +31,7 @@ from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
 from ..webhook import Webhook
 from .archive import ArchiveOptions, Archiver, ages, waiting
-from .outcome import Outcome
+from .outcome import Outcome, options_of
 from .reconcile import Reconciling
 from .sweep import SweepOptions, run_sweep
 
@@ -440,19 +440,8 @@ def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
         words += ["--external-sender", name]
     for key, value in given.conf:
         words += ["--conf", f"{key}={value}"]
-    return FollowOptions(
-        ages=ages(spec, given),
-        every=given.every,
-        batch_rows=given.batch_rows,
-        lag=given.lag,
-        dead_letters=given.dead_letters,
-        window=given.window,
-        away=given.away,
-        stuck_after=given.stuck_after,
-        reconcile_every=given.reconcile_every,
-        reconcile=tuple(words),
-        sweep_every=given.sweep_every,
-        once=given.once,
+    return options_of(
+        FollowOptions, given, ages=ages(spec, given), reconcile=tuple(words)
     )
 
 

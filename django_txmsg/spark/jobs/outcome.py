@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pyspark.sql import SparkSession
 
@@ -21,6 +22,16 @@ class Outcome:
     lines: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0
+
+
+Options = TypeVar("Options")
+
+
+def options_of(kind: type[Options], given: argparse.Namespace, **other: Any) -> Options:
+    """Return a job's options: those that the command line has under the same names, and
+    `other`."""
+    names = [one.name for one in dataclasses.fields(kind) if one.name in given]  # type: ignore[arg-type]
+    return kind(**{name: getattr(given, name) for name in names} | other)
 
 
 @contextmanager

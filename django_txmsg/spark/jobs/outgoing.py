@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyspark.sql.functions as sf
-from pyspark import TaskContext
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
@@ -29,12 +27,12 @@ from ..errors import UsageError, VerificationRefused
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec
-from ..staging import Brought, Merged, Staging, ask
+from ..staging import Brought, Merged, Staging, ask_to_redeliver, attempt_key
 from ..transforms.normalise import whole_log, with_cancelled
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from ..transforms.reconcile import FINDINGS
 from .findings import found_in, judged_by
-from .outcome import Outcome, job_session
+from .outcome import Outcome, job_session, options_of
 from .reading import WholeLog
 from .verify import Verified, read_back
 
@@ -308,7 +306,9 @@ def _redeliver(
         return _shown(chosen, name, run)
     letters = [(row[0], row[1]) for row in chosen.select("id", "message_id").collect()]
     why = options.where or options.verdict
-    operation = ask(source.resolved(), name, letters, rate=options.rate, why=why)
+    operation = ask_to_redeliver(
+        source.resolved(), name, letters, rate=options.rate, why=why
+    )
     run.rows = 0 if operation is None else len(letters)
     run.counts = {"name": name, "chosen": len(letters), "operation": operation}
     return Stored(name, len(letters), operation=operation)
@@ -340,9 +340,7 @@ class StageTask:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Stage the incoming rows; return the key, and how many they are."""
-        context = TaskContext.get()
-        place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
-        task = f"{place}-{uuid.uuid4().hex[:12]}"
+        task = attempt_key()
         done = self.staging.stage(task, map(_insist_on_bodies, batches))
         yield pa.RecordBatch.from_pylist(
             [{"task": task, "rows": done.rows, "ids": f"{done.ids:x}"}],
@@ -373,35 +371,15 @@ def _short(error: Exception) -> str:
 
 def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Replay, and report what was stored. Raises PipelineError."""
-    options = ReplayOptions(
-        where=given.where,
-        table=given.table,
-        mode=given.mode,
-        rate=given.rate,
-        limit=given.limit,
-        name=given.name,
-        replayed=given.replayed,
-        verdict=given.verdict,
-        found_by=given.run,
-        dry_run=given.dry_run,
-    )
+    options = options_of(ReplayOptions, given, found_by=given.run)
     return _outgoing(lambda spark: run_replay(spark, spec, options, run), given)
 
 
 def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Send a dataset, and report what was stored. Raises PipelineError."""
-    options = SendOptions(
-        path=given.path,
-        destination=given.destination,
-        template=_template(given.template),
-        format=given.format,
-        key=given.key,
-        headers=dict(given.header),
-        identity=given.identity,
-        rate=given.rate,
-        name=given.name,
-        broker=given.broker,
-        dry_run=given.dry_run,
+    template = _template(given.template)
+    options = options_of(
+        SendOptions, given, template=template, headers=dict(given.header)
     )
     return _outgoing(lambda spark: run_send(spark, spec, options, run), given)
 

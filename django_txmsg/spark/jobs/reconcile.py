@@ -54,7 +54,7 @@ from .counted import as_outcome, usable
 from .findings import known_findings, standing_findings
 from .journeys import MANY, Journeys, Marks, marks_of, parted
 from .listeners import Listener, Place, instant, kept_listeners, listeners, read_places
-from .outcome import Outcome, job_session
+from .outcome import Outcome, job_session, options_of
 from .reading import WholeLog
 
 #: Smaller differences are not reported.
@@ -416,13 +416,9 @@ class Reconciling:
 
 def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Judge the messages, and report the findings. Raises PipelineError."""
-    options = ReconcileOptions(
-        since=given.since,
-        grace=given.grace,
-        late_after=given.late_after,
-        stuck_after=given.stuck_after,
-        fail_on=given.fail_on,
-        known=given.known,
+    options = options_of(
+        ReconcileOptions,
+        given,
         external=tuple(given.external),
         external_senders=tuple(given.external_sender),
         keep=not given.dry_run,

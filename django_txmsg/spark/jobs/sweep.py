@@ -28,7 +28,7 @@ from ..results import CLOCK
 from ..runs import Run
 from ..schemas import TABLES
 from ..spec import JobSpec
-from .outcome import Outcome
+from .outcome import Outcome, options_of
 from .settling import checksum
 
 #: Files below this size are joined, into files of about this size.
@@ -213,13 +213,7 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
 
 def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Sweep, and report what was removed. Raises PipelineError."""
-    options = SweepOptions(
-        orphans_older_than=given.orphans_older_than,
-        replaced_older_than=given.replaced_older_than,
-        keep=given.keep,
-        compact=not given.no_compact,
-        dry_run=given.dry_run,
-    )
+    options = options_of(SweepOptions, given, compact=not given.no_compact)
     would = "would be " if given.dry_run else ""
     bar = Progress.on_terminal("sweep", quiet=given.json, unit="tables")
     swept = run_sweep(spec, options, run, bar)

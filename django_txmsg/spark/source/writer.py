@@ -7,20 +7,18 @@ one transaction. A repeated task, and a repeated run, store each message once.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from ... import wire
 from ..errors import UsageError
 from ..schemas import STAGED, arrow_schema
 from ..spec import SourceSpec
-from ..staging import Brought, Staging
+from ..staging import Brought, Staging, attempt_key
 
 #: The required columns of a DataFrame, and the defaults of the others.
 NEEDED = ("message_id", "destination", "body")
@@ -56,11 +54,8 @@ class OutboxWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedTask:
         """Stage one task attempt's rows."""
-        context = TaskContext.get()
-        place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
-        task = f"{place}-{uuid.uuid4().hex[:12]}"
         messages = (_complete(batch) for batch in iterator)
-        return StagedTask(self._staging().stage(task, messages))
+        return StagedTask(self._staging().stage(attempt_key(), messages))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Merge the rows of the successful attempts."""
