@@ -2,7 +2,7 @@
 
 The lake's log is the ledger: batch n is its commit n. Batches up to `purged_through`
 are settled, and it advances in the transaction that deletes. Plain SQL on the table of
-`models/archive_mark.py`, for PostgreSQL and SQLite.
+`models.py`, for PostgreSQL and SQLite.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Findings in a service's database: their age, and operators' notes.
 
-Plain SQL on the table of `models/finding.py`, for PostgreSQL and SQLite. The lake's
+Plain SQL on the table of `models.py`, for PostgreSQL and SQLite. The lake's
 table `verdicts` has all findings of all runs; this table has those that operators work
 on.
 """
