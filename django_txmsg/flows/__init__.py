@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TimedOut,
         Wait,
     )
+    from .view import FlowView
 
 __all__ = [
     "AlreadyResumed",
@@ -43,6 +44,7 @@ __all__ = [
     "Dead",
     "Fail",
     "Flow",
+    "FlowView",
     "Gather",
     "HandOver",
     "Later",
@@ -73,6 +75,7 @@ __getattr__, __dir__ = lazy_names(
         "Dead": ".values",
         "Fail": ".values",
         "Flow": ".flow",
+        "FlowView": ".view",
         "Gather": ".values",
         "HandOver": ".values",
         "Later": ".values",

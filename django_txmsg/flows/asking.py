@@ -49,10 +49,10 @@ def ask(
     take.
     """
     run = _started(flow, body, key)
-    for pause in _pauses(within):
+    for pause in pauses(within):
         threading.Event().wait(pause)
-        if (ended := _ended(run)) is not None:
-            answer: Out | TimedOut | Dead | Cancelled = _answer(flow, ended)
+        if (done := ended(run)) is not None:
+            answer: Out | TimedOut | Dead | Cancelled = _answer(flow, done)
             return answer
     raise _late(run)
 
@@ -66,10 +66,10 @@ async def aask(
 ) -> Out | TimedOut | Dead | Cancelled:
     """Do what ask() does, in a coroutine: the event loop goes on meanwhile."""
     run = await sync_to_async(_started)(flow, body, key)
-    for pause in _pauses(within):
+    for pause in pauses(within):
         await asyncio.sleep(pause)
-        if (ended := await sync_to_async(_ended)(run)) is not None:
-            answer: Out | TimedOut | Dead | Cancelled = _answer(flow, ended)
+        if (done := await sync_to_async(ended)(run)) is not None:
+            answer: Out | TimedOut | Dead | Cancelled = _answer(flow, done)
             return answer
     raise _late(run)
 
@@ -84,14 +84,14 @@ def _started(flow: type[Flow[In, Any]], body: In, key: str | None) -> Run:
         raise FlowError(
             f"ask() of {declared.name!r} would wait for itself: it was called in "
             f"{where}, and its message leaves only after that. Call it outside "
-            f"atomic(), in a view under @no_outbox and @non_atomic_requests; or use "
+            f"atomic(), in a view under @transaction.non_atomic_requests; or use "
             f"start(), and look at the run later."
         )
     with transaction.atomic(using=declared.using):
         return start_run(declared, body, key=key, on_conflict="error", answer_to=None)
 
 
-def _pauses(within: float | dt.timedelta) -> Iterator[float]:
+def pauses(within: float | dt.timedelta) -> Iterator[float]:
     """Yield the pauses before each look, until the time is over."""
     seconds = within.total_seconds() if isinstance(within, dt.timedelta) else within
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
@@ -109,7 +109,7 @@ def _late(run: Run) -> TimeoutError:
     return cast("TimeoutError", error)
 
 
-def _ended(run: Run) -> Run | None:
+def ended(run: Run) -> Run | None:
     """Return the run once it has ended, or the one that it has handed over to."""
     runs = Run.objects.using(run._state.db)
     found = runs.filter(run_id=run.run_id).first()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import connections, transaction
+from django.db import connection, connections, transaction
+from django.db.models import QuerySet
+from django.http.response import HttpResponseBase
+from django.test import Client, override_settings
+from django.urls import path
+from django.views import View
 
 from django_txmsg import Message, outbox_session, stages
 from django_txmsg.errors import FlowError
@@ -17,10 +24,12 @@ from django_txmsg.flows import (
     AlreadyRunning,
     Cancelled,
     Flow,
+    FlowView,
     Next,
     aask,
     ask,
     cancel,
+    start,
     step,
 )
 from django_txmsg.models import OutboxMessage, Run
@@ -55,6 +64,24 @@ class Oracle(Flow[Question, Answer | Cancelled | None], name="oracle", within=No
     @step
     def told(self, text: str) -> Next[Answer | Cancelled | None]:
         return Answer(text)
+
+
+class Guarded(View):
+    """Like LoginRequiredMixin, which replaces dispatch()."""
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        return super().dispatch(*args, **kwargs)
+
+
+class OracleView(Guarded, FlowView):
+    flow = Oracle
+
+    def runs(self) -> QuerySet[Run]:
+        assert not connection.in_atomic_block
+        return super().runs()
+
+
+urlpatterns = [path("oracle/<uuid:run_id>/", OracleView.as_view())]
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +159,39 @@ def test_it_is_refused_where_it_would_wait_for_its_own_transaction() -> None:
     assert ["stage 'oracle.asked'" in one for one in errors] == [True, True]
     assert not Run.objects.exists()
     assert not OutboxMessage.objects.filter(destination="oracle").exists()
+
+
+def asked(question: str) -> Run:
+    with transaction.atomic():
+        return start(Oracle, Question(question), key=question)
+
+
+def test_a_view_tells_how_a_run_stands(client: Client) -> None:
+    waiting, handed_over = asked("wait"), asked("other")
+    drain()
+    with override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=[]):
+        for query in ("", "?wait=0.1", "?wait=-1"):
+            assert client.get(f"/oracle/{waiting.run_id}/{query}").json() == {
+                "run_id": str(waiting.run_id),
+                "key": "wait",
+                "step": "told",
+                "waits_for": "resume",
+                "outcome": "",
+                "answer": None,
+            }
+        over = client.get(f"/oracle/{handed_over.run_id}/").json()
+        assert (over["outcome"], over["answer"]) == ("answered", {"text": "who? 42"})
+        assert client.get(f"/oracle/{waiting.run_id}/?wait=long").status_code == 400
+        assert client.get(f"/oracle/{uuid.uuid4()}/").status_code == 404
+        assert client.post(f"/oracle/{waiting.run_id}/").status_code == 405
+
+
+@pytest.mark.usefixtures("working")
+@override_settings(
+    ROOT_URLCONF=__name__,
+    MIDDLEWARE=["django_txmsg.middleware.OutboxMiddleware"],
+)
+def test_a_view_waits_for_the_end_in_no_transaction(client: Client) -> None:
+    run = asked("what?")
+    found = client.get(f"/oracle/{run.run_id}/?wait=30").json()
+    assert found["answer"] == {"text": "what? 42"}

@@ -65,8 +65,8 @@ PUBLIC = {
     """,
     "django_txmsg.flows": """
         AlreadyResumed AlreadyRunning Answers Ask BatchEnded Cancelled Dead Fail Flow
-        Gather HandOver Later Next Request Sleep TimedOut Wait aask ask batch cancel
-        resume signal start step
+        FlowView Gather HandOver Later Next Request Sleep TimedOut Wait aask ask batch
+        cancel resume signal start step
     """,
     "django_txmsg.health": "health",
     "django_txmsg.jms": """

@@ -1,0 +1,79 @@
+"""`FlowView`: a run as JSON, for a page that waits for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any, cast
+
+from django.db import models, transaction
+from django.http import HttpRequest, JsonResponse
+from django.http.response import HttpResponseBase
+from django.views import View
+
+from .. import conf
+from ..models import Run
+from .asking import ended, pauses
+from .flow import Flow
+
+#: The longest `?wait=`, in seconds.
+MAX_WAIT = 30.0
+
+
+class FlowView(View):
+    """Answers GET with the JSON of a run: `run_id`, `key`, `step`, `waits_for`,
+    `outcome` ("" while it is open) and `answer`. `?wait=20` waits for its end, so many
+    seconds at most, and no longer than 30.
+
+    `path("orders/<uuid:run_id>/", FlowView.as_view(flow=Checkout))`. Whoever knows the
+    address sees the answer: add a mixin such as LoginRequiredMixin, and narrow `runs()`
+    to those of `self.request.user`.
+    """
+
+    flow: type[Flow[Any, Any]] | None = None
+
+    @classmethod
+    def as_view(cls, **options: Any) -> Callable[..., HttpResponseBase]:
+        """Return the view. No transaction is open while it waits: neither one of
+        ATOMIC_REQUESTS nor one of OutboxMiddleware."""
+        # Not on dispatch(), which a mixin may replace.
+        view: Any = transaction.non_atomic_requests(super().as_view(**options))
+        return cast("Callable[..., HttpResponseBase]", view)
+
+    def runs(self) -> models.QuerySet[Run]:
+        """Return the runs that may be seen: those of the flow."""
+        assert self.flow is not None, "Write FlowView.as_view(flow=…)."
+        declared = self.flow._declaration
+        runs: models.QuerySet[Run] = Run.objects.using(declared.using).filter(
+            flow=declared.name, service=conf.get().SERVICE
+        )
+        return runs
+
+    def get(self, request: HttpRequest, run_id: uuid.UUID) -> JsonResponse:
+        """Return the run; 404 if there is none, 400 if `wait` is no number."""
+        try:
+            wait = min(float(request.GET.get("wait", 0)), MAX_WAIT)
+        except ValueError:
+            return JsonResponse({"error": "wait= is no number."}, status=400)
+        run = self.runs().filter(run_id=run_id).first()
+        if run is None:
+            return JsonResponse({"error": "There is no such run."}, status=404)
+        done = ended(run)
+        for pause in pauses(wait) if done is None else ():
+            threading.Event().wait(pause)
+            if (done := ended(run)) is not None:
+                break
+        run.refresh_from_db()
+        found = run if done is None else done
+        return JsonResponse(
+            {
+                "run_id": str(run.run_id),
+                "key": run.key,
+                "step": found.step,
+                "waits_for": found.waits_for,
+                "outcome": "" if done is None else done.outcome,
+                "answer": None if done is None else json.loads(done.answer),
+            }
+        )
