@@ -50,6 +50,14 @@ def test_an_attempt_is_a_copy_with_the_same_id() -> None:
     assert second.id == MESSAGE.id
 
 
+@pytest.mark.parametrize("name", ["CC", "BCC", "cc", "Bcc", "reply-to"])
+def test_headers_that_a_broker_takes_for_its_own_are_refused(name: str) -> None:
+    """RabbitMQ closes the channel for a CC that is text: the message would die later,
+    far from the call."""
+    with pytest.raises(InvalidMessage, match=name):
+        check_headers({name: "accounts@example.com"})
+
+
 @given(st.dictionaries(st.text(), st.text()))
 def test_headers_are_taken_as_they_are_or_refused(headers: dict[str, str]) -> None:
     try:
