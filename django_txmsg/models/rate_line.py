@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.db import connections, models
+from django.db import connections, models, transaction
 
 from ..rules import lease
 from ..rules.inbox import OPEN
@@ -74,7 +74,8 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         """Move all lines of a stage whose rate has changed, and what waits in them."""
         connection = connections[self.db]
         now = _epoch_sql(connection)
-        with connection.cursor() as cursor:
+        # Both or none: a second try would not find that the rate has changed.
+        with transaction.atomic(using=self.db), connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {self._table} AS l SET period = %s,"  # noqa: S608 - constants only
                 f" origin = {_ORIGIN.format(now=now)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,40 @@ def test_threads_share_a_rate() -> None:
         with running(one, 2):
             wait_until(lambda: Effect.objects.count() == 21)
     assert took() > 0.95
+
+
+@pytest.mark.soak
+def test_no_minute_has_five_percent_over_the_rate(
+    manage: Callable[..., ManageProcess], tmp_path: Path
+) -> None:
+    """With two processes, which are down for a while, and one that is killed."""
+    (tmp_path / "rates_of_a_test.py").write_text(STAGE.replace("20/s", "1200/m"))
+    for number in range(1600):
+        put("tests.rates", b'"kill"' if number == 5 else b"1")
+
+    def start() -> ManageProcess:
+        return manage(
+            "consume",
+            "--processes",
+            "2",
+            txmsg={**IMPATIENT, "BROKERS": {"default": {"URL": BROKER}}},
+            hook="rates_of_a_test.declare",
+            env={"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+
+    process = start()
+    wait_until(lambda: Effect.objects.count() >= 400, deadline=300)
+    process.terminate()
+    process.succeed()
+    wait_until(lambda: waiting()[0].due_at < ago(seconds=5), deadline=60)  # type: ignore[operator]
+    process = start()
+    wait_until(lambda: Effect.objects.count() == 1600, deadline=600)
+    process.terminate()
+    process.succeed()
+    rows = InboxMessage.objects.order_by("processed_at")
+    ends = [end.timestamp() for end in rows.values_list("processed_at", flat=True)]
+    most = max(bisect_right(ends, start + 60) - at for at, start in enumerate(ends))
+    assert 1000 < most <= 1260
 
 
 @pytest.mark.matrix
