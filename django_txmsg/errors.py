@@ -221,6 +221,10 @@ class Refuse(Exception):
     """Raised by a handler: redelivery is pointless, bury the message at once."""
 
 
+class StageStopped(Refuse):
+    """An operator stopped the message while its handler ran."""
+
+
 class Redeliver(Exception):
     """Raised by a handler: try again after `after` seconds, regardless of the policy's
     back-off. The attempt counts, so the policy's maximum still applies."""

@@ -22,7 +22,7 @@ from ..brokers import find_broker, get_broker
 from ..dead_letters import bulk
 from ..errors import BrokerUnavailable, ConfigurationError
 from ..http_outbox.control_thread import ControlThread
-from ..models import InboxMessage, RateLine, StageState, Worker
+from ..models import InboxMessage, RateLine, StageState, StopRequest, Worker
 from ..monitoring import databases
 from ..monitoring.presence import Presence
 from ..relaying.listener import listening
@@ -32,7 +32,7 @@ from ..runtime.connections import recycle
 from ..runtime.idle_clock import RARELY, SELDOM, Activity
 from ..runtime.thread_group import Crew
 from ..stages import Stage
-from . import ordering
+from . import deadline, ordering
 from .backpressure import Room
 from .bulk_thread import BulkThread
 from .intake import IntakeThread
@@ -228,6 +228,7 @@ class Consumer:
             calm = asked.heard and self._activity.calm
             if asked.due() or not calm or time.monotonic() >= obey_at:
                 self._obey()
+                self._stop_messages()
                 obey_at = time.monotonic() + RARELY
             if not calm or time.monotonic() >= look_at:
                 wake_for_parked(self.threads)
@@ -281,6 +282,20 @@ class Consumer:
                 thread.paused.set()
             else:
                 thread.paused.clear()
+
+    def _stop_messages(self) -> None:
+        """Stop the messages in progress that an operator has taken back."""
+        timed = {one.using for one in self.threads if one.stage.timeout is not None}
+        for using in timed:
+            rows = StopRequest.objects.db_manager(using)
+            looking = database_health.retry(using, "cannot read what to stop")
+            for one in looking.run(rows.open) or ():
+                if deadline.stop(one.stage, one.message_id, one.why):
+                    log.warning(
+                        "stage %r: message %s is stopped: %s",
+                        *(one.stage, one.message_id, one.why),
+                    )
+                    looking.run(one.delete)
 
     def _name_stuck(self) -> None:
         for thread in self.threads:

@@ -33,7 +33,7 @@ def blocking(stage: Stage) -> Handler:
             # Inside a TestCase, the handler's queries belong to the test's transaction.
             return _result(async_to_sync(_caught)(handler, message))
         work = _alone(handler, message, seconds)
-        limit = Deadline(stage.name, seconds or 0.0)
+        limit = Deadline(stage.name, seconds or 0.0, message.id)
         try:
             ended = asyncio.run_coroutine_threadsafe(work, _loop()).result()
         except asyncio.TimeoutError:

@@ -2,7 +2,8 @@
 
 No exception is thrown into a thread. After the time-out the running query is cancelled
 at the server, every further one is refused, and a handler that still returns is too
-late: the attempt fails, rolls back and counts like any other.
+late: the attempt fails, rolls back and counts like any other. A message that an
+operator stops ends in the same way, as a dead letter.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import math
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -20,8 +22,8 @@ from django.db import OperationalError, connections
 from ..django_internals import in_block, in_testcase, raw
 from ..envelope.failure import text_of
 from ..envelope.handler import Handler
-from ..envelope.message import Message
-from ..errors import StageTimedOut
+from ..envelope.message import Message, should_end
+from ..errors import StageStopped, StageTimedOut
 from ..runtime import database_health
 from ..runtime.per_process import PerProcess
 from ..stages import Stage
@@ -59,8 +61,10 @@ def timed(stage: Stage, seconds: float) -> Handler:
     handler = stage.handler
 
     def limited(message: Message) -> Any:
-        limit = Deadline(stage.name, seconds)
+        limit = Deadline(stage.name, seconds, message.id)
+        token = should_end.set(lambda: limit.passed)
         with ExitStack() as stack:
+            stack.callback(should_end.reset, token)
             for alias in connections:
                 stack.enter_context(connections[alias].execute_wrapper(limit))
             _watch().add(limit)
@@ -80,12 +84,20 @@ def timed(stage: Stage, seconds: float) -> Handler:
     return limited
 
 
+def stop(stage: str, message_id: uuid.UUID, why: str) -> bool:
+    """Stop a message that a handler of this process is processing. False if none
+    is."""
+    return _watch().stop(stage, message_id, why)
+
+
 class Deadline:
     """The end of one execution. Passed to Django's `execute_wrapper()` of each
     connection."""
 
-    def __init__(self, name: str, seconds: float) -> None:
+    def __init__(self, name: str, seconds: float, message_id: uuid.UUID) -> None:
         self._name, self._seconds = name, seconds
+        self.subject = (name, message_id)
+        self._stopped: str | None = None
         self._until = self.due = time.monotonic() + seconds
         self._lock = threading.Lock()
         self._ended = False
@@ -94,11 +106,20 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() >= self._until
+        """Whether the deadline has passed, or an operator has stopped the message."""
+        return self._stopped is not None or time.monotonic() >= self._until
 
-    def error(self) -> StageTimedOut:
+    def stop(self, why: str) -> None:
+        """End the execution now."""
+        self._stopped, self.due = why, time.monotonic()
+
+    def error(self) -> StageTimedOut | StageStopped:
         """Return the error with which the attempt fails."""
+        if self._stopped is not None:
+            return StageStopped(
+                f"The message was stopped while stage {self._name!r} processed it: "
+                f"{self._stopped}"
+            )
         return StageTimedOut(
             f"The handler of stage {self._name!r} has taken longer than its timeout of "
             f"{self._seconds:g} s."
@@ -162,6 +183,17 @@ class Watch:
                 threading.Thread(target=self._run, name=name, daemon=True).start()
             elif limit.due < self._wakes:
                 self._changed.notify()
+
+    def stop(self, stage: str, message_id: uuid.UUID, why: str) -> bool:
+        """Let the deadline of a message pass now. Returns whether there is one."""
+        with self._changed:
+            found = [
+                one for one in self._deadlines if one.subject == (stage, message_id)
+            ]
+            for limit in found:
+                limit.stop(why)
+            self._changed.notify()
+        return bool(found)
 
     def remove(self, limit: Deadline) -> None:
         """Stop watching a deadline."""

@@ -11,7 +11,8 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -41,6 +42,10 @@ _UNCARRIED = (
     "unchanged. Put it into the body."
 )
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+#: Whether the handler that runs in this context should end.
+should_end: ContextVar[Callable[[], bool]] = ContextVar("django_txmsg_should_end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,13 @@ class Message:
         if attempt == self.delivery_attempt:
             return self
         return replace(self, delivery_attempt=attempt)
+
+    def cancelled(self) -> bool:
+        """Return whether the handler should end: an operator stops the message, or the
+        `timeout` of its stage has passed. Always False at a stage without a timeout,
+        and in threads that the handler starts."""
+        asked = should_end.get(None)
+        return asked is not None and asked()
 
     def __reduce__(self) -> Any:
         values = {name: getattr(self, name) for name in self.__slots__}

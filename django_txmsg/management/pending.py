@@ -1,4 +1,5 @@
-"""`manage.py txmsg cancel` and `reschedule`: messages that have not left yet."""
+"""`manage.py txmsg cancel`, `reschedule` and `stop`: messages that have not left yet,
+and those that a handler is processing."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from django.db import router, transaction
 
 from .. import wire
 from ..errors import InvalidMessage
-from ..models import OutboxMessage
+from ..models import InboxMessage, OutboxMessage, StopRequest
 from ..sending.pending import cancel_message, reschedule_message
+from ..stages import all_stages
 from . import operator
 
 log = logging.getLogger("django_txmsg.pending")
@@ -24,6 +26,7 @@ class _PerMessage(BaseCommand):
     """An action on messages, one by one, each in a statement of its own."""
 
     done = ""
+    unless = "no longer pending, being sent now, or unknown"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("id", nargs="+", type=uuid.UUID, metavar="ID")
@@ -46,12 +49,11 @@ class _PerMessage(BaseCommand):
                 left.append(str(message_id))
         if left:
             raise CommandError(
-                f"Not {self.done}, because no longer pending, being sent now, or "
-                f"unknown: {', '.join(left)}."
+                f"Not {self.done}, because {self.unless}: {', '.join(left)}."
             )
 
     def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
-        """Change one message; False when it is not pending."""
+        """Change one message; False if that is not possible."""
         raise NotImplementedError
 
 
@@ -66,10 +68,42 @@ class Cancel(_PerMessage):
         parser.add_argument("--why", default="", help="Kept with the message.")
 
     def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
-        why = f"by {operator.name()}" + (
-            f": {options['why']}" if options["why"] else ""
+        return cancel_message(message_id, why=_why(options), using=options["database"])
+
+
+class Stop(_PerMessage):
+    """Take back messages that handlers are processing."""
+
+    help = (
+        "Stops messages that handlers are processing, at stages with a timeout; they "
+        "end as dead letters. Exit code 1 when one was not being processed."
+    )
+    done = "asked to stop"
+    unless = "not received, ended, or at a stage without a timeout"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument("--why", default="", help="Kept with the dead letter.")
+
+    def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
+        using = options["database"] or router.db_for_write(OutboxMessage)
+        timed = [
+            one.name
+            for one in all_stages()
+            if one.timeout is not None and one.definition.using == using
+        ]
+        running = InboxMessage.objects.using(using).filter(
+            message_id=message_id, stage__in=timed, processed_at=None, dead_at=None
         )
-        return cancel_message(message_id, why=why, using=options["database"])
+        names = list(running.values_list("stage", flat=True))
+        for name in names:
+            StopRequest.objects.db_manager(using).ask(name, message_id, _why(options))
+        return bool(names)
+
+
+def _why(options: dict[str, Any]) -> str:
+    given = f": {options['why']}" if options["why"] else ""
+    return f"by {operator.name()}{given}"
 
 
 class Reschedule(_PerMessage):

@@ -31,6 +31,7 @@ from .run import Run
 from .schedule import Schedule
 from .session_record import SessionRecord
 from .stage_state import StageState
+from .stop_request import StopRequest
 from .task_run import TaskRun
 from .worker import Worker
 
@@ -57,6 +58,7 @@ __all__ = [
     "Schedule",
     "SessionRecord",
     "StageState",
+    "StopRequest",
     "TaskRun",
     "Worker",
 ]

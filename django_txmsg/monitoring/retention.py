@@ -32,6 +32,7 @@ from ..models import (
     RateLine,
     Run,
     SessionRecord,
+    StopRequest,
     TaskRun,
     Worker,
 )
@@ -132,6 +133,7 @@ def kinds() -> list[Kind]:
         # The inboxes of this service forget what it has sent after the same time.
         Kind("key tails", KeyTail, keep.INBOX, _old_tail, logged=False),
         Kind("rate lines", RateLine, keep.INBOX, _old_line, logged=False),
+        Kind("stop requests", StopRequest, SILENT_WORKERS, _asked, logged=False),
         Kind("silent workers", Worker, SILENT_WORKERS, _silent, logged=False),
     ]
 
@@ -264,6 +266,10 @@ def _old_tail(cutoff: dt.datetime) -> Q:
 def _old_line(cutoff: dt.datetime) -> Q:
     last = F("origin") + F("taken") * F("period")
     return Q(LessThan(last, Value(cutoff.timestamp())))
+
+
+def _asked(cutoff: dt.datetime) -> Q:
+    return Q(at__lt=cutoff)
 
 
 def _silent(cutoff: dt.datetime) -> Q:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import uuid
 from typing import Any
 
 import psycopg
@@ -317,11 +318,11 @@ def test_watch_thread_ends_without_deadlines(
 ) -> None:
     monkeypatch.setattr(deadline, "IDLE", 0.05)
     watch = deadline.Watch()
-    limit = deadline.Deadline("tests", 600.0)
+    limit = deadline.Deadline("tests", 600.0, uuid.uuid4())
     watch.add(limit)
     assert watchers()
     watch.remove(limit)
-    watch.add(deadline.Deadline("tests", 0.0))  # wakes it up
+    watch.add(deadline.Deadline("tests", 0.0, uuid.uuid4()))  # wakes it
     watch._deadlines.clear()
     wait_until(lambda: not watch._running)
 

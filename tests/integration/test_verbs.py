@@ -26,6 +26,7 @@ ALL = {name for _, read in OPTIONS for name in read}
 #: What each verb cannot do without.
 NEEDED = {
     "cancel": ["86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22"],
+    "stop": ["86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22"],
     "reschedule": ["86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22", "--delay", "60"],
 }
 

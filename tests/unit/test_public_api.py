@@ -59,9 +59,9 @@ PUBLIC = {
         BlockLeftOpen BrokerError BrokerUnavailable CommitTimedOut ConfigurationError
         DecodeError DeliveryLost DestinationUnavailable DispatchHeld DispatchRejected
         DispatchUnknown DuplicateMessage DurableInStage InvalidMessage MiddlewareMisused
-        NewerCodeNeeded Redeliver Refuse SessionError StageError StageTimedOut
-        AlreadyResumed AlreadyRunning FlowError StoreError SwallowedDatabaseError
-        TaskGivenUp TransactionRequired TxmsgError WorkerFailed
+        NewerCodeNeeded Redeliver Refuse SessionError StageError StageStopped
+        StageTimedOut AlreadyResumed AlreadyRunning FlowError StoreError
+        SwallowedDatabaseError TaskGivenUp TransactionRequired TxmsgError WorkerFailed
     """,
     "django_txmsg.flows": """
         AlreadyResumed AlreadyRunning Answers Ask BatchEnded Cancelled Dead Fail Flow
@@ -85,7 +85,7 @@ PUBLIC = {
         Attempt AuditEntry Batch Branch BulkOperation DatabaseIdentity DeadLetter
         FailureNote FlowStep FlowUndo IdempotencyKey InboxMessage KeyTail OutboxMessage
         PeriodCount QueueMessage QueueSubscription RateLine Run Schedule SessionRecord
-        StageState TaskRun Worker
+        StageState StopRequest TaskRun Worker
     """,
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost

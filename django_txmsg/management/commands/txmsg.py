@@ -14,7 +14,7 @@ from ..audit import Command as Audit
 from ..contracts import Command as Contracts
 from ..doctor import Command as Doctor
 from ..init import Command as Init
-from ..pending import Cancel, Reschedule
+from ..pending import Cancel, Reschedule, Stop
 from ..schedule import Command as Schedule
 from ..verb_parser import VerbParser
 from ._run import Command as Run
@@ -39,6 +39,7 @@ class Command(BaseCommand):
             "reschedule": Reschedule(),
             "run": Run(),
             "schedule": Schedule(),
+            "stop": Stop(),
         }
         for name, app in get_commands().items():
             if app == package and name != "txmsg":

@@ -1,0 +1,187 @@
+"""`txmsg stop`: an operator takes back a message while its handler runs."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connections
+
+from django_txmsg import Message
+from django_txmsg.consuming import deadline
+from django_txmsg.consuming.consumer import Consumer
+from django_txmsg.errors import StageStopped, StageTimedOut
+from django_txmsg.models import (
+    Attempt,
+    AuditEntry,
+    DeadLetter,
+    InboxMessage,
+    StopRequest,
+)
+from django_txmsg.testing import drain
+from tests.app.models import Effect
+from tests.factories import ago
+from tests.faults import wait_until
+from tests.integration.test_handler_timeout import effect, endless
+from tests.running import committing, declared, put, step, txmsg
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+@contextmanager
+def consuming(stage: Any) -> Iterator[None]:
+    """Run a whole consumer for the duration of the block."""
+    consumer = Consumer([stage])
+
+    def run() -> None:
+        try:
+            consumer.run()
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        consumer.stop()
+        thread.join(60)
+
+
+#: On SQLite, a transaction that runs keeps everybody else from writing.
+MODES = [pytest.param("outbox", marks=pytest.mark.postgresql), "none"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_running_query_is_cancelled_and_the_message_is_dead(mode: Any) -> None:
+    began = threading.Event()
+
+    def handler(message: Message) -> None:
+        if mode == "outbox":
+            effect(message)
+        began.set()
+        endless()
+
+    with declared(handler, timeout=60.0, transaction=mode) as one, consuming(one):
+        sent = put(one.destination)
+        assert began.wait(60)
+        call_command("txmsg", "stop", str(sent), "--why", "wrong file")
+        wait_until(lambda: DeadLetter.objects.exists(), deadline=60)
+    letter = DeadLetter.objects.get()
+    assert (letter.message_id, letter.reason) == (sent, "refused")
+    assert "StageStopped" in letter.exception
+    assert letter.exception.endswith(": wrong file")
+    assert InboxMessage.objects.get().dead_at is not None
+    assert Attempt.objects.count() == 1
+    assert not Effect.objects.exists()
+    assert not StopRequest.objects.exists()
+    assert str(sent) in AuditEntry.objects.get().text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_handler_asks_whether_to_end(mode: Any) -> None:
+    began, told = threading.Event(), list[bool]()
+
+    def handler(message: Message) -> None:
+        told.append(message.cancelled())
+        began.set()
+        wait_until(message.cancelled, deadline=60)
+        told.append(message.cancelled())
+
+    with declared(handler, timeout=60.0, transaction=mode) as one, consuming(one):
+        sent = put(one.destination)
+        assert began.wait(60)
+        call_command("txmsg", "stop", str(sent))
+        wait_until(lambda: DeadLetter.objects.exists(), deadline=60)
+    assert told == [False, True]
+    assert StageStopped.__name__ in DeadLetter.objects.get().exception
+
+
+def test_a_handler_hears_that_its_time_has_passed() -> None:
+    told: list[bool] = []
+
+    def handler(message: Message) -> None:
+        wait_until(message.cancelled, deadline=60)
+        told.append(True)
+
+    with (
+        txmsg(REDELIVERY={"MAX_REDELIVERIES": 0}),
+        declared(handler, timeout=0.1) as one,
+    ):
+        put(one.destination)
+        step(one)
+    assert told == [True]
+    assert StageTimedOut.__name__ in DeadLetter.objects.get().exception
+
+
+def test_without_a_time_out_a_handler_is_never_told_to_end() -> None:
+    told: list[bool] = []
+    with declared(lambda message: told.append(message.cancelled())) as one:
+        put(one.destination)
+        step(one)
+    assert told == [False]
+
+
+def test_others_of_its_batch_and_other_stages_go_on() -> None:
+    stopped: list[bool] = []
+
+    def handler(message: Message) -> None:
+        effect(message)
+        if message.body == "stop":
+            stopped.append(deadline.stop("elsewhere", message.id, "no"))
+            stopped.append(deadline.stop(one.name, uuid.uuid4(), "no"))
+            stopped.append(deadline.stop(one.name, message.id, "by us"))
+
+    with declared(handler, timeout=60.0, batch=3) as one:
+        for body in (b'"a"', b'"stop"', b'"b"'):
+            put(one.destination, body)
+        step(one)
+    assert stopped == [False, False, True]
+    assert sorted(Effect.objects.values_list("name", flat=True)) == ["a", "b"]
+    assert StageStopped.__name__ in DeadLetter.objects.get().exception
+
+
+def test_a_stopped_message_runs_again_when_it_is_redelivered() -> None:
+    def handler(message: Message) -> None:
+        effect(message)
+        if not DeadLetter.objects.exists():
+            deadline.stop(one.name, message.id, "not now")
+
+    with declared(handler, timeout=60.0) as one:
+        put(one.destination)
+        step(one)
+        call_command("dead_letters", "redeliver", "--all")
+        drain(one.name)
+    assert Effect.objects.count() == 1
+
+
+def test_only_a_message_that_can_be_stopped_is_asked_to() -> None:
+    def fails(message: Message) -> None:
+        raise ValueError
+
+    with declared(effect, timeout=60.0) as timed, declared(fails) as untimed:
+        ended, waits = put(timed.destination), put(untimed.destination)
+        step(timed)
+        step(untimed)
+        for one in (ended, waits, uuid.uuid4()):
+            with pytest.raises(CommandError, match="at a stage without a timeout"):
+                call_command("txmsg", "stop", str(one))
+    assert not StopRequest.objects.exists()
+    assert not AuditEntry.objects.exists()
+
+
+def test_a_request_holds_for_a_minute_and_is_pruned_after_a_day() -> None:
+    StopRequest.objects.ask("tests.stopped", uuid.uuid4(), "by ann")
+    assert len(StopRequest.objects.open()) == 1
+    StopRequest.objects.update(at=ago(minutes=2))
+    assert StopRequest.objects.open() == []
+    call_command("prune_messages")
+    assert StopRequest.objects.count() == 1
+    StopRequest.objects.update(at=ago(days=2))
+    call_command("prune_messages")
+    assert not StopRequest.objects.exists()
