@@ -188,7 +188,7 @@ def test_undos_in_doubt_are_said_to_be_confirmed() -> None:
     ("arguments", "word"),
     [
         (["redeliver"], "say --all"),
-        (["discard", "--all", "--stage", "x"], "--all goes with no ids"),
+        (["discard", "--all", "--stage", "x"], "--all cannot be combined with ids"),
         (["discard", "4711"], "No dead letter 4711"),
         (["discard", "abc"], "neither the number"),
         (["redeliver", "--all", "--older-than", "soon"], "30m, 12h or 7d"),

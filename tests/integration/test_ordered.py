@@ -610,7 +610,7 @@ def test_tails_are_pruned_as_long_after_as_the_inbox_remembers() -> None:
 
 
 def test_unorderable_stage_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="none of block, skip"):
+    with pytest.raises(ConfigurationError, match="one of block, skip"):
         stages.stage("tests.wrong", ordered="sometimes")  # type: ignore[call-overload]
     with (
         declared(effect, "tests.shared", name="tests.one", ordered="block"),

@@ -220,9 +220,10 @@ def test_heart_beats_flow_while_a_blocking_stage_waits(
 
     def handler(message: Message) -> None:
         if message.delivery_attempt == 1:
-            raise Redeliver(after=3.0)
+            raise Redeliver(after=6.0)
 
-    url = broker.url(heartbeat="1")
+    # Not less: a loaded machine stands still for more than a second.
+    url = broker.url(heartbeat="2")
     policy = RedeliveryPolicy(mode="blocking")
     with (
         txmsg(BROKERS={"default": {"URL": url}}),

@@ -361,7 +361,8 @@ def test_a_relay_goes_on(caplog: pytest.LogCaptureFixture) -> None:
         send_messages({"destination": "tests.q", "body": n} for n in range(20))
     with at_work(relay):
         with trigger("UPDATE", OUTBOX):
-            wait_until(lambda: caplog.text.count("cannot be dispatched") >= MANY)
+            # Few: one lane may have them all, and its pauses grow.
+            wait_until(lambda: caplog.text.count("cannot be dispatched") >= 5)
         wait_until(lambda: not OutboxMessage.objects.filter(dispatched_at=None))
     assert set(OutboxMessage.objects.values_list("attempts", flat=True)) == {0}
 
@@ -495,13 +496,12 @@ def fill_the_database() -> None:
 
 @pytest.fixture
 def fillable() -> Iterator[None]:
-    if connection.vendor != "sqlite":
-        pytest.skip("PostgreSQL does not roll back by itself")
     ask("CREATE TABLE filled (body text)")
     yield
     ask("DROP TABLE filled")
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize("batch", [1, 5])
 def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
     fillable: None, batch: int
@@ -527,6 +527,7 @@ def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
     assert not DeadLetter.objects.exists()
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize("inner", [contextlib.nullcontext, transaction.atomic])
 def test_a_session_that_sqlite_has_rolled_back_does_not_commit(
     fillable: None, inner: Callable[[], AbstractContextManager[None]]
