@@ -36,7 +36,8 @@ class CountingFilter(admin.SimpleListFilter):
 
 
 class StateFilter(CountingFilter):
-    """By the states of a row, counted to the cap."""
+    """A filter by a row's state. Each choice shows its number of rows, counted up to
+    a limit."""
 
     title = "state"
     parameter_name = "state"

@@ -178,8 +178,9 @@ def identify_errbacks(request: Any) -> None:
 
 
 def send(task: Any, later: list[Publication]) -> None:
-    """Send the messages that continue the task to Celery's broker. Raises Reject if
-    that fails: then the task's message is delivered again, and these are sent then."""
+    """Send to Celery's broker the messages that continue the task (links, chain). If
+    that fails, raises Reject: the task's message is then delivered again, and the
+    messages are sent at that delivery."""
     if not later:
         return
     try:

@@ -1,4 +1,4 @@
-"""What is wrong with recurring messages, before a relay fails at their tick."""
+"""Checks that recurring messages can be stored, before a relay fails at a tick."""
 
 from __future__ import annotations
 

@@ -215,7 +215,9 @@ class Consumer:
                     lines = RateLine.objects.db_manager(stage.definition.using)
                     lines.changed(stage.name, stage.rate.period)
         except AnyDatabaseError as error:
-            log.warning("cannot record how the stages run: %s", error)
+            log.warning(
+                "cannot record which stages are ordered, and their rates: %s", error
+            )
 
     def _watch(self, once: bool) -> None:
         beat_at, beats, look_at, obey_at = 0.0, 0, 0.0, 0.0

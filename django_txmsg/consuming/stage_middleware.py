@@ -152,7 +152,9 @@ class Chain:
     def _last(self, message: Message) -> Any:
         call = self._call.get(None)
         if call is None:
-            raise MiddlewareMisused("call_next() was called outside of its message.")
+            raise MiddlewareMisused(
+                "call_next() was called while its middleware processed no message."
+            )
         return call.go_on(message)
 
 

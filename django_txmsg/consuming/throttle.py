@@ -34,7 +34,11 @@ class Throttle:
         if isinstance(outcome, RedeliverAfter | Dead):
             self._failures += 1
             if self._failures == self._after:
-                log.warning("%d failures in a row: one message at a time", self._after)
+                log.warning(
+                    "%d failures in a row: the stage processes one message at a time "
+                    "until one succeeds",
+                    self._after,
+                )
         elif isinstance(outcome, Processed):
             self._failures = 0
 

@@ -95,8 +95,9 @@ def check(handler: Any, *, coroutine: bool = False) -> None:
         )
     if inspect.isgeneratorfunction(runs) or inspect.isasyncgenfunction(runs):
         raise ConfigurationError(
-            f"The handler {path_of(handler)} has a `yield`: calling it runs nothing "
-            f"of it. Write a function that does its work and returns."
+            f"The handler {path_of(handler)} is a generator (it has a `yield`), so "
+            f"a call runs none of its code. Write a function that does its work and "
+            f"returns."
         )
 
 

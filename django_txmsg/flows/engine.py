@@ -1,7 +1,8 @@
 """Continues a run: one message, one transaction, one step.
 
-The stage's inbox drops copies of the message. The row is taken under the message's
-turn, so exactly one of a reply, its deadline and other messages can continue the run.
+The stage's inbox drops copies of the message. Each message carries the turn of its
+run, and the run's row is locked only if that turn has not passed. So exactly one
+message, be it a reply, a deadline or another, can continue the run.
 """
 
 from __future__ import annotations
@@ -543,7 +544,7 @@ _WRITTEN = (
 def _late(declared: Declaration, message: Message, run_id: uuid.UUID | None) -> None:
     """Drop a message that arrived after its run had continued."""
     log.info(
-        "flow %s: message %s came after run %s had gone on, and is dropped",
+        "flow %s: message %s arrived after run %s had continued, and is dropped",
         declared.name,
         message.id,
         run_id,

@@ -179,8 +179,8 @@ def insist_on_one_transaction(using: str, destination: str) -> None:
         raise FlowError(
             f"Stage {current.stage!r} does not store the messages that it sends, so a "
             f"run and its message to {destination!r} would not be one transaction. "
-            f'Give the stage transaction="outbox", or let it send a message to a stage '
-            f"that has it."
+            f'Give the stage transaction="outbox", or let it send a message to another '
+            f"stage, one with that transaction, which starts the run."
         )
     require_transaction(using, destination)
 

@@ -1,8 +1,8 @@
 """One message as users of this client see it, before sending and after receiving.
 
 Hop 4 and 6. Its body is text, bytes, or a JSON value; headers are text. Values that the
-client sets (id, time, priority ...) are readable once the send has completed. While it
-is in flight the message is not accessible at all: the copy taken at the send is sent.
+client sets (id, time, priority ...) are readable once the send has completed. While a
+send is in flight, reading or changing the message raises MessageNotAccessibleError.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Message:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The application's headers; of a received message, all of them."""
+        """The application's headers. For a received message: all headers."""
         self._accessible()
         return self._headers
 

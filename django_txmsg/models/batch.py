@@ -62,7 +62,8 @@ class Batch(models.Model):
 
     @property
     def progress(self) -> Progress:
-        """How many of its branches have ended, and how, by one query."""
+        """Count the branches by outcome (answered, failed, left without an answer), in
+        one query."""
         found = self.rows().aggregate(
             answered=Count("pk", filter=~_OPEN & ~_FAILED & ~_LEFT),
             failed=Count("pk", filter=_FAILED),

@@ -69,7 +69,7 @@ def read(workers: Iterable[Worker]) -> list[Known]:
 
 
 def refused(worker: Worker, now: dt.datetime) -> set[str]:
-    """Return the stages that a process could not subscribe to for too long."""
+    """Return the stages that a process has been unable to subscribe to for `LATE`."""
     return {one.name for one in late(read([worker]), now) if one.kind == SUBSCRIPTION}
 
 

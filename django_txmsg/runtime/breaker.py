@@ -122,7 +122,7 @@ class Breaker:
             )
 
     def rest(self, seconds: float) -> None:
-        """Postpone the next probe, without a new finding."""
+        """Postpone the next probe, without recording another failure."""
         with self._lock:
             self._until = time.monotonic() + seconds
 

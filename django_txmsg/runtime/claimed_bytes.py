@@ -32,7 +32,7 @@ class Room:
 
     @property
     def complete(self) -> bool:
-        """Whether there is room for any body."""
+        """Whether a body of any size may be claimed."""
         return self.alone == UNLIMITED
 
     @property

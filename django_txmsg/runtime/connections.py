@@ -54,8 +54,8 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
 
 
 def shed(using: str, size: int) -> None:
-    """Close a PostgreSQL connection that has just carried `size` bytes, if that is
-    much: its buffers have grown, and never shrink."""
+    """Close a PostgreSQL connection that has just carried `LARGE` bytes or more: its
+    buffers have grown, and never shrink. `size` is in bytes."""
     connection = connections[using]
     if size < LARGE or connection.vendor != "postgresql":
         return

@@ -27,10 +27,11 @@ _TRIES = 20
 
 
 def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
-    """Insert rows of which some have a unique key, like `store()`.
+    """Insert rows, like `store()`, some of which have a unique key.
 
-    Returns each as its sender gets it, or for a skipped one the message that holds its
-    key. Raises AlreadyPending and DuplicateMessage, with nothing stored.
+    Returns one message for each row: the stored one or, if the row was not stored, the
+    message that holds its key. Raises AlreadyPending or DuplicateMessage, and then
+    stores nothing.
     """
     holders = _first_of_each(rows)
     there: dict[uuid.UUID, Message] = {}

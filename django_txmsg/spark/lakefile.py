@@ -267,7 +267,7 @@ def _rows_of(
             # The header of a page has no checksum.
             if rows:
                 raise ValueError(
-                    f"row group {group} has not the number of rows that it declares"
+                    f"row group {group} does not have as many rows as it declares"
                 )
 
 

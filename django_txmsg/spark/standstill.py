@@ -34,8 +34,8 @@ class Held:
 
 
 def held(connection: Connection, rows: int) -> Held:
-    """Return that many rows with the oldest transaction of the PostgreSQL cluster that
-    has written anything: they wait for it."""
+    """Return the number of `rows` with the transaction that they wait for: the oldest
+    one in the PostgreSQL cluster that has written anything."""
     if not rows:
         return Held(0)
     found = connection.rows(

@@ -62,8 +62,8 @@ class Place:
 
 
 def place_of(spec: LakeSpec) -> Place:
-    """Return the location of a lake. Raises EnvironmentFault for an address that is not
-    understood, or not the same way by both clients."""
+    """Return the location of a lake. Raises EnvironmentFault for an address that cannot
+    be parsed, or that pyarrow and the Delta library would read differently."""
     options = dict(spec.storage_options)
     if spec.uri.startswith("/"):
         return _local(spec.uri, spec.uri, options)

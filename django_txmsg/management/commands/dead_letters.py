@@ -280,7 +280,7 @@ class Command(BaseCommand):
         if options["ids"]:
             filters["ids"] = self._ids(using, options["ids"])
         if options["all"] and filters:
-            raise CommandError("--all goes with no ids and no filter.")
+            raise CommandError("--all cannot be combined with ids or filters.")
         if options["stage"]:
             self._require_stage(options["stage"], using)
         return filters

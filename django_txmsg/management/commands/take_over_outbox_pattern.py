@@ -31,7 +31,7 @@ _APPS = Apps()  # no tables of ours: no migration is made for them
 
 
 class Published(models.Model):
-    """Messages that it has stored to be sent."""
+    """The table of messages that django-outbox-pattern stored for sending."""
 
     id = models.UUIDField(primary_key=True)
     destination = models.CharField(max_length=255)
@@ -52,7 +52,8 @@ class Published(models.Model):
 
 
 class Received(models.Model):
-    """Messages that it has processed, of which copies must not be processed."""
+    """The table of messages that django-outbox-pattern processed; copies of them must
+    not be processed again."""
 
     id = models.UUIDField(primary_key=True)
     msg_id = models.CharField(max_length=100, null=True)  # noqa: DJ001 - as it is

@@ -60,8 +60,8 @@ def judged_by(log: WholeLog, run: str = "") -> str:
     if last is None:
         which = f"the run {run}" if run else "any run"
         raise UsageError(
-            f"The lake has no results of {which} of `reconcile` of this service: "
-            "reconcile first, without --dry-run."
+            f"The lake has no results of {which} of `reconcile` for this service. "
+            "To reconcile first, run `pipeline reconcile` without --dry-run."
         )
     return str(last[0])
 
