@@ -345,7 +345,7 @@ class DatabaseSession(Session):
         return count
 
     def _hold(self, sizes: Mapping[int, int | None]) -> None:
-        """Record the sizes of claimed messages; None for those that are settled."""
+        """Record the size of each claimed message; None if it is settled."""
         self._held = {
             pk: size for pk, size in {**self._held, **sizes}.items() if size is not None
         }

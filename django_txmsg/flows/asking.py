@@ -27,7 +27,7 @@ from .values import OURS, Cancelled, Dead, TimedOut
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-#: Seconds between two looks at the run: at first, and at most.
+#: Seconds between two queries of the run: at first, and at most.
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 0.5
 
@@ -42,19 +42,17 @@ def ask(
     """Start a run, and return its answer. `within` is how long to wait, in seconds or
     as a timedelta.
 
-    Raises TimeoutError, whose `run_id` is the run's, when the time is over; the run
-    goes on. Raises FlowError in an open transaction, in a request's or another outbox
+    Raises TimeoutError when the time is up; its `run_id` is the run's, which goes on.
+    Raises FlowError in an open transaction, in a request's or another outbox
     session and in a stage: its message leaves only after them. Raises AlreadyRunning if
     a run of this `key` is open, and InvalidMessage for a body that the flow does not
     take.
     """
     run = _started(flow, body, key)
-    for pause in pauses(within):
-        threading.Event().wait(pause)
-        if (done := ended(run)) is not None:
-            answer: Out | TimedOut | Dead | Cancelled = _answer(flow, done)
-            return answer
-    raise _late(run)
+    if (done := awaited(run, within)) is None:
+        raise _late(run)
+    answer: Out | TimedOut | Dead | Cancelled = _answer(flow, done)
+    return answer
 
 
 async def aask(
@@ -66,7 +64,7 @@ async def aask(
 ) -> Out | TimedOut | Dead | Cancelled:
     """Do what ask() does, in a coroutine: the event loop goes on meanwhile."""
     run = await sync_to_async(_started)(flow, body, key)
-    for pause in pauses(within):
+    for pause in _pauses(within):
         await asyncio.sleep(pause)
         if (done := await sync_to_async(ended)(run)) is not None:
             answer: Out | TimedOut | Dead | Cancelled = _answer(flow, done)
@@ -91,8 +89,18 @@ def _started(flow: type[Flow[In, Any]], body: In, key: str | None) -> Run:
         return start_run(declared, body, key=key, on_conflict="error", answer_to=None)
 
 
-def pauses(within: float | dt.timedelta) -> Iterator[float]:
-    """Yield the pauses before each look, until the time is over."""
+def awaited(run: Run, within: float | dt.timedelta) -> Run | None:
+    """Wait until a run has ended, and return what `ended()` does; None if it has not
+    ended in time."""
+    for pause in _pauses(within):
+        threading.Event().wait(pause)
+        if (done := ended(run)) is not None:
+            return done
+    return None
+
+
+def _pauses(within: float | dt.timedelta) -> Iterator[float]:
+    """Yield the pause before each query of the run, until the time is up."""
     seconds = within.total_seconds() if isinstance(within, dt.timedelta) else within
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
     while (left := deadline - time.monotonic()) > 0:

@@ -32,5 +32,5 @@ class Batches(
         )
 
 
-# Nobody sends to it, and it would cost each process a thread and a subscription.
+# No message is sent to it, and it would cost each process a thread and a subscription.
 stages.unregister(Batches._declaration.name)

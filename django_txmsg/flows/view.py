@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import uuid
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,7 +14,7 @@ from django.views import View
 
 from .. import conf
 from ..models import Run
-from .asking import ended, pauses
+from .asking import awaited, ended
 from .flow import Flow
 
 #: The longest `?wait=`, in seconds.
@@ -24,11 +23,11 @@ MAX_WAIT = 30.0
 
 class FlowView(View):
     """Answers GET with the JSON of a run: `run_id`, `key`, `step`, `waits_for`,
-    `outcome` ("" while it is open) and `answer`. `?wait=20` waits for its end, so many
-    seconds at most, and no longer than 30.
+    `outcome` ("" while it is open) and `answer`. `?wait=20` waits for its end, for
+    that many seconds, and for 30 at most.
 
-    `path("orders/<uuid:run_id>/", FlowView.as_view(flow=Checkout))`. Whoever knows the
-    address sees the answer: add a mixin such as LoginRequiredMixin, and narrow `runs()`
+    `path("orders/<uuid:run_id>/", FlowView.as_view(flow=Checkout))`. All who know the
+    address see the answer: add a mixin such as LoginRequiredMixin, and narrow `runs()`
     to those of `self.request.user`.
     """
 
@@ -52,19 +51,15 @@ class FlowView(View):
         return runs
 
     def get(self, request: HttpRequest, run_id: uuid.UUID) -> JsonResponse:
-        """Return the run; 404 if there is none, 400 if `wait` is no number."""
+        """Return the run; 404 if there is none, 400 if `wait` is not a number."""
         try:
             wait = min(float(request.GET.get("wait", 0)), MAX_WAIT)
         except ValueError:
-            return JsonResponse({"error": "wait= is no number."}, status=400)
+            return JsonResponse({"error": "wait= is not a number."}, status=400)
         run = self.runs().filter(run_id=run_id).first()
         if run is None:
             return JsonResponse({"error": "There is no such run."}, status=404)
-        done = ended(run)
-        for pause in pauses(wait) if done is None else ():
-            threading.Event().wait(pause)
-            if (done := ended(run)) is not None:
-                break
+        done = ended(run) or awaited(run, wait)
         run.refresh_from_db()
         found = run if done is None else done
         return JsonResponse(

@@ -15,7 +15,6 @@ from django.db.models.functions import Now
 from .. import conf
 from ..runtime import notifications
 from ..runtime.notifications import notify
-from .fields import clock
 
 #: How long a request holds: the message may be between two attempts.
 HOLDS = dt.timedelta(minutes=1)
@@ -32,9 +31,7 @@ class StopRequestManager(models.Manager):  # type: ignore[type-arg]  # not gener
 
     def open(self) -> list[StopRequest]:
         """Return the requests that hold."""
-        if not self.exists():
-            return []
-        return list(self.filter(at__gt=clock(self.db) - HOLDS))
+        return list(self.filter(at__gt=Now() - HOLDS))
 
 
 class StopRequest(models.Model):
