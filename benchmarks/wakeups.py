@@ -203,7 +203,7 @@ def play(role: str, url: str, notify: bool) -> None:
         signals.message_dispatched.connect(dispatched)
 
     def ready() -> None:
-        while notify and not notifications.heard("default"):
+        while notify and not notifications.has_listener("default"):
             time.sleep(0.05)
         print("ready", flush=True)
 

@@ -28,7 +28,7 @@ from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.runtime.breaker import Breaker
 from django_txmsg.runtime.idle_clock import Activity
-from django_txmsg.runtime.thread_group import Crew
+from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.sending.outbox import send_message
 
 #: Tests that commit. With the two applications alone, emptying the tables is quick.
@@ -136,16 +136,16 @@ def running(
         for number in range(concurrency)
     ]
     # What the consumer's own thread does for them.
-    crew = Crew(stop.set)
+    group = ThreadGroup(stop.set)
     for thread in threads:
-        crew.add(thread.name, thread.run)
-    crew.add("waker", lambda: _wake(threads, stop))
-    crew.start()
+        group.add(thread.name, thread.run)
+    group.add("waker", lambda: _wake(threads, stop))
+    group.start()
     try:
         yield threads
     finally:
         stop.set()
-        crew.join()
+        group.join()
 
 
 def _wake(threads: list[StageThread], stop: threading.Event) -> None:

@@ -205,7 +205,7 @@ class DatabaseSession(Session):
                 if room <= 0:
                     self._closed.wait(min(self._poll, left))
                 else:
-                    pause = LONGEST_WAIT if wakeup.heard else self._poll
+                    pause = LONGEST_WAIT if wakeup.has_listener else self._poll
                     if self._cramped:
                         pause = min(self._poll, ROOM_WAIT)
                     wakeup.wait(min(pause, left))

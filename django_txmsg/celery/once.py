@@ -37,7 +37,7 @@ from ..envelope.message import Message
 from ..envelope.transaction_definition import TransactionDefinition
 from ..errors import TaskGivenUp
 from ..models import InboxMessage
-from ..models.inbox import Seen
+from ..models.inbox import InboxRecord
 from ..runtime import database_health
 from ..sending.scope import Scope, in_scope
 from . import calling, following
@@ -148,38 +148,38 @@ class _Once:
             service=conf.get().SERVICE,
         )
         self.inbox = InboxMessage.objects.db_manager(self.using)
-        self._seen: Seen | None = None
+        self._inbox_record: InboxRecord | None = None
 
     def process(self) -> Any:
         """Take the delivery from its record to its result."""
-        seen, begun = self._record()
-        if seen.processed:
-            return self._again(seen)
-        if seen.dead:
+        record, begun = self._record()
+        if record.processed:
+            return self._again(record)
+        if record.dead:
             # It failed, as Celery has reported, and was sent again.
-            self.inbox.filter(pk=seen.id).update(dead_at=None, attempts=1)
-        elif self._too_often(seen):
+            self.inbox.filter(pk=record.id).update(dead_at=None, attempts=1)
+        elif self._too_often(record):
             given_up = _given_up()
-            if self._fail(seen, given_up):
+            if self._fail(record, given_up):
                 raise given_up
-            return self._again(seen)
+            return self._again(record)
         conflicts = Conflicts()
         while True:
             try:
-                return self._attempt(seen, begun)
+                return self._attempt(record, begun)
             except protocol.LostRace:
                 if self.inbox.recall(
-                    seen.id, self.message.destination, seen.message_id
+                    record.id, self.message.destination, record.message_id
                 ):
-                    return self._again(seen)
+                    return self._again(record)
                 # A crash of the server has lost the record, whose commit does not wait
                 # for the disk; a transaction pooler in between hid the crash.
-                seen, begun = self._record()
+                record, begun = self._record()
             except Reject as rejected:
                 if rejected.requeue:
                     self.take_back()
                 else:
-                    self._fail(seen, rejected)
+                    self._fail(record, rejected)
                 raise
             except (Retry, Ignore, Undecided):
                 raise
@@ -190,32 +190,34 @@ class _Once:
                 if conflicts.mends(error):
                     threading.Event().wait(conflicts.pause)
                     continue
-                if not database_health.is_away(error) and not self._fail(seen, error):
+                if not database_health.is_away(error) and not self._fail(record, error):
                     # A soft time limit, say, that came after the commit.
-                    return self._again(seen)
+                    return self._again(record)
                 raise
 
-    def _record(self) -> tuple[Seen, bool]:
-        self._seen, begun = protocol.record(
+    def _record(self) -> tuple[InboxRecord, bool]:
+        self._inbox_record, begun = protocol.record(
             self.inbox,
             self.message.destination,
             self.message,
-            runs=lambda seen: not self._too_often(seen),
+            runs=lambda record: not self._too_often(record),
         )
-        return self._seen, begun
+        return self._inbox_record, begun
 
     def take_back(self) -> None:
         """Uncount the attempt, which did not fail because of the task."""
-        if self._seen is None:
+        if self._inbox_record is None:
             return
-        row = self.inbox.filter(pk=self._seen.id, processed_at=None, attempts__gt=0)
+        row = self.inbox.filter(
+            pk=self._inbox_record.id, processed_at=None, attempts__gt=0
+        )
         with contextlib.suppress(DatabaseError, InterfaceError):
             row.update(attempts=F("attempts") - 1)
 
-    def _too_often(self, seen: Seen) -> bool:
-        return seen.attempt - int(self.task.request.retries or 0) > _most()
+    def _too_often(self, record: InboxRecord) -> bool:
+        return record.attempt - int(self.task.request.retries or 0) > _most()
 
-    def _attempt(self, seen: Seen, begun: bool) -> Any:
+    def _attempt(self, record: InboxRecord, begun: bool) -> Any:
         run, outer = calling.Run(), calling.current_run()
         calling.enter(run)
         ignored: list[Ignore] = []
@@ -231,18 +233,18 @@ class _Once:
         def finish(result: Any, late: bool) -> None:
             """Store what a copy must return and send, in the task's own row."""
             if late:
-                self.inbox.finish([seen.id])
+                self.inbox.finish([record.id])
             kept = written(
                 self.task, result, run.later, ignored[0] if ignored else None
             )
             if kept:
-                self.inbox.filter(pk=seen.id).update(**kept, processed_at=Now())
+                self.inbox.filter(pk=record.id).update(**kept, processed_at=Now())
 
         try:
             result, _ = protocol.once(
                 TransactionDefinition(using=self.using),
                 begun=begun,
-                take=lambda: self.inbox.take(seen.id),
+                take=lambda: self.inbox.take(record.id),
                 run=work,
                 finish=finish,
             )
@@ -266,10 +268,10 @@ class _Once:
             stage=cause.destination,
         )
 
-    def _again(self, seen: Seen) -> Any:
+    def _again(self, record: InboxRecord) -> Any:
         """For a copy, send what the first delivery should have sent after its commit,
         if its worker was killed before."""
-        row = self.inbox.filter(pk=seen.id).values("headers", "body").first()
+        row = self.inbox.filter(pk=record.id).values("headers", "body").first()
         signals.announce(
             signals.message_duplicate,
             id=self.message.id,
@@ -282,22 +284,22 @@ class _Once:
         following.send(self.task, done.later)
         return done.result()
 
-    def _fail(self, seen: Seen, error: BaseException) -> bool:
+    def _fail(self, record: InboxRecord, error: BaseException) -> bool:
         """Record a failure, which Celery reports by its own means. Returns False if the
         work is done all the same: by a copy, or by this attempt, which has
         committed."""
         if in_block(connections[self.using]):
             return True
-        said = Failure.of(error).exception
+        text = Failure.of(error).exception
         if isinstance(error, MaxRetriesExceededError):
             # Its own text contains the arguments.
-            said = (
+            text = (
                 f"MaxRetriesExceededError: tried {self.task.request.retries + 1} times"
             )
         with contextlib.suppress(DatabaseError, InterfaceError):
-            if not self.inbox.mark_dead(seen.id, said):
+            if not self.inbox.mark_dead(record.id, text):
                 return not self.inbox.filter(
-                    pk=seen.id, processed_at__isnull=False
+                    pk=record.id, processed_at__isnull=False
                 ).exists()
         return True
 

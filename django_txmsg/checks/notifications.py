@@ -11,24 +11,24 @@ from django.db import connections
 from .. import conf
 from ..django_internals import in_block
 from ..monitoring import databases
-from ..relaying.listener import alias_of, hears
+from ..relaying.listener import alias_of, receives_notifications
 
 
-def check(asked: Sequence[str]) -> Iterator[CheckMessage]:
+def check(aliases: Sequence[str]) -> Iterator[CheckMessage]:
     """Warn of databases in which a notification does not arrive."""
     for using in databases.with_tables():
-        if using not in asked or connections[using].vendor != "postgresql":
+        if using not in aliases or connections[using].vendor != "postgresql":
             continue
         connection = connections[alias_of(using)]
         if not conf.get().NOTIFY or in_block(connection):
             continue
         try:
-            heard = hears(using)
+            received = receives_notifications(using)
         except AnyDatabaseError:
             continue  # Django's own checks say that
         finally:
             connection.close()
-        if heard is False:
+        if received is False:
             yield Warning(
                 f"A notification did not arrive in database {alias_of(using)!r}: "
                 "relays and consumers learn of new messages by polling alone.",

@@ -18,7 +18,7 @@ from .. import tracing
 from ..django_internals import must_roll_back, raw, under_savepoint
 from ..envelope.message import Message
 from ..errors import DecodeError
-from ..models.inbox import Seen
+from ..models.inbox import InboxRecord
 from ..runtime import database_health
 from . import decoding, failure, inbox, modes, ordering, protocol
 from .decoding import Arrival
@@ -72,7 +72,7 @@ class Savepoints:
         self._last = name
 
 
-Work = tuple[Arrival, Message, Seen]
+Work = tuple[Arrival, Message, InboxRecord]
 
 
 def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
@@ -135,12 +135,12 @@ class _Batch:
         rows, mode = work[0][0].inbox, modes.of(stage)
 
         def take() -> bool:
-            self._locked = rows.lock([seen.id for _, _, seen in work])
+            self._locked = rows.lock([record.id for _, _, record in work])
             return bool(self._locked)
 
         def finish(*_: object) -> None:
             rows.finish(list(self._durations))
-            mode.end([one for one, _, seen in work if seen.id in self._durations])
+            mode.end([one for one, _, record in work if record.id in self._durations])
 
         on = raw(connections[using])
         try:
@@ -168,33 +168,35 @@ class _Batch:
         recorded = first.inbox.record(first.stage.name, messages, together=True)
         work: list[Work] = []
         for arrival, message in self._given:
-            seen = arrival.count(recorded[message.id], attempt=False)
+            record = arrival.count(recorded[message.id], attempt=False)
             # A message that failed before, or killed its worker, must not take others
             # down again.
-            ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
-            if ordinary and not decoding.expired(arrival.delivery, seen.now):
-                work.append((arrival, message.attempted(1), seen))
+            ordinary = (
+                not record.settled and record.attempt == 0 and record.deliveries == 1
+            )
+            if ordinary and not decoding.expired(arrival.delivery, record.now):
+                work.append((arrival, message.attempted(1), record))
             else:
                 self.alone.append(arrival)
         return work
 
     def _run(self, work: Sequence[Work], savepoints: Savepoints) -> None:
         admission = ordering.Admission(
-            [arrival for arrival, _, seen in work if seen.id in self._locked]
+            [arrival for arrival, _, record in work if record.id in self._locked]
         )
         for item in work:
-            arrival, message, seen = item
-            if seen.id not in self._locked:
+            arrival, message, record = item
+            if record.id not in self._locked:
                 continue
             if not admission.admits(arrival):
                 self._early.append(item)
                 continue
             self._run_one(item, savepoints)
-            if seen.id in self._durations:
+            if record.id in self._durations:
                 admission.note(message.id)
 
     def _run_one(self, item: Work, savepoints: Savepoints) -> None:
-        arrival, message, seen = item
+        arrival, message, record = item
         began = time.monotonic()
         try:
             copy_context().run(_handle, arrival, message, savepoints)
@@ -209,25 +211,25 @@ class _Batch:
                 raise
             self._failed.append((item, error, time.monotonic() - began))
         else:
-            self._durations[seen.id] = time.monotonic() - began
+            self._durations[record.id] = time.monotonic() - began
 
     def _decide(self, work: Sequence[Work]) -> None:
         """Return the outcome of each, after the commit."""
-        for arrival, message, seen in work:
-            if seen.id in self._durations:
+        for arrival, message, record in work:
+            if record.id in self._durations:
                 self.outcomes[id(arrival)] = Processed()
-                duration = self._durations[seen.id]
+                duration = self._durations[record.id]
                 announce_processed(arrival.stage, message, duration, True)
-            elif seen.id not in self._locked:
+            elif record.id not in self._locked:
                 self.alone.append(arrival)  # a copy settled it
-        for (arrival, message, seen), reason, duration in self._failed:
-            again = arrival.inbox.start_again(seen.id)
-            seen = arrival.count(seen.attempted(again))
+        for (arrival, message, record), reason, duration in self._failed:
+            again = arrival.inbox.start_again(record.id)
+            record = arrival.count(record.attempted(again))
             self._note(
-                arrival, failure.failed(arrival, message, seen, reason, duration)[0]
+                arrival, failure.failed(arrival, message, record, reason, duration)[0]
             )
-        for arrival, _, seen in self._early:
-            waiting = modes.of(arrival.stage).out_of_turn(arrival, seen, attempts=0)
+        for arrival, _, record in self._early:
+            waiting = modes.of(arrival.stage).out_of_turn(arrival, record, attempts=0)
             self._note(arrival, waiting)
 
     def _note(self, arrival: Arrival, outcome: Outcome | None) -> None:

@@ -35,7 +35,7 @@ class BulkThread:
 
     def run(self) -> None:
         """Run operations until stopped."""
-        asked = {
+        wakeups = {
             using: notifications.Wakeup(using, notifications.WORK)
             for using in self._retries
         }
@@ -44,16 +44,18 @@ class BulkThread:
             liveness.turned()
             counting = time.monotonic() - kept_at > PERIOD.total_seconds()
             kept_at = time.monotonic() if counting else kept_at
-            for using, wakeup in asked.items():
+            for using, wakeup in wakeups.items():
                 if self._is_time(using, wakeup, counting):
                     self._work_off(using, counting)
 
-    def _is_time(self, using: str, asked: notifications.Wakeup, counting: bool) -> bool:
+    def _is_time(
+        self, using: str, wakeup: notifications.Wakeup, counting: bool
+    ) -> bool:
         if not self._retries[using].ready:
             return False
-        calm = asked.heard and self._activity.calm
+        calm = wakeup.has_listener and self._activity.calm
         recent = time.monotonic() - self._looked[using] < RARELY
-        return asked.due() or not (calm and recent) or counting
+        return wakeup.due() or not (calm and recent) or counting
 
     def _work_off(self, using: str, counting: bool) -> None:
         self._looked[using] = time.monotonic()

@@ -30,7 +30,7 @@ from ..runtime import database_health, liveness, notifications
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.idle_clock import RARELY, SELDOM, Activity
-from ..runtime.thread_group import Crew
+from ..runtime.thread_group import ThreadGroup
 from ..stages import Stage
 from . import deadline, ordering
 from .backpressure import Room
@@ -136,7 +136,7 @@ class Consumer:
             for room in [Room(stage) if stage.ordered else None]
             for number in range(_threads(stage, concurrency or stage.concurrency))
         ]
-        self._crew = Crew(self.stop)
+        self._group = ThreadGroup(self.stop)
         self._reported: set[int] = set()
 
     @property
@@ -161,20 +161,20 @@ class Consumer:
         Raises the error that ended one of its threads, if any; with `once`, the error
         that keeps a stage from its broker or its database.
         """
-        crew = self._crew
+        group = self._group
         for thread in self.threads:
-            crew.add(thread.name, thread.run)
+            group.add(thread.name, thread.run)
         for alias, breaker in self._breakers.items():
             broker = find_broker(alias)
             if broker is not None and not broker.consumable:
                 continue
             control = ControlThread(alias, self._stop, breaker, self._activity)
-            crew.add(f"txmsg-control-{alias}", control.run)
+            group.add(f"txmsg-control-{alias}", control.run)
         for destination in self._settings.DEAD_LETTER_DESTINATIONS:
             intake = IntakeThread("default", destination, self._stop, self._activity)
-            crew.add(f"txmsg-intake-{destination}", intake.run)
+            group.add(f"txmsg-intake-{destination}", intake.run)
         bulk_thread = BulkThread(self._databases, self._stop, self._activity)
-        crew.add("txmsg-bulk", bulk_thread.run)
+        group.add("txmsg-bulk", bulk_thread.run)
         self._obey()
         self._begin()
         self._presence.beat(0)
@@ -185,20 +185,20 @@ class Consumer:
             raise
         with ExitStack() as stack:
             if not once:
-                stack.enter_context(listening(self._heard_in()))
-            crew.start()
+                stack.enter_context(listening(self._notifying_databases()))
+            group.start()
             liveness.begin("txmsg-consumer")
             try:
                 self._watch(once)
             finally:
                 self._stop.set()
                 try:
-                    crew.join()
+                    group.join()
                 finally:
                     liveness.ended()
                     self._presence.leave()
 
-    def _heard_in(self) -> set[str]:
+    def _notifying_databases(self) -> set[str]:
         """The databases in which notifications for this process may arrive."""
         brokers = [get_broker(alias) for alias in self._settings.BROKERS]
         embedded = {broker.stored_in for broker in brokers}
@@ -222,13 +222,13 @@ class Consumer:
     def _watch(self, once: bool) -> None:
         beat_at, beats, look_at, obey_at = 0.0, 0, 0.0, 0.0
         pause = min(0.5, self._settings.CONSUME.POLL_INTERVAL)
-        asked = notifications.Wakeup(
+        wakeup = notifications.Wakeup(
             router.db_for_write(StageState), notifications.WORK
         )
         while not self._stop.wait(pause):
             liveness.turned()
-            calm = asked.heard and self._activity.calm
-            if asked.due() or not calm or time.monotonic() >= obey_at:
+            calm = wakeup.has_listener and self._activity.calm
+            if wakeup.due() or not calm or time.monotonic() >= obey_at:
                 self._obey()
                 self._stop_messages()
                 obey_at = time.monotonic() + RARELY
@@ -262,9 +262,11 @@ class Consumer:
             away = database_health.error(using)
             if away is not None:
                 raise away
-        asked = all(thread.dry or thread.paused.is_set() for thread in self.threads)
+        all_queried = all(
+            thread.dry or thread.paused.is_set() for thread in self.threads
+        )
         return (
-            asked
+            all_queried
             and not self.in_flight
             and self._activity.idle > IDLE
             # Else none would ever end where consumers run only with `--once`.

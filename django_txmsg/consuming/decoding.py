@@ -24,7 +24,7 @@ from ..envelope import cloudevents, serializers
 from ..envelope.message import Message, new_id
 from ..errors import DecodeError
 from ..models import InboxMessage
-from ..models.inbox import Parked, Seen
+from ..models.inbox import InboxRecord, Parked
 from ..models.inbox_order import Turn
 from ..stages import Stage
 
@@ -183,7 +183,7 @@ def from_parked(parked: Parked) -> Delivery:
     """Return a parked message in the form of its delivery."""
     headers = dict(parked.headers)
     broker_id = headers.pop("txmsg-broker-id", "")
-    headers.setdefault(wire.MESSAGE_ID, str(parked.seen.message_id))
+    headers.setdefault(wire.MESSAGE_ID, str(parked.record.message_id))
     return Delivery(parked.destination, headers, parked.body, True, broker_id)
 
 
@@ -284,10 +284,10 @@ class Arrival:
         after_id, after_at = wire.after(headers) or (None, None)
         return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
-    def count(self, seen: Seen, *, attempt: bool = True) -> Seen:
-        """Note that the arrival is recorded as `seen`, with an attempt or without."""
-        self.counted.row, self.counted.attempt = seen.id, attempt
-        return seen
+    def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
+        """Note that `record` is that of the arrival, with an attempt or without."""
+        self.counted.row, self.counted.attempt = record.id, attempt
+        return record
 
     def count_again(self, error: BaseException) -> None:
         """Count the next try as another attempt: this error may occur each time, and

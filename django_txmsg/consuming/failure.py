@@ -27,7 +27,7 @@ from ..errors import (
     NewerCodeNeeded,
 )
 from ..models import Attempt
-from ..models.inbox import Seen
+from ..models.inbox import InboxRecord
 from ..runtime import liveness
 from ..runtime.connections import close_broken
 from ..sending import answering
@@ -44,10 +44,10 @@ Made = TypeVar("Made")
 def failed(
     arrival: Arrival,
     message: Message,
-    seen: Seen | None,
+    record: InboxRecord | None,
     error: BaseException,
     duration: float,
-) -> tuple[Outcome | None, Seen | None]:
+) -> tuple[Outcome | None, InboxRecord | None]:
     """Decide about a failed attempt and make the decision durable.
 
     Returns the outcome, or None if the stage must run again at once (blocking).
@@ -57,20 +57,20 @@ def failed(
     mode.roll_back(arrival)
     close_broken(arrival.using)
     inbox = arrival.inbox
-    if seen is None:
+    if record is None:
         rows = inbox.record(stage.name, [message], idempotent=True)
-        seen = arrival.count(rows[message.id])
-    decision = decide(stage.policy, seen.attempt, error)
+        record = arrival.count(rows[message.id])
+    decision = decide(stage.policy, record.attempt, error)
     failure = Failure.of(error)
-    note = partial(_note_attempt, arrival, seen, failure, duration)
+    note = partial(_note_attempt, arrival, record, failure, duration)
     if isinstance(decision, Dead):
-        return bury(arrival, seen, decision.reason, failure, note), seen
+        return bury(arrival, record, decision.reason, failure, note), record
     signals.announce(
         signals.message_redelivered,
         id=message.id,
         destination=message.destination,
         stage=stage.name,
-        attempt=seen.attempt,
+        attempt=record.attempt,
         delay=decision.delay,
         error=failure.exception.partition("\n")[0],
     )
@@ -79,18 +79,18 @@ def failed(
         liveness.turned(decision.delay)
         if arrival.stop.wait(decision.delay):
             if arrival.token is not None:
-                inbox.unpark(seen.id, arrival.token, attempts=0)
-            return Interrupted(), seen
-        attempt = inbox.start_again(seen.id, arrival.token)
+                inbox.unpark(record.id, arrival.token, attempts=0)
+            return Interrupted(), record
+        attempt = inbox.start_again(record.id, arrival.token)
         if not attempt:
-            return Duplicate(), seen
-        return None, seen.attempted(attempt)
+            return Duplicate(), record
+        return None, record.attempted(attempt)
     noted = stage.policy.mode == "broker" and arrival.parked is None
     if noted:
         note()  # first: a kill after the hand-back must not lose the attempt's error
-        if _hand_back(arrival, seen, decision.delay):
-            return decision, seen
-    there = seen
+        if _hand_back(arrival, record, decision.delay):
+            return decision, record
+    there = record
 
     def park() -> Outcome:
         parked = inbox.park(
@@ -108,31 +108,31 @@ def failed(
             note()
         return decision
 
-    return _durably(arrival, park), seen
+    return _durably(arrival, park), record
 
 
 def unreadable(
-    arrival: Arrival, error: DecodeError, seen: Seen | None = None
+    arrival: Arrival, error: DecodeError, record: InboxRecord | None = None
 ) -> Outcome:
     """Make durable what follows if the stage's code cannot read a message: it is dead
-    at once, or waits, without counting an attempt, for code that can. `seen` is its
+    at once, or waits, without counting an attempt, for code that can. `record` is its
     record, if there is one."""
     if arrival.parked is not None:
-        seen = arrival.parked.seen
+        record = arrival.parked.record
     if isinstance(error, NewerCodeNeeded):
         return postpone(
-            arrival, str(error), seen=seen, needs=(error.name, error.version)
+            arrival, str(error), record=record, needs=(error.name, error.version)
         )
     failure = Failure.of(error)
     if error.reason == "invalid_body":
         # Grouped by the fault, not by the line of our code that found it.
         failure = Failure.because(error.reason, str(error))
-    return bury(arrival, seen, error.reason, failure)
+    return bury(arrival, record, error.reason, failure)
 
 
 def bury(
     arrival: Arrival,
-    seen: Seen | None,
+    record: InboxRecord | None,
     reason: str,
     failure: Failure,
     note: Any = None,
@@ -148,16 +148,16 @@ def bury(
     close_broken(arrival.using)
 
     def bury_it() -> Dead | Duplicate:
-        if seen is not None and not arrival.inbox.mark_dead(
-            seen.id, failure.exception, arrival.token
+        if record is not None and not arrival.inbox.mark_dead(
+            record.id, failure.exception, arrival.token
         ):
             return Duplicate()
         if note is not None:
             note()
-        attempts = min(seen.attempt, stage.policy.max_begun) if seen else 0
+        attempts = min(record.attempt, stage.policy.max_begun) if record else 0
         letter = burial.bury(
             using=arrival.using,
-            message_id=seen.message_id if seen else arrival.message_id,
+            message_id=record.message_id if record else arrival.message_id,
             stage=stage.name,
             broker=stage.broker,
             destination=delivery.destination,
@@ -175,8 +175,8 @@ def bury(
             using=arrival.using,
             broker=stage.broker,
         )
-        if seen is not None:
-            mode.put_aside(arrival, seen)
+        if record is not None:
+            mode.put_aside(arrival, record)
             mode.end([arrival])
         return Dead(reason)
 
@@ -207,20 +207,20 @@ def postpone(
     arrival: Arrival,
     error: str,
     *,
-    seen: Seen | None = None,
+    record: InboxRecord | None = None,
     needs: tuple[str, int] | None = None,
     delay: float = 0.0,
     slot: int | None = None,
     key: str = "",
 ) -> Outcome:
-    """Park a message for `delay` seconds without counting an attempt. `seen` is its
+    """Park a message for `delay` seconds without counting an attempt. `record` is its
     record, if there is one."""
     delivery, stage = arrival.delivery, arrival.stage
     inbox = arrival.inbox
     if arrival.parked is not None:
-        seen = seen or arrival.parked.seen
+        record = record or arrival.parked.record
     while True:
-        row = seen
+        row = record
         if row is None:
             message = decoding.envelope(delivery, stage)
             row = inbox.record(stage.name, [message], together=True)[message.id]
@@ -241,17 +241,17 @@ def postpone(
             return Postponed()
         # A crash of the server may lose the record, whose commit does not wait for the
         # disk; a transaction pooler in between hides the crash.
-        if seen or inbox.recall(row.id, stage.name, row.message_id):
+        if record or inbox.recall(row.id, stage.name, row.message_id):
             return Duplicate()
 
 
-def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> bool:
+def _hand_back(arrival: Arrival, record: InboxRecord, delay: float) -> bool:
     """Send the broker a delayed copy, with proof; the delivery is acknowledged next.
     Returns False if the broker does not take it: then the inbox does."""
     headers = decoding.copied_headers(arrival.delivery.headers)
     # A foreign message gets its identity here: its copy has another broker's id.
-    headers.setdefault(wire.MESSAGE_ID, str(seen.message_id))
-    headers[wire.FAILED_ATTEMPT] = str(seen.attempt)
+    headers.setdefault(wire.MESSAGE_ID, str(record.message_id))
+    headers[wire.FAILED_ATTEMPT] = str(record.attempt)
     copy = Outgoing(arrival.delivery.destination, headers, arrival.delivery.body, delay)
     for error in arrival.session.send_delayed([copy]):
         if isinstance(error, DestinationUnavailable | DispatchRejected):
@@ -259,7 +259,7 @@ def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> bool:
                 "stage %r: the broker does not take message %s back, so it waits in "
                 "the inbox: %s",
                 arrival.stage.name,
-                seen.message_id,
+                record.message_id,
                 error,
             )
             return False
@@ -269,12 +269,12 @@ def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> bool:
 
 
 def _note_attempt(
-    arrival: Arrival, seen: Seen, failure: Failure, duration: float
+    arrival: Arrival, record: InboxRecord, failure: Failure, duration: float
 ) -> None:
     Attempt.objects.using(arrival.using).create(
-        message_id=seen.message_id,
+        message_id=record.message_id,
         stage=arrival.stage.name,
-        number=seen.attempt,
+        number=record.attempt,
         worker=arrival.worker,
         duration=duration,
         exception=failure.exception,

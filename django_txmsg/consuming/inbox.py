@@ -28,7 +28,7 @@ from ..errors import (
     NewerCodeNeeded,
 )
 from ..models import OutboxMessage
-from ..models.inbox import Seen
+from ..models.inbox import InboxRecord
 from ..models.outbox import PENDING
 from ..runtime import database_health
 from ..runtime.leases import Lease
@@ -81,26 +81,26 @@ def _process(arrival: Arrival) -> Outcome:
         return _unreadable(arrival, error)
     if not arrival.has_identity:
         return _adopt(arrival)
-    seen, begun = _record(arrival, message)
-    if seen is not None and not begun:
-        outcome = _foregone(arrival, message, seen)
+    record, begun = _record(arrival, message)
+    if record is not None and not begun:
+        outcome = _foregone(arrival, message, record)
         if outcome is not None:
             return outcome
-    return _worked(arrival, message, short, seen, begun)
+    return _worked(arrival, message, short, record, begun)
 
 
 def _worked(
     arrival: Arrival,
     message: Message,
     short: MemoryError | None,
-    seen: Seen | None,
+    record: InboxRecord | None,
     begun: bool,
 ) -> Outcome:
     """Run the stage until the outcome is certain. A failure that is not the message's
     fault is not counted as an attempt."""
     mode, conflicts = modes.of(arrival.stage), Conflicts()
     while True:
-        attempt = seen.attempt if seen else 1
+        attempt = record.attempt if record else 1
         on = raw(connections[arrival.using])
         began = time.monotonic()
         try:
@@ -109,9 +109,9 @@ def _worked(
             # In a copy of this thread's context: context variables of one attempt do
             # not leak into the next.
             given = message.attempted(attempt)
-            return copy_context().run(run, arrival, given, seen, begun)
+            return copy_context().run(run, arrival, given, record, begun)
         except LostRace:
-            return mode.lost(arrival, seen)
+            return mode.lost(arrival, record)
         except Undecided as refused:
             # Raise the database's error itself: its cause tells what kind it is.
             raise refused.error from cause_of(refused.error)
@@ -132,22 +132,22 @@ def _worked(
                 # A destination of the stage takes no messages now: not the message's
                 # fault.
                 mode.roll_back(arrival)
-                _given_back(arrival, seen)
+                _given_back(arrival, record)
                 raise
             if conflicts.mends(error):
                 # Not the message's fault, so no attempt is counted: retried at once,
                 # then at growing intervals.
                 mode.roll_back(arrival)
                 if arrival.stop.wait(conflicts.pause):
-                    return _given_back(arrival, seen)
+                    return _given_back(arrival, record)
                 message, short = _read(arrival)
                 continue
             if isinstance(error, NewerCodeNeeded):
                 # Newer code is needed not for the body, but for what the handler
                 # loaded.
-                return unreadable(arrival, error, seen)
+                return unreadable(arrival, error, record)
             duration = time.monotonic() - began
-            outcome, seen = failed(arrival, message, seen, error, duration)
+            outcome, record = failed(arrival, message, record, error, duration)
             if outcome is not None:
                 return outcome
             # Read again: the handler may have changed the object it was given.
@@ -162,7 +162,7 @@ def is_handlers(error: BaseException) -> bool:
 
 
 def run(
-    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+    arrival: Arrival, message: Message, record: InboxRecord | None, begun: bool
 ) -> Processed:
     """Run one attempt, with the stage's middlewares around its transaction. `begun`
     means that the transaction has begun already, and has taken the message's row.
@@ -172,12 +172,12 @@ def run(
     outside, on = arrival.stage.outside, raw(connections[arrival.using])
     with tracing.processing(message, arrival.stage.name):
         if outside is None:
-            return _in_transaction(arrival, message, seen, begun)
+            return _in_transaction(arrival, message, record, begun)
         ended: list[Processed | LostRace] = []
 
         def transact(given: Message) -> None:
             try:
-                ended.append(_in_transaction(arrival, given, seen, begun))
+                ended.append(_in_transaction(arrival, given, record, begun))
             except LostRace as lost:
                 ended.append(lost)  # another worker processed it
 
@@ -203,11 +203,11 @@ def run(
 
 
 def _in_transaction(
-    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+    arrival: Arrival, message: Message, record: InboxRecord | None, begun: bool
 ) -> Processed:
     stage, began = arrival.stage, time.monotonic()
     mode = modes.of(stage)
-    employed = mode.run(arrival, message, seen, begun)
+    employed = mode.run(arrival, message, record, begun)
     announce_processed(stage, message, time.monotonic() - began, employed)
     return Processed(mode.transacted and arrival.parked is None)
 
@@ -263,28 +263,28 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     at_once = isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS
     if arrival.turn is None or at_once:
         return unreadable(arrival, error)
-    seen = None if arrival.parked is None else arrival.parked.seen
-    if seen is None:
+    record = None if arrival.parked is None else arrival.parked.record
+    if record is None:
         message = decoding.envelope(arrival.delivery, arrival.stage)
         rows = arrival.inbox.record(arrival.stage.name, [message], together=True)
-        seen = rows[message.id]
-        arrival.count(seen, attempt=False)
-        if seen.settled:
+        record = rows[message.id]
+        arrival.count(record, attempt=False)
+        if record.settled:
             return Duplicate()
     attempts = 0 if arrival.parked is None else 1
     mode = modes.of(arrival.stage)
-    waiting = mode.out_of_turn(arrival, seen, attempts=attempts)
-    return waiting or unreadable(arrival, error, seen)
+    waiting = mode.out_of_turn(arrival, record, attempts=attempts)
+    return waiting or unreadable(arrival, error, record)
 
 
-def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
+def _given_back(arrival: Arrival, record: InboxRecord | None) -> Interrupted:
     """Uncount an attempt that is not the message's fault, and release the lease of a
     parked message."""
     rows = arrival.inbox
-    if seen is not None and arrival.token is not None:
-        rows.unpark(seen.id, arrival.token)
-    elif seen is not None:
-        rows.unrecord(seen.id)
+    if record is not None and arrival.token is not None:
+        rows.unpark(record.id, arrival.token)
+    elif record is not None:
+        rows.unrecord(record.id)
     return Interrupted()
 
 
@@ -310,12 +310,12 @@ def _lease(arrival: Arrival) -> AbstractContextManager[object]:
     stage, parked, token = arrival.stage, arrival.parked, arrival.token
     if parked is None or token is None or modes.of(stage).locks_parked(stage):
         return nullcontext()
-    pk, seconds = parked.seen.id, parked.lease
+    pk, seconds = parked.record.id, parked.lease
     rows = arrival.inbox
     return Lease(arrival.using, seconds, lambda: rows.extend(pk, token, seconds))
 
 
-def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
+def _record(arrival: Arrival, message: Message) -> tuple[InboxRecord | None, bool]:
     """Count the arrival durably, once. Returns the record of the message, and whether
     its transaction has begun."""
     before = _recorded(arrival)
@@ -324,36 +324,38 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
     return modes.of(arrival.stage).record(arrival, message)
 
 
-def _recorded(arrival: Arrival) -> Seen | None:
+def _recorded(arrival: Arrival) -> InboxRecord | None:
     """Return the record of an arrival that is recorded already: a parked message by its
     claim, and an arrival that is retried because nothing could be decided."""
     counted, parked, inbox = arrival.counted, arrival.parked, arrival.inbox
     if counted.row is None:
-        return None if parked is None else arrival.count(parked.seen)
+        return None if parked is None else arrival.count(parked.record)
     if parked is not None and arrival.token is not None:
         inbox.extend(counted.row, arrival.token, parked.lease)
-    seen = _recalled(arrival, counted.row)
-    done = seen is None or modes.of(arrival.stage).is_done(arrival, seen)
-    if seen is None or counted.attempt or done:
-        return seen
-    return arrival.count(seen.attempted(inbox.start_again(seen.id, arrival.token)))
+    record = _recalled(arrival, counted.row)
+    done = record is None or modes.of(arrival.stage).is_done(arrival, record)
+    if record is None or counted.attempt or done:
+        return record
+    return arrival.count(record.attempted(inbox.start_again(record.id, arrival.token)))
 
 
-def _recalled(arrival: Arrival, row: int) -> Seen | None:
-    found: Seen | None = arrival.inbox.recall(
+def _recalled(arrival: Arrival, row: int) -> InboxRecord | None:
+    found: InboxRecord | None = arrival.inbox.recall(
         row, arrival.stage.name, arrival.message_id
     )
     return found
 
 
-def _foregone(arrival: Arrival, message: Message, seen: Seen) -> Outcome | None:
+def _foregone(
+    arrival: Arrival, message: Message, record: InboxRecord
+) -> Outcome | None:
     """Return the outcome of a message whose stage must not run; None to run it."""
     mode = modes.of(arrival.stage)
-    reason = mode.reason_not_to_run(arrival, seen)
+    reason = mode.reason_not_to_run(arrival, record)
     if reason == "settled":
         _ship_what_is_left(arrival, message)
         return Duplicate()
-    waiting = mode.out_of_turn(arrival, seen)
+    waiting = mode.out_of_turn(arrival, record)
     if waiting is not None or not reason:
         return waiting
     if reason == "expired":
@@ -362,7 +364,7 @@ def _foregone(arrival: Arrival, message: Message, seen: Seen) -> Outcome | None:
         reason, failure = "attempts_exhausted", Failure.of(arrival.counted.error)
     else:
         failure = _worker_lost(arrival.stage)
-    return bury(arrival, seen, reason, failure)
+    return bury(arrival, record, reason, failure)
 
 
 def _ship_what_is_left(arrival: Arrival, message: Message) -> None:

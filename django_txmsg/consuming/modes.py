@@ -27,7 +27,7 @@ from ..errors import (
     DispatchRejected,
     InvalidMessage,
 )
-from ..models.inbox import Seen
+from ..models.inbox import InboxRecord
 from ..models.outbox_store import NewMessage
 from ..runtime.connections import recycle
 from ..sending.scope import Scope, in_scope
@@ -49,33 +49,39 @@ class Mode(ABC):
     transacted: ClassVar[bool] = False
 
     @abstractmethod
-    def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
+    def record(
+        self, arrival: Arrival, message: Message
+    ) -> tuple[InboxRecord | None, bool]:
         """Count the arrival durably. Returns the record of the message, and whether its
         transaction has begun."""
 
     @abstractmethod
-    def settled(self, seen: Seen) -> bool:
+    def settled(self, record: InboxRecord) -> bool:
         """Return whether a copy of the message only needs to be dropped."""
 
     @abstractmethod
     def run(
-        self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+        self,
+        arrival: Arrival,
+        message: Message,
+        record: InboxRecord | None,
+        begun: bool,
     ) -> bool:
         """Run the stage and commit. Returns whether its database was used. Raises
         LostRace."""
 
-    def reason_not_to_run(self, arrival: Arrival, seen: Seen) -> str:
+    def reason_not_to_run(self, arrival: Arrival, record: InboxRecord) -> str:
         """Return why the stage must not run for this record; "" if it must."""
-        if self.is_done(arrival, seen):
+        if self.is_done(arrival, record):
             return "settled"
-        if seen.attempt > arrival.stage.policy.max_begun:
+        if record.attempt > arrival.stage.policy.max_begun:
             return "worker_lost"
-        return "expired" if decoding.expired(arrival.delivery, seen.now) else ""
+        return "expired" if decoding.expired(arrival.delivery, record.now) else ""
 
-    def is_done(self, arrival: Arrival, seen: Seen) -> bool:
+    def is_done(self, arrival: Arrival, record: InboxRecord) -> bool:
         """Return whether the arrival only needs to be dropped. A parked message is here
         to be processed."""
-        return arrival.parked is None and self.settled(seen)
+        return arrival.parked is None and self.settled(record)
 
     def handle(self, arrival: Arrival, message: Message) -> None:
         """Call the handler. Its scope is left before the commit, whose hooks do not
@@ -95,13 +101,13 @@ class Mode(ABC):
         )
 
     def out_of_turn(
-        self, arrival: Arrival, seen: Seen, *, attempts: int = 1
+        self, arrival: Arrival, record: InboxRecord, *, attempts: int = 1
     ) -> Outcome | None:
         """Park a message whose turn has not come, and return its outcome; None if its
         turn has come, or if the stage has no order. `attempts` were counted for it."""
         return None
 
-    def lost(self, arrival: Arrival, seen: Seen | None) -> Outcome:
+    def lost(self, arrival: Arrival, record: InboxRecord | None) -> Outcome:
         """Return the outcome of a message that could not be taken: a copy settled
         it."""
         return Duplicate()
@@ -109,7 +115,7 @@ class Mode(ABC):
     def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
         """Run the last step of a transaction in which messages end."""
 
-    def put_aside(self, arrival: Arrival, seen: Seen) -> None:  # noqa: B027 - most do nothing
+    def put_aside(self, arrival: Arrival, record: InboxRecord) -> None:  # noqa: B027 - most do nothing
         """Record a failed message, in the transaction that parks it."""
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
@@ -134,15 +140,17 @@ class Outbox(Mode):
     """The mark in the inbox, the handler's work and its messages are one transaction of
     the database. The broker's acknowledgement follows it."""
 
-    def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
+    def record(
+        self, arrival: Arrival, message: Message
+    ) -> tuple[InboxRecord | None, bool]:
         """Count every arrival, and begin the transaction in the same round trip if
         possible."""
         stage = arrival.stage
 
-        def runs(seen: Seen) -> bool:
-            return not self.reason_not_to_run(arrival, arrival.count(seen))
+        def runs(record: InboxRecord) -> bool:
+            return not self.reason_not_to_run(arrival, arrival.count(record))
 
-        seen, begun = protocol.record(
+        record, begun = protocol.record(
             arrival.inbox,
             stage.name,
             message,
@@ -152,18 +160,22 @@ class Outbox(Mode):
             # Middlewares around the transaction run before its beginning.
             early=stage.outside is None,
         )
-        return arrival.count(seen), begun
+        return arrival.count(record), begun
 
-    def settled(self, seen: Seen) -> bool:
+    def settled(self, record: InboxRecord) -> bool:
         """Processed, buried and parked messages are settled."""
-        return seen.settled
+        return record.settled
 
     def run(
-        self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+        self,
+        arrival: Arrival,
+        message: Message,
+        record: InboxRecord | None,
+        begun: bool,
     ) -> bool:
         """Mark the row, run the stage, commit: see `protocol.once()`."""
-        assert seen is not None
-        inbox, pk = arrival.inbox, seen.id
+        assert record is not None
+        inbox, pk = arrival.inbox, record.id
 
         def finish(_: None, late: bool) -> None:
             if late:
@@ -189,17 +201,23 @@ class Outside(Outbox):
     take long. It runs at least once. What it sends is stored once, however often it
     runs: in a transaction after it, together with the mark in the inbox."""
 
-    def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
+    def record(
+        self, arrival: Arrival, message: Message
+    ) -> tuple[InboxRecord | None, bool]:
         """Count every arrival."""
         rows = arrival.inbox.record(arrival.stage.name, [message])
         return arrival.count(rows[message.id]), False
 
     def run(
-        self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+        self,
+        arrival: Arrival,
+        message: Message,
+        record: InboxRecord | None,
+        begun: bool,
     ) -> bool:
         """Run the stage; then mark the row and store what it has sent."""
-        assert seen is not None
-        inbox, pk = arrival.inbox, seen.id
+        assert record is not None
+        inbox, pk = arrival.inbox, record.id
         sent: list[NewMessage] = []
         scope = self.scope(arrival, message)
         scope.enlist = sent.append
@@ -226,7 +244,9 @@ class BrokerOnly(Mode):
 
     transacted = True
 
-    def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
+    def record(
+        self, arrival: Arrival, message: Message
+    ) -> tuple[InboxRecord | None, bool]:
         """Count redeliveries only, so that the stage needs no database unless something
         fails."""
         if not arrival.came_before:
@@ -234,19 +254,23 @@ class BrokerOnly(Mode):
         rows = arrival.inbox.record(arrival.stage.name, [message], idempotent=True)
         return arrival.count(rows[message.id]), False
 
-    def settled(self, seen: Seen) -> bool:
+    def settled(self, record: InboxRecord) -> bool:
         """A processed message is processed again."""
-        return seen.dead or seen.parked
+        return record.dead or record.parked
 
     def run(
-        self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+        self,
+        arrival: Arrival,
+        message: Message,
+        record: InboxRecord | None,
+        begun: bool,
     ) -> bool:
         """Run the stage, commit in the broker, and mark the inbox row, if there is
         one."""
         employed = self._work(arrival, message)
         self._commit(arrival, employed)
-        if seen is not None:
-            self._mark(arrival, seen)
+        if record is not None:
+            self._mark(arrival, record)
         return employed
 
     def _work(self, arrival: Arrival, message: Message) -> bool:
@@ -314,17 +338,17 @@ class BrokerOnly(Mode):
         """Announce the broker's commit; there is no second commit that could fail
         here."""
 
-    def _mark(self, arrival: Arrival, seen: Seen) -> None:
+    def _mark(self, arrival: Arrival, record: InboxRecord) -> None:
         """Mark the inbox row of a message whose work is committed everywhere. If that
         is refused, only the mark is lost."""
         try:
-            arrival.inbox.finish([seen.id])
+            arrival.inbox.finish([record.id])
         except AnyDatabaseError as error:
             log.warning(
                 "stage %r: message %s is processed, but cannot be marked as "
                 "processed: %s",
                 arrival.stage.name,
-                seen.message_id,
+                record.message_id,
                 error,
             )
 
@@ -375,22 +399,22 @@ class Ordered(Outbox):
     time."""
 
     def out_of_turn(
-        self, arrival: Arrival, seen: Seen, *, attempts: int = 1
+        self, arrival: Arrival, record: InboxRecord, *, attempts: int = 1
     ) -> Outcome | None:
         """Check whether the turn has come."""
-        return ordering.out_of_turn(arrival, seen, attempts=attempts)
+        return ordering.out_of_turn(arrival, record, attempts=attempts)
 
-    def lost(self, arrival: Arrival, seen: Seen | None) -> Outcome:
+    def lost(self, arrival: Arrival, record: InboxRecord | None) -> Outcome:
         """Settled by a copy; or parked, because another transaction has its key."""
-        return ordering.lost(arrival, seen)
+        return ordering.lost(arrival, record)
 
     def end(self, arrivals: Sequence[Arrival]) -> None:
         """Make the followers due."""
         ordering.wake(arrivals)
 
-    def put_aside(self, arrival: Arrival, seen: Seen) -> None:
+    def put_aside(self, arrival: Arrival, record: InboxRecord) -> None:
         """Record its key, for which its followers wait."""
-        ordering.aside(arrival, seen)
+        ordering.aside(arrival, record)
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
         """All headers except its link, since it has had its turn."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from .. import conf, wire
 from ..models import InboxMessage, StageState
-from ..models.inbox import Seen
+from ..models.inbox import InboxRecord
 from ..models.inbox_order import ASKED, ON_ITS_WAY, Turn
 from ..stages import Stage
 from .decoding import Arrival
@@ -76,26 +76,26 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
 
 
 def out_of_turn(
-    arrival: Arrival, seen: Seen, *, attempts: int = 1
+    arrival: Arrival, record: InboxRecord, *, attempts: int = 1
 ) -> Waiting | Duplicate | None:
     """Park a message whose turn has not come; return None if it has. `attempts` were
     counted for it."""
     turn = arrival.turn
     if turn is None or arrival.order.has_come(turn):
         return None
-    return _park(arrival, seen, turn, attempts)
+    return _park(arrival, record, turn, attempts)
 
 
 def lost(
-    arrival: Arrival, seen: Seen | None, *, attempts: int = 1
+    arrival: Arrival, record: InboxRecord | None, *, attempts: int = 1
 ) -> Waiting | Duplicate:
     """Return the outcome of a message that could not be taken: settled by a copy,
     parked because another transaction has its key, or its turn has not come."""
     turn = arrival.turn
-    if turn is None or seen is None:
+    if turn is None or record is None:
         return Duplicate()
-    waiting = out_of_turn(arrival, seen, attempts=attempts)
-    return waiting or _park(arrival, seen, turn, attempts, aside=True)
+    waiting = out_of_turn(arrival, record, attempts=attempts)
+    return waiting or _park(arrival, record, turn, attempts, aside=True)
 
 
 def wake(arrivals: Sequence[Arrival]) -> None:
@@ -110,11 +110,11 @@ def wake(arrivals: Sequence[Arrival]) -> None:
         first.woken.set()
 
 
-def aside(arrival: Arrival, seen: Seen) -> None:
+def aside(arrival: Arrival, record: InboxRecord) -> None:
     """Record the key of a failed message, for which its followers wait."""
     turn = arrival.turn
     if turn is not None:
-        arrival.order.aside(seen.id, turn)
+        arrival.order.aside(record.id, turn)
 
 
 def kept_headers(arrival: Arrival) -> dict[str, str]:
@@ -202,10 +202,15 @@ def begin(stages: Collection[Stage]) -> None:
 
 
 def _park(
-    arrival: Arrival, seen: Seen, turn: Turn, attempts: int, *, aside: bool = False
+    arrival: Arrival,
+    record: InboxRecord,
+    turn: Turn,
+    attempts: int,
+    *,
+    aside: bool = False,
 ) -> Waiting:
     at_once = arrival.order.wait(
-        seen.id,
+        record.id,
         turn,
         headers=arrival.kept_headers,
         body=arrival.delivery.body,

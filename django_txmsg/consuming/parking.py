@@ -98,7 +98,7 @@ class Parking:
     def give_back(self, parked: Parked) -> None:
         """Release a claimed message at once."""
         rows = InboxMessage.objects.db_manager(self._stage.definition.using)
-        rows.unpark(parked.seen.id, self.token)
+        rows.unpark(parked.record.id, self.token)
 
 
 class _NoSession:

@@ -36,7 +36,7 @@ from ..errors import (
     DurableInStage,
     SwallowedDatabaseError,
 )
-from ..models.inbox import Seen
+from ..models.inbox import InboxRecord
 from ..models.inbox_order import Turn
 from ..runtime import database_health
 from ..sending.block import Block
@@ -63,11 +63,11 @@ def record(
     stage: str,
     message: Message,
     *,
-    runs: Callable[[Seen], bool],
+    runs: Callable[[InboxRecord], bool],
     isolation: str | None = None,
     turn: Turn | None = None,
     early: bool = True,
-) -> tuple[Seen, bool]:
+) -> tuple[InboxRecord, bool]:
     """Count a delivery durably, in a commit of its own.
 
     Returns the record of the message, and whether its transaction has begun and has
@@ -79,7 +79,7 @@ def record(
     if early and begins_early(connection):
         mark = str(uuid.uuid4())
         try:
-            seen, taken = rows.record_and_begin(stage, message, isolation, mark, turn)
+            record, taken = rows.record_and_begin(stage, message, isolation, mark, turn)
         except DatabaseError:
             if getattr(raw(connection), "closed", True):
                 raise
@@ -90,10 +90,10 @@ def record(
             if already is not None:
                 return already, False
         else:
-            if runs(seen) and taken:
-                return seen, True
+            if runs(record) and taken:
+                return record, True
             abandon(connection)
-            return seen, False
+            return record, False
     return rows.record(stage, [message])[message.id], False
 
 

@@ -65,7 +65,7 @@ def _waiting(arrival: Arrival) -> Outcome | None:
         return postpone(arrival, why, delay=delay, slot=slot, key=key)
     if arrival.parked is not None and before is not None:
         # Used: if the worker is killed now, the message takes another slot.
-        arrival.inbox.filter(pk=arrival.parked.seen.id).update(slot=None)
+        arrival.inbox.filter(pk=arrival.parked.record.id).update(slot=None)
     return None
 
 

@@ -35,7 +35,7 @@ from ..models import OutboxMessage, Worker
 from ..models.fields import clock
 from ..monitoring import attendance
 from ..monitoring.databases import with_tables
-from ..relaying.listener import alias_of, hears
+from ..relaying.listener import alias_of, receives_notifications
 from ..sending.outbox import send_message
 from ..stages import all_stages
 
@@ -55,7 +55,7 @@ class Examined:
 
     subject: str
     state: str
-    said: str
+    text: str
     cure: str = ""
 
 
@@ -91,7 +91,7 @@ class Command(BaseCommand):
             WARNING: self.style.WARNING,
             BAD: self.style.ERROR,
         }[one.state]
-        self.stdout.write(f"{style(f'{one.state:<8}')} {one.subject}: {one.said}")
+        self.stdout.write(f"{style(f'{one.state:<8}')} {one.subject}: {one.text}")
         if one.cure:
             self.stdout.write(f"{'':<8}   -> {one.cure}")
 
@@ -242,14 +242,14 @@ def _isolation(alias: str) -> Examined:
 def _notifications(alias: str) -> Examined:
     subject = f"LISTEN in database {alias!r}"
     try:
-        heard = hears(alias)
+        received = receives_notifications(alias)
     except AnyDatabaseError as error:
         return Examined(subject, WARNING, _one_line(error))
     finally:
         connections[alias_of(alias)].close()
-    if heard:
+    if received:
         return Examined(subject, GOOD, "a notification was received")
-    if heard is None:
+    if received is None:
         return Examined(
             subject,
             WARNING,
@@ -276,18 +276,18 @@ def _broker(alias: str) -> Iterator[Examined]:
             step = "send to and receive from"
             yield Examined(subject, GOOD, _goes_round(session))
     except TxmsgError as error:
-        said = _one_line(error)
+        text = _one_line(error)
         cure = (
             f'Check TXMSG["BROKERS"]["{alias}"] and what its user may do: declare, '
             f"write to and read the queues of its stages."
         )
-        if "inequivalent arg" in said:
+        if "inequivalent arg" in text:
             cure = (
                 "AMQP and STOMP declare a queue differently. Name the queues that "
                 "AMQP has declared in the URL: stomp://…?existing=orders.*, or delete "
                 "those that are empty."
             )
-        yield Examined(subject, BAD, f"cannot {step} it: {said}", cure)
+        yield Examined(subject, BAD, f"cannot {step} it: {text}", cure)
 
 
 def _goes_round(session: Session) -> str:
@@ -326,8 +326,8 @@ def _workers(home: str) -> Iterator[Examined]:
         yield Examined("relay", GOOD, "at work")
     else:
         waits = OutboxMessage.objects.using(home).filter(dispatched_at=None)[:1]
-        said = "none is running, and messages wait" if waits else "none is running"
-        yield Examined("relay", WARNING, said, start)
+        text = "none is running, and messages wait" if waits else "none is running"
+        yield Examined("relay", WARNING, text, start)
     alone = present.unattended([stage.name for stage in all_stages()])
     if alone:
         names = _some(alone)

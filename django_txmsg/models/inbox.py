@@ -47,9 +47,9 @@ PROCESSED = (
 #: The session setting that proves the first half of `record_and_begin()`.
 _MARK = "txmsg.arrival"
 
-#: The columns for `read_seen()`, in SQL with the clock's expression as `now`. The
+#: The columns for `read_record()`, in SQL with the clock's expression as `now`. The
 #: instants themselves: some SQLite versions return a wrong `IS NOT NULL` of them.
-SEEN_COLUMNS = (
+RECORD_COLUMNS = (
     "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
 )
 #: The error of a revoked message, which counts as dead.
@@ -57,7 +57,7 @@ REVOKED = "revoked: nobody waits for it any more"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class InboxRecord:
     """What the inbox knew of a message after its arrival was recorded."""
 
     id: int
@@ -74,7 +74,7 @@ class Seen:
         """Whether this arrival only needs to be dropped."""
         return self.processed or self.dead or self.parked
 
-    def attempted(self, attempt: int) -> Seen:
+    def attempted(self, attempt: int) -> InboxRecord:
         """Return the record after another attempt was counted."""
         return dataclasses.replace(self, attempt=attempt)
 
@@ -87,7 +87,7 @@ Reads = Sequence[tuple[str, int]]
 class Parked:
     """A due parked message, held by one worker under a lease."""
 
-    seen: Seen
+    record: InboxRecord
     destination: str
     headers: dict[str, str]
     body: bytes
@@ -116,7 +116,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         *,
         idempotent: bool = False,
         together: bool = False,
-    ) -> dict[uuid.UUID, Seen]:
+    ) -> dict[uuid.UUID, InboxRecord]:
         """Count an arrival of each message, and an attempt for each that will run.
 
         Commits at once, so that a message that kills its worker is still counted. On
@@ -135,8 +135,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             sql = f"WITH {no_wait} {sql}, {waits_not}"
         with connection.cursor() as cursor:
             cursor.execute(sql, parameters)
-            seen = [read_seen(row[:8]) for row in cursor.fetchall()]
-        return {one.message_id: one for one in seen}
+            records = [read_record(row[:8]) for row in cursor.fetchall()]
+        return {one.message_id: one for one in records}
 
     def record_and_begin(
         self,
@@ -145,7 +145,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         isolation: str | None,
         mark: str,
         turn: Turn | None = None,
-    ) -> tuple[Seen, bool]:
+    ) -> tuple[InboxRecord, bool]:
         """Record an arrival, commit that, begin the stage's transaction and take the
         row in it: `record()` and `take()` in one round trip instead of three.
 
@@ -175,38 +175,38 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             )
             for _passed in ("BEGIN", "SET"):
                 cursor.nextset()
-            seen = read_seen(cursor.fetchone()[:8])
+            record = read_record(cursor.fetchone()[:8])
             while cursor.nextset():
                 pass
-            return seen, bool(cursor.rowcount)
+            return record, bool(cursor.rowcount)
 
-    def recorded(self, stage: str, message: Message, mark: str) -> Seen | None:
+    def recorded(self, stage: str, message: Message, mark: str) -> InboxRecord | None:
         """Return what `record_and_begin()` committed before it failed, if anything: a
         session setting made in a transaction survives only if the transaction
         commits."""
-        return self._seen(
+        return self._find(
             f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
             [message.id, stage, mark],
         )
 
-    def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> Seen | None:
+    def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> InboxRecord | None:
         """Return the record of a message whose arrival was recorded before, if it still
         exists: after a crash of the server another message may have its row."""
         value = prepared(self.model, "message_id", message_id, connections[self.db])
-        return self._seen(
+        return self._find(
             "id = %s AND stage = %s AND message_id = %s", [pk, stage, value]
         )
 
-    def _seen(self, condition: str, parameters: list[Any]) -> Seen | None:
+    def _find(self, condition: str, parameters: list[Any]) -> InboxRecord | None:
         now = now_sql(connections[self.db])
         with connections[self.db].cursor() as cursor:
             cursor.execute(
-                f"SELECT {SEEN_COLUMNS.format(now=now)} FROM {self._table}"  # noqa: S608 - constants only
+                f"SELECT {RECORD_COLUMNS.format(now=now)} FROM {self._table}"  # noqa: S608 - constants only
                 f" WHERE {condition}",
                 parameters,
             )
             row = cursor.fetchone()
-        return None if row is None else read_seen(row)
+        return None if row is None else read_record(row)
 
     def _recording(
         self, stage: str, messages: Sequence[Message], idempotent: bool, counted: int
@@ -244,7 +244,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
                                 WHEN {runs} THEN i.attempts + {counted}
                                 ELSE i.attempts END,
                 started_at = CASE WHEN {runs} THEN {now} ELSE i.started_at END
-            RETURNING {SEEN_COLUMNS.format(now=now)}
+            RETURNING {RECORD_COLUMNS.format(now=now)}
         """  # noqa: S608 - constants only
         return sql, parameters
 
@@ -345,7 +345,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             f" {leases.FREE.sql('c', now=began_sql(connection))}{readable}",
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
             f" attempts = attempts + 1, started_at = {now}",
-            returning=f"{SEEN_COLUMNS.format(now=now)}, destination, headers, body,"
+            returning=f"{RECORD_COLUMNS.format(now=now)}, destination, headers, body,"
             " slot",
         )
         with connection.cursor() as cursor:
@@ -362,9 +362,9 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             row = cursor.fetchone()
         if row is None:
             return None
-        *seen, destination, headers, body, slot = row
+        *record, destination, headers, body, slot = row
         return Parked(
-            seen=read_seen(seen),
+            record=read_record(record),
             destination=destination,
             headers=json.loads(headers) if isinstance(headers, str) else headers,
             body=bytes(body),
@@ -531,10 +531,10 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return changed
 
 
-def read_seen(row: Sequence[Any]) -> Seen:
-    """Return the record from a row of SEEN_COLUMNS."""
+def read_record(row: Sequence[Any]) -> InboxRecord:
+    """Return the record from a row of RECORD_COLUMNS."""
     pk, message_id, attempts, deliveries, processed, dead, parked, now = row
-    return Seen(
+    return InboxRecord(
         id=pk,
         message_id=read_uuid(message_id),
         attempt=attempts,

@@ -76,7 +76,7 @@ PROVED = 3 * LOOK
 #: Seconds in which a listener must receive its own notification, and until it retries.
 PROOF, AGAIN = 3.0, 60.0
 #: Seconds between two such tests of a working listener.
-ANEW = 60.0
+PROVE_EVERY = 60.0
 
 
 class Listener:
@@ -88,7 +88,7 @@ class Listener:
 
     def run(self) -> None:
         """Listen, and listen again after an error."""
-        told = False
+        warned = False
         while not self._stop.is_set():
             pause = 1.0
             try:
@@ -99,59 +99,59 @@ class Listener:
                 if not database_health.note(self._alias, error):
                     log.warning("cannot listen in database %r: %s", self._alias, error)
                     pause = AGAIN
-            except _Deaf:
+            except _NotReceived:
                 pause = AGAIN
-                if not told:
+                if not warned:
                     log.warning(
                         "database %r: no notification arrived, so all threads poll. "
                         "Behind a pooler in transaction mode, name a direct "
                         'connection in TXMSG["LISTEN_DATABASE"]',
                         self._alias,
                     )
-                told = True
+                warned = True
             except Exception:
                 log.exception("listening in database %r failed", self._alias)
                 pause = AGAIN
             finally:
-                notifications.deaf(self._using)
+                notifications.listener_ended(self._using)
                 database_health.discard(self._alias)
             self._stop.wait(pause)
 
     def _listen(self) -> None:
-        heard = hears(self._using, self._stop)
-        if heard is None or self._stop.is_set():
+        received = receives_notifications(self._using, self._stop)
+        if received is None or self._stop.is_set():
             return
-        if not heard:
-            raise _Deaf
+        if not received:
+            raise _NotReceived
         connection, look_at = connections[self._alias], 0.0
-        proof, asked = "", time.monotonic()
+        proof, sent_at = "", time.monotonic()
         while not self._stop.is_set():
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + self._look()
-            if not proof and time.monotonic() > asked + ANEW:
-                proof, asked = _ask(self._using), time.monotonic()
+            if not proof and time.monotonic() > sent_at + PROVE_EVERY:
+                proof, sent_at = _send_proof(self._using), time.monotonic()
             topics = _received(connection, min(0.3, look_at - time.monotonic()))
             if topics:
                 notifications.ring(self._using, topics)
                 look_at = min([look_at, *_delays(topics)])
             if proof in topics:
                 proof = ""
-            elif proof and time.monotonic() > asked + PROVED:
-                raise _Deaf
+            elif proof and time.monotonic() > sent_at + PROVED:
+                raise _NotReceived
 
     def _look(self) -> float:
         """Wake the waiting threads for due rows, and return the seconds until the next
         query."""
         waiting = notifications.topics(self._using)
         due = seconds_until_due(self._alias, waiting, conf.get().services)
-        if not notifications.heard(self._using):
+        if not notifications.has_listener(self._using):
             notifications.ring(self._using, {notifications.ALL})
         notifications.proved(self._using, PROVED)
         notifications.ring(self._using, {one for one, left in due.items() if left <= 0})
         return min([LOOK, *(left + 0.001 for left in due.values() if left > 0)])
 
 
-class _Deaf(Exception):
+class _NotReceived(Exception):
     """The listener did not receive its own notification."""
 
 
@@ -164,7 +164,9 @@ def _delays(topics: Collection[str]) -> Iterator[float]:
                 yield time.monotonic() + max(0.0, float(one[1:]))
 
 
-def hears(using: str, stop: threading.Event | None = None) -> bool | None:
+def receives_notifications(
+    using: str, stop: threading.Event | None = None
+) -> bool | None:
     """Start to listen on this thread's connection, and return whether a notification
     arrives that this process sends on another one; None if the driver cannot listen.
 
@@ -175,7 +177,7 @@ def hears(using: str, stop: threading.Event | None = None) -> bool | None:
         if not can_listen(connection):
             return None  # not psycopg 3
         cursor.execute(f"LISTEN {CHANNEL}")
-    proof = _ask(using)
+    proof = _send_proof(using)
     end = time.monotonic() + PROOF
     while proof not in _received(connection, 0.2):
         if time.monotonic() > end or (stop is not None and stop.is_set()):
@@ -185,7 +187,7 @@ def hears(using: str, stop: threading.Event | None = None) -> bool | None:
     return True
 
 
-def _ask(using: str) -> str:
+def _send_proof(using: str) -> str:
     """Send a notification on another connection, which may take another route, like
     those of other processes. Returns it."""
     proof = f"proof {uuid.uuid4()}"

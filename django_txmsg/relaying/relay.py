@@ -21,7 +21,7 @@ from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..runtime import database_health, liveness, notifications
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
-from ..runtime.thread_group import Crew
+from ..runtime.thread_group import ThreadGroup
 from . import pauses
 from .lane import Lane
 from .limits import Budget, Turn
@@ -112,14 +112,14 @@ class Relay:
             finally:
                 lane.close()
 
-        crew = Crew(self.stop)
+        group = ThreadGroup(self.stop)
         for number, lane in enumerate(self.lanes):
-            crew.add(f"txmsg-lane-{number}", partial(work, lane))
+            group.add(f"txmsg-lane-{number}", partial(work, lane))
         with ExitStack() as stack:
             if not once:
                 stack.enter_context(listening({lane.using for lane in self.lanes}))
-            crew.start()
-            crew.join()
+            group.start()
+            group.join()
         if away:
             # A database's error takes precedence over a broker's: others may depend on
             # that database.
@@ -182,7 +182,7 @@ class Relay:
         until = time.monotonic() + interval
         while not self._stop.is_set():
             liveness.turned()
-            left = REST if wakeup.heard else until - time.monotonic()
+            left = REST if wakeup.has_listener else until - time.monotonic()
             trial = lane.next_trial
             if trial is not None:
                 left = min(left, trial)

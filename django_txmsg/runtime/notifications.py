@@ -59,9 +59,9 @@ class Wakeup:
         _waiting().add(self)
 
     @property
-    def heard(self) -> bool:
+    def has_listener(self) -> bool:
         """Whether a listener works: then there is nothing to find without a wake-up."""
-        return heard(self.using)
+        return has_listener(self.using)
 
     def due(self) -> bool:
         """Return whether to query now: always without a listener, otherwise once after
@@ -69,7 +69,7 @@ class Wakeup:
         rung = self._rung.is_set()
         if rung:  # else a ring right now would be lost
             self._rung.clear()
-        return rung or not self.heard
+        return rung or not self.has_listener
 
     def ring(self) -> None:
         """Make its thread query, or query again: there may be more."""
@@ -93,25 +93,25 @@ def topics(using: str) -> set[str]:
     return {one.topic for one in _waiting().all() if one.using == using}
 
 
-def heard(using: str) -> bool:
+def has_listener(using: str) -> bool:
     """Return whether a listener works in this database, as recently proved."""
-    return _heard_until().get(using, 0.0) > time.monotonic()
+    return _listener_until().get(using, 0.0) > time.monotonic()
 
 
 def proved(using: str, seconds: float) -> None:
     """Record that a listener works. It counts as working for that many seconds, or
     until it is proved again."""
-    _heard_until()[using] = time.monotonic() + seconds
+    _listener_until()[using] = time.monotonic() + seconds
 
 
-def deaf(using: str) -> None:
+def listener_ended(using: str) -> None:
     """Record that no listener works any more, and make all threads query."""
-    _heard_until().pop(using, None)
+    _listener_until().pop(using, None)
     ring(using, {ALL})
 
 
 _waiting: PerProcess[Members[Wakeup]] = PerProcess(Members)
-_heard_until: PerProcess[dict[str, float]] = PerProcess(dict)
+_listener_until: PerProcess[dict[str, float]] = PerProcess(dict)
 
 
 log = logging.getLogger("django_txmsg.notify")

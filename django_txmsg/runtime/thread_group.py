@@ -16,10 +16,10 @@ from django.db import connections
 from ..errors import WorkerFailed
 from . import liveness
 
-log = logging.getLogger("django_txmsg.crew")
+log = logging.getLogger("django_txmsg.threads")
 
 
-class Crew:
+class ThreadGroup:
     """Threads that start together and end together, when `stop` is called."""
 
     def __init__(self, stop: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from ..runtime import database_health, liveness
 from ..runtime.connections import recycle
-from ..runtime.thread_group import Crew
+from ..runtime.thread_group import ThreadGroup
 
 #: Seconds until the next check of a database that has refused a statement.
 AFTER_REFUSAL = 1.0
@@ -63,23 +63,23 @@ class TimeLoop(ABC):
             while not self._stop.is_set() and self._keep(using) <= 0:
                 pass
 
-    def add_to(self, crew: Crew) -> None:
+    def add_to(self, group: ThreadGroup) -> None:
         """Add a thread that runs the loop, unless it is idle."""
         if not self.idle:
-            crew.add(f"txmsg-{type(self).__name__.lower()}", self.run)
+            group.add(f"txmsg-{type(self).__name__.lower()}", self.run)
 
 
 @contextmanager
 def keeping_time(loops: Sequence[TimeLoop], stop: Callable[[], None]) -> Iterator[None]:
     """Run the loops for the duration of the block. If one fails, calls `stop`, and
     raises its error."""
-    crew = Crew(stop)
+    group = ThreadGroup(stop)
     for loop in loops:
-        loop.add_to(crew)
-    crew.start()
+        loop.add_to(group)
+    group.start()
     try:
         yield
     finally:
         for loop in loops:
             loop.stop()
-        crew.join()
+        group.join()

@@ -13,7 +13,7 @@ from django_txmsg import Refuse
 from django_txmsg.brokers import get_broker
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
-from django_txmsg.runtime.thread_group import Crew
+from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Effect
 from tests.faults import Proxy, wait_until
@@ -84,9 +84,9 @@ def test_each_failing_message_of_a_batch_rolls_back_alone(
         wait_until(lambda: session._consumer.buffered == SIZE)
         if cut:
             cut_before(session, proxy)
-        crew = Crew(stop.set)
-        crew.add("working", thread.run)
-        crew.start()
+        group = ThreadGroup(stop.set)
+        group.add("working", thread.run)
+        group.start()
         try:
             # The other thread takes what is parked, and its share of what comes again.
             with running(stage):
@@ -95,7 +95,7 @@ def test_each_failing_message_of_a_batch_rolls_back_alone(
                 wait_until(lambda: seen.count() == SIZE - 1, deadline=60)
         finally:
             stop.set()
-            crew.join()
+            group.join()
         with get_broker().open() as last:
             last.subscribe(destination, prefetch=1)
             assert last.receive(0.5) is None

@@ -19,7 +19,7 @@ from django_txmsg.consuming.intake import IntakeThread
 from django_txmsg.dead_letters import burial
 from django_txmsg.models import DeadLetter, QueueMessage
 from django_txmsg.runtime.idle_clock import Activity
-from django_txmsg.runtime.thread_group import Crew
+from django_txmsg.runtime.thread_group import ThreadGroup
 from tests import factories
 from tests.faults import wait_until
 from tests.running import committing, put, txmsg
@@ -38,15 +38,15 @@ def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
     """Take in the broker's dead letters until there is one of ours."""
     stop = threading.Event()
     with txmsg(BROKERS={"default": {"URL": url, **entry}}):
-        crew = Crew(stop.set)
-        crew.add("intake", IntakeThread("default", destination, stop, Activity()).run)
-        crew.start()
+        group = ThreadGroup(stop.set)
+        group.add("intake", IntakeThread("default", destination, stop, Activity()).run)
+        group.start()
         try:
             yield
             wait_until(DeadLetter.objects.exists)
         finally:
             stop.set()
-            crew.join()
+            group.join()
 
 
 @pytest.fixture(params=["activemq", "rabbitmq"])

@@ -126,7 +126,7 @@ def test_let_go_releases_a_message_that_a_worker_is_parking() -> None:
         thread.parked_due.set()
         parked = thread._parking.claim()
         assert parked is not None
-        assert parked.seen.id == first.pk
+        assert parked.record.id == first.pk
         delivery = decoding.from_parked(parked)
 
         assert let_go(first) == 1

@@ -24,7 +24,7 @@ from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.runtime import database_health
 from django_txmsg.runtime.idle_clock import Activity
-from django_txmsg.runtime.thread_group import Crew
+from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.scheduling.timetable import forget
 from django_txmsg.sending.outbox import send_message, send_messages
@@ -373,13 +373,13 @@ def test_a_relay_goes_on(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_timekeeper_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     one = every("* * * * *", "tests.tick", tz="UTC")
     timekeeper = Timekeeper(["default"])
-    crew = Crew(timekeeper.stop)
+    group = ThreadGroup(timekeeper.stop)
     try:
         timekeeper.tick()
         ask("UPDATE django_txmsg_schedule SET last_tick = '2026-01-01 00:00:00+00'")
         with trigger("INSERT", OUTBOX):
-            crew.add("timekeeper", timekeeper.run)
-            crew.start()
+            group.add("timekeeper", timekeeper.run)
+            group.start()
             keeping = database_health.retry(
                 "default", "recurring messages cannot be stored"
             )
@@ -392,24 +392,24 @@ def test_a_timekeeper_goes_on(caplog: pytest.LogCaptureFixture) -> None:
         wait_until(OutboxMessage.objects.exists)
     finally:
         timekeeper.stop()
-        crew.join()
+        group.join()
         forget(one.name)
 
 
 def test_an_intake_goes_on() -> None:
     stop = threading.Event()
     intake = IntakeThread("default", "tests.dlq", stop, Activity())
-    crew = Crew(stop.set)
-    crew.add("intake", intake.run)
+    group = ThreadGroup(stop.set)
+    group.add("intake", intake.run)
     with trigger("INSERT", LETTER):
         put("tests.dlq", b"1")
-        crew.start()
+        group.start()
         wait_until(lambda: intake._retry._failures >= MANY)
     try:
         wait_until(DeadLetter.objects.exists)
     finally:
         stop.set()
-        crew.join()
+        group.join()
     assert DeadLetter.objects.count() == 1
 
 

@@ -17,7 +17,7 @@ from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.http_outbox.control_thread import ControlThread
 from django_txmsg.runtime.breaker import Breaker
 from django_txmsg.runtime.idle_clock import Activity
-from django_txmsg.runtime.thread_group import Crew
+from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.testing.profiles import CLASSIC, RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
 from tests.app.models import Effect
@@ -48,7 +48,7 @@ def test_refused_subscription_slows_no_other_stage(
     for refused in ("tests.forbidden", destination):
         broker.on("SUBSCRIBE", destination=f"/queue/{refused}").reject()
     stop, shared = threading.Event(), Breaker("default", 1.0)
-    crew = Crew(stop.set)
+    group = ThreadGroup(stop.set)
     with (
         declared(effect, "tests.healthy") as healthy,
         declared(effect, "tests.forbidden") as forbidden,
@@ -56,10 +56,10 @@ def test_refused_subscription_slows_no_other_stage(
         good = thread_of(healthy, stop, breaker=shared)
         bad = thread_of(forbidden, stop, breaker=shared)
         control = ControlThread("default", stop, shared, Activity())
-        crew.add("good", good.run)
-        crew.add("bad", bad.run)
-        crew.add("control", control.run)
-        crew.start()
+        group.add("good", good.run)
+        group.add("bad", bad.run)
+        group.add("control", control.run)
+        group.start()
         try:
             wait_until(lambda: bad.refusal and control._refused.error)
             for _ in range(200):
@@ -85,7 +85,7 @@ def test_refused_subscription_slows_no_other_stage(
             wait_until(lambda: bad.handled == 1)
         finally:
             stop.set()
-            crew.join()
+            group.join()
     assert Effect.objects.count() == 201
     assert "the subscription of stage 'tests.forbidden' cannot be used" in caplog.text
     assert "broker 'default' cannot be used" not in caplog.text

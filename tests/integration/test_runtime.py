@@ -15,7 +15,7 @@ from django.db import connection, connections
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage
-from django_txmsg.runtime.thread_group import Crew
+from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.stages import Stage
 from tests import services
 from tests.app.models import Effect
@@ -53,15 +53,15 @@ def default(**settings: Any) -> Iterator[None]:
 def alone(stage: Stage) -> Iterator[StageThread]:
     """Run one thread of the stage, and no other thread that uses the database."""
     stop = threading.Event()
-    crew = Crew(stop.set)
+    group = ThreadGroup(stop.set)
     thread = thread_of(stage, stop)
-    crew.add("stage", thread.run)
-    crew.start()
+    group.add("stage", thread.run)
+    group.start()
     try:
         yield thread
     finally:
         stop.set()
-        crew.join()
+        group.join()
 
 
 #: The server's processes that an earlier test has left: no affair of this one.

@@ -9,7 +9,7 @@ import pytest
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.runtime.thread_group import Crew
+from django_txmsg.runtime.thread_group import ThreadGroup
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.running import committing, declared, put, running, thread_of
@@ -36,13 +36,13 @@ def test_stop_finishes_the_running_message_and_costs_no_attempt(
         for _ in range(10):
             put(stage.destination)
         stop = threading.Event()
-        crew = Crew(stop.set)
-        crew.add("stage", thread_of(stage, stop).run)
-        crew.start()
+        group = ThreadGroup(stop.set)
+        group.add("stage", thread_of(stage, stop).run)
+        group.start()
         assert inside.wait(30)
         stop.set()
         go_on.set()
-        crew.join()
+        group.join()
         assert Effect.objects.count() == 1
         waiting = QueueMessage.objects.filter(queue=stage.destination)
         assert waiting.count() == 9

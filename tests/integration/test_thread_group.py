@@ -18,7 +18,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.errors import WorkerFailed
 from django_txmsg.models import DeadLetter, InboxMessage, Worker
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.runtime.thread_group import Crew
+from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.testing import drain
 from tests.app.models import Effect
@@ -76,7 +76,7 @@ def test_every_exception_of_a_handler_fails_only_its_message(
 
 def test_all_threads_of_a_group_end_with_the_first_error() -> None:
     stop = threading.Event()
-    crew = Crew(stop.set)
+    group = ThreadGroup(stop.set)
     ended: list[str] = []
 
     def lasting() -> None:
@@ -86,11 +86,11 @@ def test_all_threads_of_a_group_end_with_the_first_error() -> None:
     def failing() -> None:
         raise GeneratorExit
 
-    crew.add("lasting", lasting)
-    crew.add("failing", failing)
-    crew.start()
+    group.add("lasting", lasting)
+    group.add("failing", failing)
+    group.start()
     with pytest.raises(WorkerFailed, match="Thread failing ended by GeneratorExit"):
-        crew.join()
+        group.join()
     assert ended == ["lasting"]
 
 
@@ -116,8 +116,8 @@ def test_a_thread_that_ends_ends_its_process(
     command: str, which: str, once: bool, manage: Manage
 ) -> None:
     with txmsg(), transaction.atomic():
-        send_message("tests.crew", None)
-    put("tests.crew")
+        send_message("tests.group", None)
+    put("tests.group")
     put("tests.txmsg.control", b"", {"txmsg-id": "no control message"})
     worker = manage(
         command,
@@ -133,7 +133,7 @@ def test_a_thread_that_ends_ends_its_process(
 
 def declare() -> None:
     """In the worker: a stage that leaves effects, and raises as instructed."""
-    stages.stage("tests.crew")(handler)
+    stages.stage("tests.group")(handler)
 
 
 def test_a_handlers_own_keyboard_interrupt_fails_its_message_and_ctrl_c_still_stops(
@@ -141,14 +141,14 @@ def test_a_handlers_own_keyboard_interrupt_fails_its_message_and_ctrl_c_still_st
 ) -> None:
     with txmsg():
         for body in (b'"interrupt"', b'"next"'):
-            put("tests.crew", body)
+            put("tests.group", body)
         worker = manage(
             "consume",
             txmsg=IMPATIENT,
             hook="tests.integration.test_thread_group.declare",
         )
         wait_until(lambda: DeadLetter.objects.exists() and Effect.objects.exists())
-        put("tests.crew", b'"after"')
+        put("tests.group", b'"after"')
         wait_until(lambda: Effect.objects.filter(name="after").exists())
         worker.interrupt()
     assert worker.wait() == 0

@@ -87,10 +87,10 @@ def _say_when_it_listens() -> None:
     pause = threading.Event()
     before = False
     while True:
-        heard = notifications.heard("default")
-        if heard != before:
-            print("it listens" if heard else "deaf", flush=True)  # noqa: T201 - the test waits for it
-        before = heard
+        listening = notifications.has_listener("default")
+        if listening != before:
+            print("it listens" if listening else "it polls", flush=True)  # noqa: T201 - the test waits for it
+        before = listening
         pause.wait(0.02)
 
 
@@ -156,7 +156,7 @@ def test_after_a_restart_of_the_database_it_listens_again(
     run = process("txmsg", "run")
     connections.close_all()
     postgres.kill()
-    run.wait_for_line("deaf")
+    run.wait_for_line("it polls")
     postgres.start()
     wait_until(
         lambda: run.output.count("it listens") >= 2,
@@ -218,7 +218,7 @@ def test_pausing_a_stage_wakes_its_consumer(
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
+def listening() -> Iterator[list[str]]:
     """The payloads of all notifications, as another client of the server receives
     them."""
     settings = connection.get_connection_params()
@@ -244,7 +244,7 @@ def heard() -> Iterator[list[str]]:
 
 
 def test_many_commits_share_a_notification_and_none_is_left_out() -> None:
-    with heard() as payloads:
+    with listening() as payloads:
         began = time.monotonic()
         for number in range(2000):
             notifications.notify("default", {f"queue {number}"})
@@ -259,7 +259,7 @@ def test_many_commits_share_a_notification_and_none_is_left_out() -> None:
 
 
 def test_only_a_commit_notifies() -> None:
-    with heard() as payloads, txmsg(DISPATCH_ON_COMMIT="off"):
+    with listening() as payloads, txmsg(DISPATCH_ON_COMMIT="off"):
         with transaction.atomic():
             send_message("tests.woken", None)
             transaction.set_rollback(True)
@@ -279,7 +279,7 @@ def test_a_quiet_notifier_gives_its_connection_back(
     monkeypatch.setattr(notifications, "_notifier", PerProcess(notifications._Notifier))
     monkeypatch.setattr(notifications, "IDLE", 0.1)
     for _ in range(2):
-        with heard() as payloads:
+        with listening() as payloads:
             notifications.notify("default", {"queue any"})
             wait_until(lambda: payloads)
         (one,) = notifications._notifier.all()
@@ -288,7 +288,7 @@ def test_a_quiet_notifier_gives_its_connection_back(
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_sends_its_own_notifications() -> None:
-    with heard() as payloads:
+    with listening() as payloads:
         notifications.notify("default", {"queue parent"})
         wait_until(lambda: "queue parent" in payloads)
         connection.close()
@@ -347,7 +347,7 @@ def test_behind_a_pooler_it_says_so_and_all_poll(
     with txmsg(LISTEN_DATABASE=pooled):
         with listener.listening({"default"}):
             wait_until(lambda: "no notification arrived" in caplog.text)
-            assert not notifications.heard("default")
+            assert not notifications.has_listener("default")
         assert checked() == ["txmsg.W030"]
 
 
@@ -358,7 +358,7 @@ def test_listener_of_a_former_primary_falls_back_to_polling(
     given = connections.databases["default"]
     elsewhere = given["NAME"].replace("test_", "elsewhere_", 1) + "_x"
     monkeypatch.setattr(notifications, "_notifier", PerProcess(notifications._Notifier))
-    monkeypatch.setattr(listener, "ANEW", 0.1)
+    monkeypatch.setattr(listener, "PROVE_EVERY", 0.1)
     monkeypatch.setattr(listener, "PROVED", 2.0)
     monkeypatch.setattr(listener, "LOOK", 0.2)
     monkeypatch.setattr(notifications, "IDLE", 0.05)
@@ -366,13 +366,13 @@ def test_listener_of_a_former_primary_falls_back_to_polling(
         cursor.execute(f'CREATE DATABASE "{elsewhere}"')
     try:
         with txmsg(), listener.listening({"default"}):
-            wait_until(lambda: notifications.heard("default"))
+            wait_until(lambda: notifications.has_listener("default"))
             with monkeypatch.context() as moved:
                 # Whoever connects from now on is led to another server.
                 moved.setitem(connections.databases, "default",
                               {**given, "NAME": elsewhere})  # fmt: skip
                 wait_until(lambda: "no notification arrived" in caplog.text)
-                wait_until(lambda: not notifications.heard("default"))
+                wait_until(lambda: not notifications.has_listener("default"))
         wait_until(lambda: not _listens())
         wait_until(
             lambda: not any(one._running for one in notifications._notifier.all())
@@ -384,7 +384,7 @@ def test_listener_of_a_former_primary_falls_back_to_polling(
 
 def test_foreign_notifications_are_ignored() -> None:
     with txmsg(), listener.listening({"default"}):
-        wait_until(lambda: notifications.heard("default"))
+        wait_until(lambda: notifications.has_listener("default"))
         with connection.cursor() as cursor:
             for payload in ("+x", "+nan", "+-1e9", "", "\n\n", "*", "queue '; --"):
                 cursor.execute("SELECT pg_notify(%s, %s)", ["django_txmsg", payload])
@@ -393,7 +393,7 @@ def test_foreign_notifications_are_ignored() -> None:
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_notify('django_txmsg', 'queue rung')")
         assert woken.wait(30)
-        assert notifications.heard("default")
+        assert notifications.has_listener("default")
 
 
 def test_a_server_that_binds_parameters_is_listened_to(
@@ -403,7 +403,7 @@ def test_a_server_that_binds_parameters_is_listened_to(
     options = {**given["OPTIONS"], "server_side_binding": True}
     monkeypatch.setitem(connections.databases, "default", {**given, "OPTIONS": options})
     with txmsg(), listener.listening({"default"}):
-        wait_until(lambda: notifications.heard("default"))
+        wait_until(lambda: notifications.has_listener("default"))
     wait_until(lambda: not _listens())
 
 
@@ -411,8 +411,8 @@ def test_with_a_direct_way_it_listens_and_the_check_is_silent() -> None:
     with txmsg():
         assert checked() == []
         with listener.listening({"default"}):
-            wait_until(lambda: notifications.heard("default"))
-        wait_until(lambda: not notifications.heard("default"))
+            wait_until(lambda: notifications.has_listener("default"))
+        wait_until(lambda: not notifications.has_listener("default"))
 
 
 def test_an_alias_that_is_not_there_is_an_error() -> None:

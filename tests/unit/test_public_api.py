@@ -126,7 +126,7 @@ LOGGERS = {
     "django_txmsg.consumer",
     "django_txmsg.control",
     "django_txmsg.control_thread",
-    "django_txmsg.crew",
+    "django_txmsg.threads",
     "django_txmsg.deadline",
     "django_txmsg.demarcation",
     "django_txmsg.dispatcher",

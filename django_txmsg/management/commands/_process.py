@@ -27,7 +27,7 @@ from ...monitoring import periods
 from ...monitoring.presence import Presence
 from ...runtime import database_health, liveness
 from ...runtime.connections import LARGE, recycle
-from ...runtime.thread_group import Crew
+from ...runtime.thread_group import ThreadGroup
 from ...sending.scope import handlers_running
 from . import _child as child
 
@@ -61,9 +61,9 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         signals = [signal.SIGTERM]  # Ctrl-C: the parent forwards it
         child.end_with_parent(stop)
     ended = threading.Event()
-    heard, hears = socket.socketpair()
-    heard.setblocking(False)
-    hears.setblocking(False)
+    reading, writing = socket.socketpair()
+    reading.setblocking(False)
+    writing.setblocking(False)
 
     def handle(number: int, frame: object) -> None:
         nonlocal seen
@@ -71,7 +71,7 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
             os._exit(128 + number)
         seen = True
         liveness.stopping()
-        insisting = (ended, heard, stderr)
+        insisting = (ended, reading, stderr)
         threading.Thread(target=_insist, args=insisting, daemon=True).start()
         stop()
         say(
@@ -82,7 +82,7 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
     before = {number: signal.signal(number, handle) for number in signals}
     # While the main thread waits for a lock of the database, it runs no signal handler;
     # the number of each signal is written here at once.
-    fd_before = signal.set_wakeup_fd(hears.fileno(), warn_on_full_buffer=False)
+    fd_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
@@ -90,17 +90,17 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         signal.set_wakeup_fd(fd_before)
         for number, handler in before.items():
             signal.signal(number, handler)
-        hears.close()
-        heard.close()
+        writing.close()
+        reading.close()
 
 
-def _insist(ended: threading.Event, heard: socket.socket, stderr: Any) -> None:
+def _insist(ended: threading.Event, reading: socket.socket, stderr: Any) -> None:
     """End the process on the second signal, or if only missing answers of servers keep
     it running."""
     since, signals = time.monotonic(), 0
     while not ended.wait(0.2):
         with contextlib.suppress(OSError):  # nothing to read
-            numbers = [number for number in heard.recv(64) if number in SIGNALS]
+            numbers = [number for number in reading.recv(64) if number in SIGNALS]
             signals += len(numbers)
             if signals > 1:
                 os._exit(128 + numbers[-1])
@@ -176,14 +176,14 @@ def heartbeat(
                 break
         presence.leave()
 
-    crew = Crew(busy.stop)
-    crew.add("txmsg-heartbeat", beat)
-    crew.start()
+    group = ThreadGroup(busy.stop)
+    group.add("txmsg-heartbeat", beat)
+    group.start()
     try:
         yield
     finally:
         done.set()
-        crew.join()
+        group.join()
 
 
 def _count(using: str) -> None:

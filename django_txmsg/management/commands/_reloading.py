@@ -41,7 +41,7 @@ class Reloader:
     def run(self) -> int:
         """Return the exit code: the child's, once a signal has ended it."""
         before = {
-            number: signal.signal(number, self._heard)
+            number: signal.signal(number, self._on_signal)
             for number in (signal.SIGTERM, signal.SIGINT)
         }
         try:
@@ -60,7 +60,7 @@ class Reloader:
             os.close(self._read)
             os.close(self._write)
 
-    def _heard(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         self._signals.append(number)
         # A second signal would abort the messages of a child that is already draining.
         if self._child is not None and (not self._ending or len(self._signals) > 1):
@@ -75,11 +75,11 @@ class Reloader:
 
     def _watch(self, seen: dict[str, float]) -> None:
         """Return when a file has changed, or on a signal."""
-        said = False
+        reported = False
         while not self._awake.wait(INTERVAL):
             assert self._child is not None
-            if self._child.poll() is not None and not said:
-                said = True
+            if self._child.poll() is not None and not reported:
+                reported = True
                 self._say(
                     f"The process ended with {self._child.returncode}. The next change "
                     f"starts it again."

@@ -26,7 +26,7 @@ from ...monitoring.databases import with_tables
 from ...monitoring.presence import Presence
 from ...monitoring.pruning import Pruner
 from ...relaying.relay import Relay
-from ...runtime.thread_group import Crew
+from ...runtime.thread_group import ThreadGroup
 from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
 from ..terminal import printable
@@ -121,13 +121,13 @@ class Service:
         self._stop = threading.Event()
         self.relay = Relay(list(databases), list(brokers))
         self.consumer = Consumer(stages)
-        self._crew = Crew(self.stop)
-        self._crew.add("txmsg-relay", self.relay.run)
-        self._crew.add("txmsg-consumer", self._consume)
-        self._crew.add("txmsg-pruning", Pruner(databases, self._stop).run)
+        self._group = ThreadGroup(self.stop)
+        self._group.add("txmsg-relay", self.relay.run)
+        self._group.add("txmsg-consumer", self._consume)
+        self._group.add("txmsg-pruning", Pruner(databases, self._stop).run)
         self._time_loops = [Timekeeper(databases), Deadlines(databases)]
         for loop in self._time_loops:
-            loop.add_to(self._crew)
+            loop.add_to(self._group)
 
     def _consume(self) -> None:
         self.consumer.run()
@@ -149,8 +149,8 @@ class Service:
 
     def run(self) -> None:
         """Run until stopped. Raises the error that ended a part of it, if any."""
-        self._crew.start()
-        self._crew.join()
+        self._group.start()
+        self._group.join()
 
 
 class Command(BaseCommand):

@@ -74,7 +74,7 @@ class Supervisor:
         """Return the exit code, once a signal has ended all children: the highest of
         theirs."""
         liveness.begin("txmsg-supervisor")
-        with self._signals() as heard:
+        with self._signals() as reading:
             while True:
                 liveness.turned()
                 for slot in self.slots:
@@ -82,8 +82,8 @@ class Supervisor:
                 if self._stops and not any(slot.process for slot in self.slots):
                     break
                 self._replace()
-                if select.select([heard], [], [], INTERVAL)[0]:
-                    for number in heard.recv(1024):
+                if select.select([reading], [], [], INTERVAL)[0]:
+                    for number in reading.recv(1024):
                         self._obey(number)
         liveness.ended()
         os.close(self._pipe)
@@ -182,19 +182,19 @@ class Supervisor:
     def _signals(self) -> Iterator[socket.socket]:
         """Yield a socket on which the numbers of the signals arrive. No signal handler
         interrupts the loop's work."""
-        heard, tells = socket.socketpair()
-        heard.setblocking(False)
-        tells.setblocking(False)
+        reading, writing = socket.socketpair()
+        reading.setblocking(False)
+        writing.setblocking(False)
         before = {one: signal.signal(one, lambda *_: None) for one in SIGNALS}
-        fd_before = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+        fd_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         try:
-            yield heard
+            yield reading
         finally:
             signal.set_wakeup_fd(fd_before)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            heard.close()
-            tells.close()
+            reading.close()
+            writing.close()
 
 
 def cores() -> int:

@@ -22,7 +22,7 @@ from django_txmsg.http_outbox.control_message import ControlMessage
 from django_txmsg.models import OutboxMessage, QueueMessage
 from django_txmsg.runtime.breaker import Breaker
 from django_txmsg.runtime.idle_clock import Activity
-from django_txmsg.runtime.thread_group import Crew
+from django_txmsg.runtime.thread_group import ThreadGroup
 from tests.faults import ManageProcess, wait_until
 
 from .conftest import txmsg
@@ -48,7 +48,7 @@ def serving() -> Iterator[Callable[[], None]]:
     serving_thread = control_thread.ControlThread(
         "default", stopping, Breaker("default", 1.0), Activity()
     )
-    thread = Crew(stopping.set).add("txmsg-control", serving_thread.run)
+    thread = ThreadGroup(stopping.set).add("txmsg-control", serving_thread.run)
     thread.start()
 
     def stop() -> None:
