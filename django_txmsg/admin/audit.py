@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from ..models import AuditEntry
 from . import display
 from .base import ReadOnlyAdmin
-from .filters import AgeFilter
+from .filters import AgeFilter, BetweenFilter
 
 
 @contextmanager
@@ -49,6 +49,12 @@ class WhenFilter(AgeFilter):
     title, column = "when", "at"
 
 
+class WhenBetweenFilter(BetweenFilter):
+    """By when it was done."""
+
+    column = "at"
+
+
 class SourceFilter(admin.SimpleListFilter):
     """By whether a page or a command was used."""
 
@@ -72,7 +78,7 @@ class AuditAdmin(ReadOnlyAdmin):
 
     list_display = ("when", "by", "text")
     list_display_links = None
-    list_filter = (WhenFilter, SourceFilter)
+    list_filter = (WhenFilter, SourceFilter, WhenBetweenFilter)
     search_fields = ("by", "text")
     search_help_text = "Part of a name, or of what was done"
     ordering = ("-id",)

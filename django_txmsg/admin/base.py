@@ -71,7 +71,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
             for name in (
                 (one, f"{one}__exact", f"{one}__isnull")
                 if isinstance(one, str)
-                else (one.parameter_name,)
+                else (one.parameter_name, *getattr(one, "BOUNDS", ()))
             )
         }
 

@@ -173,7 +173,9 @@ def read_filter(given: QueryDict) -> dict[str, Any]:
             "fingerprint",
             "reason",
             "resolution",
+            "since",
             "before",
+            "older",
             "search",
         )
         if name in given

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.contrib.admin.views.main import ChangeList
+from django.contrib.admin.options import IncorrectLookupParameters
+from django.contrib.admin.views.main import PAGE_VAR, ChangeList
 from django.core.paginator import Paginator
 from django.db.models import QuerySet
 from django.http import HttpRequest
@@ -15,6 +16,9 @@ from . import display
 #: Most rows that a list counts; more are "1,000+". Finding a row by a filter without an
 #: index may need reading a hundred others.
 CAP = 1_000
+
+#: The parameter that continues a list: only rows with a lower id are shown.
+OLDER = "older"
 
 
 class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
@@ -30,13 +34,53 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
 
 
 class CappedList(ChangeList):
-    """A list that shows when it has not counted all of its rows."""
+    """A list that shows when it has not counted all of its rows.
+
+    Its pages end at the cap. The next ones begin after the last of those rows, found by
+    its id, so that reaching the oldest row costs no more than reaching the newest.
+    """
+
+    #: The address of the next pages, "" if all rows are on these.
+    older = ""
+
+    def get_filters_params(self, params: Any = None) -> Any:
+        """Leave out where the list begins: it is no filter."""
+        found = super().get_filters_params(params)
+        found.pop(OLDER, None)
+        return found
+
+    def get_queryset(self, request: HttpRequest, *args: Any, **options: Any) -> Any:
+        """Begin below the id in the address."""
+        rows = super().get_queryset(request, *args, **options)
+        begins = self.params.get(OLDER)
+        if begins is None:
+            return rows
+        if not begins.isdecimal() or len(begins) > 18:
+            raise IncorrectLookupParameters
+        return rows.filter(pk__lt=int(begins))
+
+    def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
+        """Begin with the newest again where a filter changes."""
+        if not new_params or not new_params.keys() & {OLDER, PAGE_VAR}:
+            remove = [*(remove or ()), OLDER]
+        return super().get_query_string(new_params, remove)
+
+    @property
+    def newest(self) -> str:
+        """Return the address of the first pages, "" on these."""
+        if OLDER not in self.params:
+            return ""
+        return self.get_query_string()
 
     def get_results(self, request: HttpRequest) -> None:
         """Show the number of results beside the search only if it is known."""
         super().get_results(request)
         if self.result_count > CAP:
             self.full_result_count = self.result_count
+        if self.result_count > CAP and self.model_admin.ordering == ("-id",):
+            rows: Any = self.queryset
+            last = rows[CAP - 1 : CAP].values_list("pk", flat=True)
+            self.older = self.get_query_string({OLDER: str(last[0])})
 
 
 def listed(count: int) -> str:

@@ -15,7 +15,7 @@ from ..models.dead_letter import Resolution
 from ..monitoring import dead
 from . import display
 from .counting import count
-from .filters import CountingFilter
+from .filters import BetweenFilter, CountingFilter
 
 #: The most choices of a filter. Those with the most dead letters are offered.
 MOST_CHOICES = 100
@@ -114,6 +114,12 @@ class AgainFilter(admin.SimpleListFilter):
         return queryset.filter(deaths__gt=1) if self.value() else queryset
 
 
+class DiedFilter(BetweenFilter):
+    """By when it died, the last time."""
+
+    title = "time of death"
+
+
 class ReasonFilter(DeadFilter):
     """Why it was buried."""
 
@@ -127,6 +133,7 @@ FILTERS = (
     ReasonFilter,
     AgainFilter,
     FingerprintFilter,
+    DiedFilter,
 )
 
 

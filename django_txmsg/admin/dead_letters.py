@@ -26,7 +26,9 @@ from .base import MessageAdmin, MessageList
 from .bulk import PERMISSIONS
 from .confirm import ConfirmPages
 from .copy import CopyPages
-from .dead_letter_filters import FILTERS
+from .counting import OLDER
+from .dead_letter_filters import FILTERS, DiedFilter
+from .filters import read_time
 from .groups import GroupPages
 
 
@@ -188,8 +190,14 @@ def deeds(request: HttpRequest) -> list[tuple[str, str]]:
 def bulk_filter(query: Mapping[str, Any]) -> dict[str, str]:
     """Return a list's query as the filter of a bulk operation: all of it, because a
     part left out would select more rows than the list shows."""
-    names = [one.parameter_name for one in FILTERS]
+    names = [one.parameter_name for one in FILTERS if one is not DiedFilter]
     found = {name: query[name] for name in names if query.get(name) is not None}
+    for name in DiedFilter.BOUNDS:
+        if text := query.get(name):
+            instant = read_time(text)  # if it is none, the confirmation says so
+            found[name] = instant.isoformat() if instant else text
+    if query.get(OLDER):
+        found[OLDER] = query[OLDER]
     if query.get(SEARCH_VAR):
         found["search"] = query[SEARCH_VAR]
     return found

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from django.contrib import admin
+from django.contrib.admin.views.main import PAGE_VAR
 from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
+from django.utils import timezone
+from django.utils.dateparse import parse_date, parse_datetime
 
 from ..monitoring import recent
-from .counting import count, listed
+from .counting import OLDER, count, listed
 
 
 class CountingFilter(admin.SimpleListFilter):
@@ -116,3 +119,59 @@ class AgeFilter(admin.SimpleListFilter):
             return queryset.none()
         since = Now() - dt.timedelta(hours=step[1])
         return queryset.filter(**{f"{self.column}__gte": since})
+
+
+class BetweenFilter(admin.SimpleListFilter):
+    """Between two instants: `since` is included, `before` is not."""
+
+    title, parameter_name = "time", "since"
+    template = "admin/django_txmsg/between.html"
+    column = "created_at"
+    BOUNDS = {"since": "gte", "before": "lt"}
+
+    def __init__(self, request: HttpRequest, params: Any, *args: Any) -> None:
+        super().__init__(request, params, *args)
+        if "before" in params:
+            self.used_parameters["before"] = params.pop("before")[-1]
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        """Return one choice: the form."""
+        return [("", "")]
+
+    def expected_parameters(self) -> list[str | None]:
+        """Return both bounds."""
+        return [*self.BOUNDS]
+
+    def choices(self, changelist: Any) -> Iterator[Any]:
+        """Return the form's values, and the list's other parameters."""
+        kept = {*self.BOUNDS, OLDER, PAGE_VAR}
+        yield {
+            "bounds": [(one, self.used_parameters.get(one, "")) for one in self.BOUNDS],
+            "others": [
+                pair for pair in changelist.params.items() if pair[0] not in kept
+            ],
+        }
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list. What is not a time has no rows, like an unknown state."""
+        for name, comparison in self.BOUNDS.items():
+            if text := self.used_parameters.get(name):
+                instant = read_time(text)
+                if instant is None:
+                    return queryset.none()
+                queryset = queryset.filter(**{f"{self.column}__{comparison}": instant})
+        return queryset
+
+
+def read_time(text: str) -> dt.datetime | None:
+    """Return the instant of a date or a time, in the current time zone unless it names
+    one; None if it is neither."""
+    try:
+        found = parse_datetime(text)
+        if found is None and (day := parse_date(text)) is not None:
+            found = dt.datetime.combine(day, dt.time())
+        if found is not None and found.tzinfo is None:
+            found = timezone.make_aware(found)
+        return found and found.astimezone(dt.timezone.utc)
+    except (ValueError, OverflowError):
+        return None

@@ -17,7 +17,7 @@ from ..rules import inbox
 from ..stages import all_stages
 from . import display
 from .base import MessageAdmin
-from .filters import AgeFilter, PlaceFilter, StateFilter
+from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter
 from .received import is_held, is_overdue, shown_state, with_state
 
 
@@ -57,6 +57,13 @@ class ReceivedFilter(AgeFilter):
     column = "last_received_at"
 
 
+class ReceivedBetweenFilter(BetweenFilter):
+    """By the last receipt."""
+
+    title = "time of receipt"
+    column = "last_received_at"
+
+
 @admin.register(InboxMessage)
 class InboxAdmin(MessageAdmin):
     """Messages received, newest first."""
@@ -64,7 +71,9 @@ class InboxAdmin(MessageAdmin):
     list_display = (
         "state", "age", "place", "message", "due", "tries", "critical", "flow",
     )  # fmt: skip
-    list_filter = (InboxStateFilter, StageFilter, ReceivedFilter)
+    list_filter = (
+        InboxStateFilter, StageFilter, ReceivedFilter, ReceivedBetweenFilter,
+    )  # fmt: skip
     search_help_text = "Exact message id or correlation id"
 
     @admin.display(description="state")

@@ -23,7 +23,7 @@ from ..monitoring.waiting import OVERDUE
 from ..rules import dead_letters, inbox, lease, outbox
 from . import display, message
 from .base import MessageAdmin
-from .filters import AgeFilter, PlaceFilter, StateFilter
+from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter
 
 
 def is_overdue() -> Holds:
@@ -63,7 +63,7 @@ class OutboxAdmin(MessageAdmin):
     list_display = (
         "state", "outcome", "age", "place", "message", "due", "tries", "flow",
     )  # fmt: skip
-    list_filter = (OutboxStateFilter, DestinationFilter, AgeFilter)
+    list_filter = (OutboxStateFilter, DestinationFilter, AgeFilter, BetweenFilter)
     search_help_text = "Exact message id, correlation id or key"
     found_by = ("correlation_id", "key")
 

@@ -34,7 +34,9 @@ FILTERS = {
     "fingerprint": "the error's fingerprint",
     "reason": "why it was buried",
     "resolution": "what became of it: only those in this state",
+    "since": "buried at this instant (RFC 3339), or later",
     "before": "buried before this instant (RFC 3339)",
+    "older": "only those with a lower id",
     "again": "true: only those that died again after a redelivery",
     "search": "message id, correlation id, key or fingerprint",
 }
@@ -74,8 +76,12 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
     for name in ("stage", "destination", "fingerprint", "reason", "resolution"):
         if name in filters:
             letters = letters.filter(**{name: filters[name]})
+    if "since" in filters:
+        letters = letters.filter(created_at__gte=_instant(filters["since"]))
     if "before" in filters:
         letters = letters.filter(created_at__lt=_instant(filters["before"]))
+    if "older" in filters:
+        letters = letters.filter(pk__lt=min(int(filters["older"]), 2**63 - 1))
     if filters.get("again"):
         letters = letters.filter(deaths__gt=1)
     if filters.get("search"):

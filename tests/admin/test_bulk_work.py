@@ -218,6 +218,7 @@ def test_each_filter_narrows() -> None:
         {"fingerprint": "b" * 16},
         {"again": True},
         {"before": factories.ago(days=2).isoformat()},
+        {"since": factories.ago(days=4).isoformat(), "older": str(letter.pk + 1)},
         {"search": "flow-1"},
     ):
         found = selection.matching("redeliver", filters, using="default")

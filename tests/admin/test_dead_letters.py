@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from html import unescape
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 from django.contrib.admin.models import LogEntry
@@ -149,6 +151,21 @@ def test_all_that_match_are_confirmed_by_their_filter(operator: Client) -> None:
     assert query == {"kind": ["discard"], "stage": ["mail.send"]}
     page = operator.get(f"{URL}?stage=mail.send").content.decode()
     assert "kind=redeliver&amp;stage=mail.send" in page
+
+
+def test_a_list_between_two_times_is_confirmed_with_both(operator: Client) -> None:
+    for days in (1, 3, 5):
+        factories.DeadLetterFactory(created_at=factories.ago(days=days))
+    since, before = factories.ago(days=4), factories.ago(days=2)
+    bounds = urlencode({"since": f"{since:%Y-%m-%dT%H:%M}", "before": before})
+
+    page = operator.get(f"{URL}?{bounds}").content.decode()
+    (link,) = re.findall(r'href="([^"]+kind=discard[^"]+)"', page)
+    asked = operator.get(unescape(link))
+    nonsense = operator.get(f"{URL}confirm/?kind=discard&since=monday", follow=True)
+
+    assert asked.context["facts"].count == 1
+    assert "Not an instant" in nonsense.content.decode()
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.test import Client
+from django.utils import timezone
 
 import django_txmsg
 from django_txmsg.admin import counting
@@ -18,6 +21,8 @@ from tests import factories
 OUTBOX = "/admin/django_txmsg/outboxmessage/"
 INBOX = "/admin/django_txmsg/inboxmessage/"
 WORKERS = "/admin/django_txmsg/worker/"
+DEAD = "/admin/django_txmsg/deadletter/"
+STATE = {"resolution": "open"}
 
 
 def found(client: Client, url: str, **query: str) -> list[str]:
@@ -155,6 +160,69 @@ def test_pages_are_counted_up_to_the_cap(
     factories.DeadLetterFactory(stage="mail.send")
     page = viewer.get("/admin/django_txmsg/deadletter/?stage=mail.send")
     assert "1 dead letter" in page.content.decode()
+
+
+@pytest.mark.parametrize(
+    ("url", "make"),
+    [
+        (OUTBOX, factories.OutboxMessageFactory),
+        (INBOX, factories.InboxMessageFactory),
+        (DEAD, factories.DeadLetterFactory),
+    ],
+)
+def test_every_row_is_reached_however_many_there_are(
+    viewer: Client, monkeypatch: pytest.MonkeyPatch, url: str, make: Any
+) -> None:
+    made = sorted((row.pk for row in make.create_batch(13)), reverse=True)
+    monkeypatch.setattr(counting, "CAP", 5)
+    reached: list[int] = []
+    address = "?resolution=open" if url == DEAD else "?"
+    while address:
+        page = viewer.get(url + address)
+        shown = page.context["cl"]
+        reached += [row.pk for row in shown.result_list][:5]
+        assert ('rel="next"' in page.content.decode()) == bool(shown.older)
+        if "older=" in address:
+            assert ">Newest<" in page.content.decode()
+        address = shown.older
+
+    assert reached == made
+    assert viewer.get(f"{url}?older=nonsense").status_code == 302
+
+
+def test_a_change_of_filters_begins_with_the_newest_again(viewer: Client) -> None:
+    factories.DeadLetterFactory.create_batch(3)
+    page = viewer.get(f"{DEAD}?older=2&resolution=open").content.decode()
+
+    links = re.findall(r'href="(\?[^"]*)"', page)
+    assert any("resolution=discarded" in link for link in links)
+    assert not [link for link in links if "older=" in link and "kind=" not in link]
+
+
+@pytest.mark.parametrize(
+    ("url", "make", "column"),
+    [
+        (OUTBOX, factories.OutboxMessageFactory, "created_at"),
+        (INBOX, factories.InboxMessageFactory, "last_received_at"),
+        (DEAD, factories.DeadLetterFactory, "created_at"),
+    ],
+)
+def test_lists_are_filtered_by_dates(
+    viewer: Client, url: str, make: Any, column: str
+) -> None:
+    days = [timezone.make_aware(dt.datetime(2026, 3, day, 12)) for day in (1, 2, 3)]
+    first, second, third = (make(**{column: day}).pk for day in days)
+
+    def found(**query: str) -> set[int]:
+        page = viewer.get(url, {**query, **({} if url != DEAD else STATE)})
+        return {row.pk for row in page.context["cl"].result_list}
+
+    assert found(since="2026-03-02") == {second, third}
+    assert found(before=days[2].isoformat()) == {first, second}
+    assert found(since="2026-03-02T12:00", before="2026-03-02T12:01") == {second}
+    assert found(since="next tuesday") == set()
+    assert found(since="0001-01-01T00:00+14:00") == set()
+    assert found(since="0001-01-02", before="9999-12-30") == {first, second, third}
 
 
 @pytest.mark.parametrize(
