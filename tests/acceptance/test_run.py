@@ -302,16 +302,23 @@ def test_messages_of_a_stopped_process_are_processed_once(world: World) -> None:
 
 
 def _stands_still(process: ManageProcess) -> bool:
-    """Stop it, unless it is in a transaction, whose locks would block all others."""
+    """Stop it, unless it is in a transaction, whose locks would block all others.
+
+    A session whose statement is being executed is in one too, and a statement may be
+    on its way: so look twice.
+    """
     process.pause()
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in trans%'"
-        )
-        if not cursor.fetchone()[0]:
-            return True
-    process.resume()
-    return False
+    for _ in range(2):
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_sleep(0.1), count(*) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid <> pg_backend_pid() "
+                "AND xact_start IS NOT NULL"
+            )
+            if cursor.fetchone()[1]:
+                process.resume()
+                return False
+    return True
 
 
 def test_the_modules_that_are_watched_are_the_projects_own() -> None:
