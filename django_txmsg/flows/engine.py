@@ -56,6 +56,8 @@ MAX_HOPS = 200
 MAX_BAGGAGE = 4096
 #: The reason that `otherwise` gets if a flow was cancelled.
 CANCELLED = "cancelled"
+#: What the history calls the return to a step, which is no step.
+BACK = "go back"
 #: How long a signal waits for its run in total, and between two tries at most and at
 #: least.
 SIGNAL_WAITS = dt.timedelta(minutes=15)
@@ -181,6 +183,10 @@ def _cancelled(declared: Declaration, message: Message) -> None:
             # undone.
             run.caller = _back(message)
         if run.failing:
+            if run.kept_undos is not None:
+                # It does not go back any more; everything is undone.
+                run.kept_undos = None
+                going._keep_answer(why)
             going.store()
             return None
         on_cancel = declared.on_cancel
@@ -274,6 +280,16 @@ class Going:
         else:
             self.apply(result)
 
+    def go_back(self, step: str, argument: Encoded, kept: int) -> None:
+        """Undo everything but the first `kept` undos, then call a step again, with the
+        state that the run has now."""
+        run = self.run
+        run.failing, run.kept_undos, run.step = True, kept, step
+        run.answer, run.answer_type = argument.body.decode(), argument.type
+        self._step = BACK
+        self._undo_next()
+        self.store()
+
     def apply(self, result: Any) -> None:
         """Execute what a step has returned, and store the run."""
         run, turn = self.run, uuid.uuid4()
@@ -349,6 +365,7 @@ class Going:
                 message_id=self._message.id,
                 version=run.version,
                 state=run.state,
+                undos=run.undos,
                 then=_then(run) if moved else "",
             )
 
@@ -502,7 +519,8 @@ class Going:
 
     def _open_undos(self) -> Any:
         rows = FlowUndo.objects.using(self.declared.using)
-        return rows.filter(run=self.run, confirmed_at=None)
+        kept = self.run.kept_undos or 0
+        return rows.filter(run=self.run, confirmed_at=None, number__gt=kept)
 
     def _undoing(self) -> Any:
         return self._open_undos().order_by("-number").first()
@@ -514,6 +532,9 @@ class Going:
     def _undo_next(self) -> None:
         """Start the newest undo that is outstanding, or end."""
         row = self._undoing() if self.run.undos else None
+        if row is None and self.run.kept_undos is not None:
+            self._repeat()
+            return
         if row is None:
             self._deliver()
             self.run.end(Outcome.FAILED)
@@ -532,12 +553,21 @@ class Going:
             request_id=sent.id,
         )
 
+    def _repeat(self) -> None:
+        """Call the step that the run has gone back to."""
+        run, turn = self.run, uuid.uuid4()
+        run.failing, run.kept_undos = False, None
+        run.wait(WaitsFor.ITSELF, run.step, turn=turn, otherwise=run.step)
+        argument = Encoded(run.answer.encode(), run.answer_type)
+        run.answer = run.answer_type = ""
+        self._send(self.declared.steps_name, argument, turn, None, replies=False)
+
 
 #: The columns that a step writes.
 _WRITTEN = (
     "version", "state", "step", "otherwise", "turn", "waits_for", "asked",
-    "request_id", "due_at", "resumed_at", "failing", "undos", "answer", "answer_type",
-    "outcome", "caller", "hop", "baggage", "ended_at",
+    "request_id", "due_at", "resumed_at", "failing", "undos", "kept_undos", "answer",
+    "answer_type", "outcome", "caller", "hop", "baggage", "ended_at",
 )  # fmt: skip
 
 

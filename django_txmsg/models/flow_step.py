@@ -21,6 +21,14 @@ class FlowStep(models.Model):
     then = models.CharField(
         max_length=300, default="", blank=True, help_text="What the run waits for next."
     )
+    undos = models.PositiveIntegerField(
+        default=0, db_default=0, help_text="How many undos were registered by then."
+    )
+    left = models.BooleanField(
+        default=False,
+        db_default=False,
+        help_text="Whether the run has gone back to before this step.",
+    )
 
     objects: models.Manager[FlowStep] = models.Manager()
 

@@ -131,6 +131,12 @@ class Run(models.Model):
     undos = models.PositiveIntegerField(
         default=0, help_text="How many undos were registered."
     )
+    kept_undos = models.PositiveIntegerField(
+        null=True,
+        blank=True,
+        help_text="While the run goes back to a step: how many of its undos, the "
+        "oldest, stay registered. The answer is then the argument of that step.",
+    )
     answer = models.TextField(default="", blank=True, help_text="JSON.")
     answer_type = models.CharField(max_length=255, default="", blank=True)
     outcome = models.CharField(
@@ -178,6 +184,23 @@ class Run(models.Model):
                 condition=Q(ended_at__isnull=False),
                 name="txmsg_run_ended",
             ),
+            models.Index(
+                fields=["service", "flow"],
+                condition=Q(ended_at__isnull=True),
+                name="txmsg_run_open",
+            ),
+            models.Index(
+                fields=["service", "flow"],
+                condition=Q(ended_at__isnull=True, failing=True),
+                name="txmsg_run_undoing",
+            ),
+        ]
+        permissions = [
+            ("resume_run", "Can resume runs of flows"),
+            ("time_out_run", "Can let the deadlines of runs pass now"),
+            ("cancel_run", "Can cancel runs of flows"),
+            ("answer_run", "Can answer requests of runs as failed"),
+            ("go_back_run", "Can let runs go back to a step"),
         ]
 
     def __str__(self) -> str:

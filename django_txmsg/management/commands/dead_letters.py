@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import base64
-import datetime as dt
 import json
-import re
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -33,6 +31,7 @@ from ...monitoring import turns
 from ...rules import failure_note
 from ...stages import all_stages
 from .. import operator
+from ..ages import read_age
 from ..terminal import local, printable, printable_lines
 from ._tables import require_tables
 
@@ -275,7 +274,7 @@ class Command(BaseCommand):
             filters["again"] = True
         if options["older_than"]:
             filters["before"] = (
-                timezone.now() - _age(options["older_than"])
+                timezone.now() - read_age(options["older_than"])
             ).isoformat()
         if options["ids"]:
             filters["ids"] = self._ids(using, options["ids"])
@@ -329,7 +328,7 @@ class Command(BaseCommand):
                 options["fingerprint"],
                 note=options["text"],
                 muted=None if action == "note" else action == "mute",
-                duration=_age(options["duration"]) if options["duration"] else None,
+                duration=read_age(options["duration"]) if options["duration"] else None,
                 by=f"command: {operator.name()}",
             )
             verb = {"note": "Noted on", "mute": "Muted", "unmute": "Unmuted"}[action]
@@ -406,11 +405,3 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines")
     return int(text)
-
-
-def _age(text: str) -> dt.timedelta:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
-    if match is None:
-        raise CommandError(f"{text!r} is no age: write one like 30m, 12h or 7d.")
-    units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-    return dt.timedelta(**{units[match[2]]: float(match[1])})

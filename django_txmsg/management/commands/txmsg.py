@@ -13,6 +13,7 @@ from ..alive import Command as Alive
 from ..audit import Command as Audit
 from ..contracts import Command as Contracts
 from ..doctor import Command as Doctor
+from ..flows import Command as Flows
 from ..init import Command as Init
 from ..pending import Cancel, Reschedule, Stop
 from ..schedule import Command as Schedule
@@ -35,6 +36,7 @@ class Command(BaseCommand):
             "cancel": Cancel(),
             "contracts": Contracts(),
             "doctor": Doctor(),
+            "flows": Flows(),
             "init": Init(),
             "reschedule": Reschedule(),
             "run": Run(),

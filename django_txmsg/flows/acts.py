@@ -1,0 +1,194 @@
+"""What an operator does to an open run, by a page or a command, in the caller's
+transaction. Each act returns what was done, for the audit, or raises FlowError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import models
+from django.db.models.functions import Now
+
+from .. import codecs, conf, wire
+from ..envelope import serializers
+from ..envelope.message import Message, new_id
+from ..envelope.typed_body import BodyReader
+from ..errors import FlowError
+from ..models import FlowStep, OutboxMessage, Run
+from ..models.run import WaitsFor
+from ..sending.outbox import Encoded, send_part
+from . import sending
+from .declaration import Declaration, Step
+from .engine import Going
+from .values import Dead, ticket
+
+#: The reason that a flow gets if an operator answers its request as failed.
+BY_OPERATOR = "answered_as_failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What an operator has entered. `value` is the JSON of a step's argument, `type`
+    the name of its type where the step takes several, `to` the name of a step, or the
+    number of its row in the history."""
+
+    why: str = ""
+    value: str = ""
+    type: str = ""
+    to: str = ""
+
+
+def resume(run: Run, given: Given) -> str:
+    """Continue a run that waits for a person's word, with a value."""
+    _waiting(run, WaitsFor.RESUME)
+    assert run.turn is not None  # it waits
+    step = sending.declaration_of(run).step(run.step)
+    value = None if step.takes_nothing else _argument(step, given)[1]
+    sending.resume(ticket(run.run_id, run.turn), value)
+    return "Resumed"
+
+
+def time_out(run: Run, given: Given) -> str:
+    """Let the deadline of a run pass now, or its sleep end: a relay continues it."""
+    _waiting(run, WaitsFor.ANSWER, WaitsFor.RESUME, WaitsFor.TIME, WaitsFor.JOIN)
+    runs = _runs(run).filter(pk=run.pk, turn=run.turn)
+    if not runs.update(due_at=Now()):
+        raise FlowError(f"Run {run.run_id} has gone on meanwhile.")
+    return "Timed out"
+
+
+def cancel(run: Run, given: Given) -> str:
+    """Cancel a run, as `flows.cancel()` does."""
+    _open(run)
+    sending.cancel(run, given.why)
+    return "Cancelled"
+
+
+def answer(run: Run, given: Given) -> str:
+    """Answer what a run waits for with `Dead`: its request counts as given up. An
+    answer that comes later is dropped."""
+    _waiting(run, WaitsFor.ANSWER, WaitsFor.RESUME)
+    assert run.turn is not None  # it waits
+    declared = sending.declaration_of(run)
+    send_part(
+        declared.steps_name,
+        Dead(BY_OPERATOR),
+        {
+            wire.TICKET: ticket(run.run_id, run.turn),
+            wire.FLOW: str(run.first_run),
+        },
+        correlation_id=run.correlation_id,
+        using=declared.using,
+        broker=declared.broker,
+    )
+    return "Answered as failed"
+
+
+def go_back(run: Run, given: Given) -> str:
+    """Let a run go back to a step: what was registered since is undone first, newest
+    first; then the step is called again, with the state that it had, and with the value
+    that it had unless another one is given."""
+    using = run._state.db
+    found = Run.objects.db_manager(using).locked(run.run_id)
+    if found is not None:
+        run = found
+    _open(run)
+    declared = sending.declaration_of(run)
+    rows = FlowStep.objects.using(using).filter(run=run, left=False).order_by("pk")
+    named = {"pk": int(given.to)} if given.to.isdecimal() else {"step": given.to}
+    row = rows.filter(**named).last()
+    if row is None or row.step not in declared.steps:
+        raise FlowError(
+            f"Run {run.run_id} has no step {given.to!r} to go back to: steps that this "
+            f"code has, in the history of the run, and not left by going back before."
+        )
+    argument = _argument_of(declared, row, given)
+    before = rows.filter(pk__lt=row.pk).last()
+    if before is None:
+        run.state, run.version = declared.encode(declared.cls()), declared.version
+    else:
+        run.state, run.version = before.state, before.version
+    message = Message(id=new_id(), destination=declared.steps_name, body=None)
+    going = Going(declared, run, message)
+    rows.filter(pk__gte=row.pk).update(left=True)
+    going.go_back(row.step, argument, 0 if before is None else before.undos)
+    return f"Sent back to step {row.step}"
+
+
+#: The acts by their names in commands, with their permissions.
+ACTS: dict[str, tuple[Callable[[Run, Given], str], str]] = {
+    "resume": (resume, "resume_run"),
+    "time-out": (time_out, "time_out_run"),
+    "cancel": (cancel, "cancel_run"),
+    "answer": (answer, "answer_run"),
+    "go-back": (go_back, "go_back_run"),
+}
+
+
+def act(name: str, run: Run, given: Given) -> str:
+    """Do one of ACTS, and return the text for the audit. Raises TxmsgError."""
+    done = ACTS[name][0](run, given)
+    why = f": {given.why}" if given.why else "."
+    return f"{done} run {run.run_id} of flow {run.flow}{why}"
+
+
+def find(using: str, **by: Any) -> models.QuerySet[Run]:
+    """Return runs of this service."""
+    runs: models.QuerySet[Run] = Run.objects.using(using)
+    return runs.filter(service=conf.get().SERVICE, **by)
+
+
+def _runs(run: Run) -> models.QuerySet[Run]:
+    return find(str(run._state.db))
+
+
+def _open(run: Run) -> None:
+    if run.ended_at is not None or run.failing:
+        how = "has ended" if run.ended_at else "is undoing its work"
+        raise FlowError(
+            f"Run {run.run_id} {how}. If an undo is stuck, redeliver its dead letter, "
+            f"or undo it by hand and discard the dead letter."
+        )
+
+
+def _waiting(run: Run, *kinds: WaitsFor) -> None:
+    _open(run)
+    if run.waits_for not in kinds:
+        waits = WaitsFor(run.waits_for).label
+        wanted = " or ".join(str(one.label) for one in kinds)
+        raise FlowError(f"Run {run.run_id} waits for {waits}, and not for {wanted}.")
+
+
+def _argument(step: Step, given: Given) -> tuple[Encoded, Any]:
+    """Return a step's argument from its JSON, as bytes and as an object. Raises
+    FlowError without one, and DecodeError if it does not fit."""
+    if not given.value:
+        raise FlowError(f"Step {step.name!r} takes a value: give it as JSON.")
+    reader: BodyReader = codecs.reader(step.annotation)
+    names = [one.name for one in reader.types if one.name]
+    name = given.type or (names[0] if len(names) == 1 else "")
+    value = reader.read(given.value.encode(), wire.JSON, name or None)
+    return Encoded(given.value.encode(), name), value
+
+
+def _argument_of(declared: Declaration, row: FlowStep, given: Given) -> Encoded:
+    """Return the argument that a step gets again."""
+    step = declared.step(row.step)
+    if step.joins:
+        raise FlowError(
+            f"Step {row.step!r} takes the answers of a gather, which are kept for one "
+            f"call. Go back to the step that asks."
+        )
+    if step.takes_nothing:
+        return Encoded(b"null", "")
+    if given.value:
+        return _argument(step, given)[0]
+    stored = OutboxMessage.objects.using(declared.using)
+    message = stored.filter(message_id=row.message_id).order_by("-pk").first()
+    if message is None or not serializers.is_json(message.content_type):
+        raise FlowError(
+            f"The message of step {row.step!r} is not stored here any more, or was "
+            f"sent by another service: give the value of the step, as JSON."
+        )
+    return Encoded(bytes(message.body), message.headers.get(wire.TYPE, ""))

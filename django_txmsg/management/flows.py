@@ -1,0 +1,208 @@
+"""`manage.py txmsg flows`: runs of flows, and what an operator does to them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import threading
+import uuid
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+from django.db import models, router, transaction
+
+from .. import wire
+from ..dead_letters import masking
+from ..errors import TxmsgError
+from ..flows import acts
+from ..models import FlowStep, FlowUndo, Run
+from ..models.fields import Later, clock
+from ..monitoring import runs
+from ..monitoring.lengths import duration
+from . import operator
+from .ages import read_age
+from .terminal import local, printable
+
+log = logging.getLogger("django_txmsg.flows")
+
+
+class Command(BaseCommand):
+    """Show runs of flows; resume, time out, cancel, answer them, or send them back."""
+
+    help = "Runs of flows: what each waits for, its steps, and five acts on it."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("action", choices=["list", "show", *acts.ACTS], metavar="ACTION",
+            help=f"list, show, {', '.join(acts.ACTS)}")  # fmt: skip
+        add("runs", nargs="*", type=uuid.UUID, metavar="RUN", help="the id of a run")
+        add("--flow", help="the name of the flow")
+        add("--key")
+        add("--step", help="the step that runs next")
+        add("--state", choices=list(runs.states()), metavar="STATE",
+            help=f"{', '.join(runs.states())} (default: open)")  # fmt: skip
+        add("--older-than", metavar="AGE", help="has waited for so long: 30m, 12h, 7d")
+        add("--all", action="store_true", help="all open runs")
+        add("--limit", type=int, default=50, metavar="N", help="lines of list")
+        add("--to", default="", metavar="STEP", help="of go-back: the step")
+        add("--value", default="", metavar="JSON",
+            help="of resume and go-back: the step's argument")  # fmt: skip
+        add("--type", default="", help="its type, where the step takes several")
+        add("--why", default="", help="for the audit, and the reason of cancel")
+        add("--rate", type=float, metavar="N", help="runs a second at most")
+        add("--dry-run", action="store_true", help="print how many, change nothing")
+        add("--json", action="store_true", help="of list and show")
+        add("--database", metavar="ALIAS")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        using = options["database"] or router.db_for_write(Run)
+        found = _selected(using, options)
+        if options["action"] == "list":
+            self._list(found[: max(options["limit"], 0)], using, options["json"])
+        elif options["action"] == "show":
+            if not options["runs"]:
+                raise CommandError("Which one? Give its id.")
+            self._show(found, using, options["json"])
+        else:
+            self._act(options["action"], found, using, options)
+
+    def _list(self, found: Any, using: str, as_json: bool) -> None:
+        if as_json:
+            facts = [_facts(run) for run in found]
+            self.stdout.write(json.dumps({"runs": facts}, indent=2))
+            return
+        now = clock(using)
+        for run in found:
+            self.stdout.write(_line(run, now))
+        if not found:
+            self.stdout.write("No run matches.")
+
+    def _show(self, found: Any, using: str, as_json: bool) -> None:
+        now = clock(using)
+        for run in found:
+            steps = FlowStep.objects.using(using).filter(run=run).order_by("pk")
+            undos = FlowUndo.objects.using(using).filter(run=run).order_by("number")
+            if as_json:
+                facts = _facts(run) | {
+                    "state": _masked(run, run.state),
+                    "steps": [_of_step(run, one) for one in steps],
+                    "undos": [_of_undo(one) for one in undos],
+                }
+                self.stdout.write(json.dumps(facts, indent=2))
+                continue
+            self.stdout.write(_line(run, now))
+            for step in steps:
+                left = "  (left by going back)" if step.left else ""
+                self.stdout.write(
+                    f"  {step.pk}  {local(step.created_at)}  {step.step}, then "
+                    f"{printable(step.then) or 'as before'}: "
+                    f"{json.dumps(_masked(run, step.state))}{left}"
+                )
+            for undo in undos:
+                done = undo.confirmed_at
+                state = f"confirmed {local(done)}" if done else "registered"
+                self.stdout.write(f"  undo {undo.number} {undo.destination}: {state}")
+
+    def _act(
+        self, action: str, found: Any, using: str, options: dict[str, Any]
+    ) -> None:
+        narrowed = ("runs", "flow", "key", "step", "state", "older_than", "all")
+        if not any(options[name] for name in narrowed):
+            raise CommandError(
+                f"To {action} all open runs, say --all. Or give their ids, --flow, "
+                f"--key, --step, --state, --older-than."
+            )
+        given = acts.Given(
+            **{name: options[name] for name in ("why", "value", "type", "to")}
+        )
+        chosen = list(found.values_list("pk", "run_id"))
+        if options["dry_run"]:
+            self.stdout.write(f"{len(chosen)} to {action}.")
+            return
+        missing = set(options["runs"]) - {run_id for _, run_id in chosen}
+        left = [f"No run {run_id} matches." for run_id in missing]
+        for number, (pk, _) in enumerate(chosen):
+            if options["rate"] and number:
+                threading.Event().wait(1 / options["rate"])
+            try:
+                with transaction.atomic(using=using):
+                    text = acts.act(action, Run.objects.using(using).get(pk=pk), given)
+                    operator.record(using, text)
+            except TxmsgError as error:
+                left.append(str(error))
+                continue
+            log.info("%s By %s", text, operator.name())
+            self.stdout.write(text)
+        if left:
+            raise CommandError("\n".join(left))
+
+
+def _selected(using: str, options: dict[str, Any]) -> models.QuerySet[Run]:
+    rows = acts.find(using).order_by("since", "pk")
+    if options["runs"]:
+        rows = rows.filter(run_id__in=options["runs"])
+    for name in ("flow", "key", "step"):
+        if options[name]:
+            rows = rows.filter(**{name: options[name]})
+    if options["older_than"]:
+        age = read_age(options["older_than"])
+        rows = rows.filter(since__lte=Later(-age.total_seconds()))
+    state = options["state"] or ("" if options["runs"] else "open")
+    return rows.filter(runs.states()[state]) if state else rows
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    return {
+        "run_id": str(run.run_id),
+        "flow": run.flow,
+        "key": run.key,
+        "step": run.step,
+        "waits_for": run.waits_for,
+        "asked": run.asked,
+        "since": run.since.isoformat(),
+        "due_at": run.due_at and run.due_at.isoformat(),
+        "failing": run.failing,
+        "outcome": run.outcome,
+        "ended_at": run.ended_at and run.ended_at.isoformat(),
+        "answer": _masked(run, run.answer) if run.answer and run.ended_at else None,
+    }
+
+
+def _masked(run: Run, text: str) -> Any:
+    return masking.shown(run.flow, {}, text.encode(), wire.JSON)[1]
+
+
+def _of_step(run: Run, step: FlowStep) -> dict[str, Any]:
+    return {
+        "id": step.pk,
+        "step": step.step,
+        "at": step.created_at.isoformat(),
+        "message_id": str(step.message_id),
+        "state": _masked(run, step.state),
+        "then": step.then,
+        "left": step.left,
+    }
+
+
+def _of_undo(undo: FlowUndo) -> dict[str, Any]:
+    return {
+        "number": undo.number,
+        "destination": undo.destination,
+        "request_id": undo.request_id and str(undo.request_id),
+        "confirmed_at": undo.confirmed_at and undo.confirmed_at.isoformat(),
+    }
+
+
+def _line(run: Run, now: Any) -> str:
+    name = f"{run.run_id}  {run.flow} {printable(run.key)}".rstrip()
+    if run.ended_at is not None:
+        return (
+            f"{name}: {run.get_outcome_display()}, {duration(now - run.ended_at)} ago"
+        )
+    waits = " of ".join(filter(None, (run.get_waits_for_display(), run.asked)))
+    due = f", until {local(run.due_at)}" if run.due_at else ""
+    return (
+        f"{name}: {'undoing, ' * run.failing}{run.step} waits for {waits} for "
+        f"{duration(now - run.since)}{due}"
+    )

@@ -1,0 +1,91 @@
+"""Runs of flows: their states, and how many are open, undoing and stuck.
+
+A run is *stuck* if the undo that it waits for is an open dead letter here, or has not
+been confirmed for an hour, as where the participant is another service.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections import Counter
+from dataclasses import dataclass
+
+from django.db import connections
+from django.db.models import Exists, OuterRef, Q
+
+from ..models import DeadLetter, Run
+from ..models.dead_letter import Resolution
+from ..models.fields import Later
+from ..models.run import Outcome
+from ..rules.rule import Rule
+from .waiting import CAP, OVERDUE, places_sql
+
+#: How long an undo may take, with its redeliveries.
+UNDONE = dt.timedelta(hours=1)
+
+_OPEN = Rule("{ended_at} IS NULL")
+_TABLE = "django_txmsg_run"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The open runs of one flow: their number up to CAP, and of these, how many are
+    undoing their work, and how many are stuck at it."""
+
+    service: str
+    flow: str
+    database: str
+    open: int
+    undoing: int
+    stuck: int
+
+
+def states() -> dict[str, Q]:
+    """Return the condition of each state of a run, by its name."""
+    is_open = Q(ended_at__isnull=True)
+    undoing = is_open & Q(failing=True)
+    letters = DeadLetter.objects.filter(
+        message_id=OuterRef("request_id"), resolution=Resolution.OPEN
+    )
+    late = Q(since__lte=Later(-UNDONE.total_seconds()))
+    return {
+        "open": is_open,
+        "waiting": is_open & Q(failing=False),
+        "overdue": Q(due_at__lte=Later(-OVERDUE.total_seconds())),
+        "undoing": undoing,
+        "undo stuck": undoing & (late | Q(Exists(letters))),
+        "answered": Q(outcome=Outcome.ANSWERED),
+        "failed": Q(outcome=Outcome.FAILED),
+        "handed over": Q(outcome=Outcome.HANDED_OVER),
+    }
+
+
+def stuck(using: str) -> Counter[tuple[str, str]]:
+    """Return how many runs are stuck, by service and flow."""
+    rows = Run.objects.using(using).filter(states()["undo stuck"]).order_by()
+    return Counter(rows.values_list("service", "flow")[: CAP + 1])
+
+
+def read(using: str) -> list[Runs]:
+    """Return the open runs of a database, by service and flow, in two queries."""
+    found = stuck(using)
+
+    def count(rule: Rule) -> str:
+        return (
+            f"(SELECT COUNT(*) FROM (SELECT 1 FROM {_TABLE} r WHERE"  # noqa: S608 - constants only
+            f" r.service = o.service AND r.flow = o.flow AND {rule.sql('r')}"
+            f" LIMIT {CAP + 1}) AS bounded)"
+        )
+
+    failing = Rule("{ended_at} IS NULL AND {failing}")
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            f"{places_sql(_TABLE, ('service', 'flow'), _OPEN)} SELECT o.service,"  # noqa: S608 - constants only
+            f" o.flow, {count(_OPEN)}, {count(failing)} FROM places"
+            f" JOIN {_TABLE} o ON o.id = places.id ORDER BY o.service, o.flow",
+            [],
+        )
+        return [
+            Runs(service, flow, using, number, undoing, found[service, flow])
+            for service, flow, number, undoing in cursor.fetchall()
+        ]

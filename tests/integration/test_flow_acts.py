@@ -1,0 +1,378 @@
+"""What operators do to runs: five acts, by the command; each is audited."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connections, transaction
+
+from django_txmsg import Destination, stages
+from django_txmsg.flows import Dead, Flow, Next, TimedOut, cancel, start, step
+from django_txmsg.flows.deadlines import Deadlines
+from django_txmsg.models import AuditEntry, FlowStep, FlowUndo, OutboxMessage, Run
+from django_txmsg.models.run import Outcome, WaitsFor
+from django_txmsg.testing import drain
+from tests.running import committing, declared, ship
+from tests.running import step as take
+from tests.shelved_flows import at_hand, shelved
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient", "shop")]
+
+
+@dataclass
+class Order:
+    number: int
+
+
+@dataclass
+class Done:
+    by: str
+
+
+book = Destination("acts.book", Order, reply=Done)
+unbook = Destination("acts.unbook", Order)
+pay = Destination("acts.pay", Order, reply=Done)
+unpay = Destination("acts.unpay", Order)
+
+
+@shelved
+class Trip(Flow[Order, str], name="acts.trip", within=None):
+    number: int = 0
+    said: list[str] = []
+
+    @step
+    def start(self, order: Order) -> Next[str]:
+        self.number = order.number
+        return self.ask(
+            book, order, then=self.booked, undo=unbook, otherwise=self.given_up
+        )
+
+    @step
+    def booked(self, done: Done) -> Next[str]:
+        self.said = [*self.said, done.by]
+        return self.ask(pay, Order(self.number), then=self.paid, undo=unpay)
+
+    @step
+    def paid(self, done: Done) -> Next[str]:
+        self.said = [*self.said, done.by]
+        return self.wait(then=self.approved, otherwise=self.given_up)
+
+    @step
+    def approved(self, yes: bool) -> Next[str]:
+        return f"{yes} {self.said}"
+
+    @step
+    def given_up(self, why: TimedOut | Dead) -> Next[str]:
+        return self.fail(f"{type(why).__name__} {getattr(why, 'reason', '')}".strip())
+
+
+class Shop:
+    """The participants: what they have done, and what they answer."""
+
+    did: ClassVar[list[str]] = []
+    by: ClassVar[str] = "first"
+
+
+def _booked(order: Order) -> Done:
+    Shop.did.append("book")
+    return Done(Shop.by)
+
+
+def _unbooked(order: Order) -> None:
+    Shop.did.append("unbook")
+
+
+def _paid(order: Order) -> Done:
+    Shop.did.append("pay")
+    return Done(Shop.by)
+
+
+def _unpaid(order: Order) -> None:
+    Shop.did.append("unpay")
+
+
+@pytest.fixture
+def shop() -> Iterator[None]:
+    Shop.did.clear()
+    Shop.by = "first"
+    with ExitStack() as stack:
+        stack.enter_context(at_hand(Trip))
+        for handler, destination, options in (
+            (_booked, book, {}),
+            (_unbooked, unbook, {"undoes": book}),
+            (_paid, pay, {}),
+            (_unpaid, unpay, {"undoes": pay}),
+        ):
+            stack.enter_context(
+                declared(handler, destination, name=str(destination), **options)
+            )
+        yield
+
+
+def begin(key: str = "A-1") -> Run:
+    with transaction.atomic():
+        return start(Trip, Order(1), key=key)
+
+
+def waiting(key: str = "A-1") -> Run:
+    """A run that is booked and paid, and waits for a person."""
+    run = begin(key)
+    drain()
+    return again(run)
+
+
+def again(run: Run) -> Run:
+    run.refresh_from_db()
+    return run
+
+
+def command(*arguments: object) -> str:
+    out = io.StringIO()
+    call_command("txmsg", "flows", *map(str, arguments), stdout=out)
+    return out.getvalue()
+
+
+def audit() -> list[str]:
+    return list(AuditEntry.objects.order_by("pk").values_list("text", flat=True))
+
+
+def fire() -> None:
+    Deadlines(["default"])._keep("default")
+
+
+def test_list_and_show_tell_what_runs_wait_for() -> None:
+    assert command("list") == "No run matches.\n"
+    run = waiting()
+
+    line = command("list", "--flow", "acts.trip", "--key", "A-1")
+    assert f"{run.run_id}  acts.trip A-1: approved waits for somebody's word" in line
+    assert command("list", "--state", "undo stuck") == "No run matches.\n"
+    assert command("list", "--older-than", "1h") == "No run matches.\n"
+    (listed,) = json.loads(command("list", "--json"))["runs"]
+    assert (listed["step"], listed["waits_for"]) == ("approved", "resume")
+    shown = json.loads(command("show", run.run_id, "--json"))
+    assert [one["step"] for one in shown["steps"]] == ["start", "booked", "paid"]
+    assert shown["state"] == {"number": 1, "said": ["first", "first"]}
+    assert [one["destination"] for one in shown["undos"]] == [
+        "acts.unbook",
+        "acts.unpay",
+    ]
+    text = command("show", run.run_id)
+    assert 'paid, then resume: {"number": 1, "said": ["first", "first"]}' in text
+    assert "undo 2 acts.unpay: registered" in text
+
+
+def test_resume_continues_a_run_and_is_audited() -> None:
+    run = waiting()
+
+    command("resume", run.run_id, "--value", "true", "--why", "a call")
+    with pytest.raises(CommandError, match="Nothing waits for this token any more"):
+        command("resume", run.run_id, "--value", "true")
+    drain()
+
+    assert json.loads(again(run).answer) == "True ['first', 'first']"
+    assert audit() == [f"Resumed run {run.run_id} of flow acts.trip: a call"]
+    assert f"{run.run_id}  acts.trip A-1: answered" in command("show", run.run_id)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [((), "takes a value"), (("--value", '"yes"'), "bool"), (("--value", "{"), "JSON")],
+)
+def test_resume_refuses_a_value_that_the_step_does_not_take(
+    value: tuple[str, ...], error: str
+) -> None:
+    run = waiting()
+    with pytest.raises(CommandError, match=error):
+        command("resume", run.run_id, *value)
+    assert again(run).resumed_at is None
+    assert audit() == []
+
+
+def test_time_out_fires_the_deadline_of_a_run_that_has_none() -> None:
+    run = waiting()
+    assert run.due_at is None
+
+    command("time-out", run.run_id)
+    fire()
+    drain()
+
+    assert json.loads(again(run).answer) == "TimedOut"
+    assert Shop.did == ["book", "pay", "unpay", "unbook"]
+
+
+def test_answer_as_failed_gives_up_the_request_and_drops_its_late_answer() -> None:
+    run = begin()
+    take(stages.find(["acts.trip"])[0]) if ship() else None
+    assert again(run).waits_for == WaitsFor.ANSWER
+
+    command("answer", run.run_id)
+    ship()
+    take(stages.find(["acts.trip.steps"])[0])
+    drain()
+
+    assert json.loads(again(run).answer) == "Dead answered_as_failed"
+    assert run.outcome == Outcome.FAILED
+    assert Shop.did in ([], ["book", "unbook"])
+    assert audit() == [f"Answered as failed run {run.run_id} of flow acts.trip."]
+
+
+def test_cancel_undoes_a_run() -> None:
+    run = waiting()
+    command("cancel", run.run_id, "--why", "closed")
+    drain()
+    assert json.loads(again(run).answer) == {"why": "closed"}
+    assert Shop.did == ["book", "pay", "unpay", "unbook"]
+
+
+def test_go_back_undoes_what_came_later_and_calls_the_step_again() -> None:
+    run = waiting()
+    Shop.by = "second"
+
+    command("go-back", run.run_id, "--to", "booked", "--why", "wrong price")
+    assert again(run).waits_for == WaitsFor.UNDO
+    drain()
+
+    assert Shop.did == ["book", "pay", "unpay", "pay"]
+    assert again(run).waits_for == WaitsFor.RESUME
+    assert json.loads(run.state) == {"number": 1, "said": ["first", "second"]}
+    history = FlowStep.objects.filter(run=run).order_by("pk")
+    assert [(one.step, one.left) for one in history] == [
+        ("start", False),
+        ("booked", True),
+        ("paid", True),
+        ("go back", False),
+        ("undo", False),
+        ("booked", False),
+        ("paid", False),
+    ]
+    command("resume", run.run_id, "--value", "true")
+    drain()
+    assert json.loads(again(run).answer) == "True ['first', 'second']"
+    assert audit()[0] == (
+        f"Sent back to step booked run {run.run_id} of flow acts.trip: wrong price"
+    )
+
+
+def test_go_back_to_the_start_undoes_everything_and_begins_again() -> None:
+    run = waiting()
+
+    command("go-back", run.run_id, "--to", "start", "--value", '{"number": 7}')
+    drain()
+
+    assert Shop.did == ["book", "pay", "unpay", "unbook", "book", "pay"]
+    assert json.loads(again(run).state)["number"] == 7
+    open_undos = FlowUndo.objects.filter(run=run, confirmed_at=None)
+    assert [one.destination for one in open_undos.order_by("number")] == [
+        "acts.unbook",
+        "acts.unpay",
+    ]
+    command("cancel", run.run_id)
+    drain()
+    assert again(run).outcome == Outcome.FAILED
+    assert Shop.did[6:] == ["unpay", "unbook"]
+
+
+def test_a_second_go_back_is_from_the_new_history() -> None:
+    run = waiting()
+    left = FlowStep.objects.get(run=run, step="paid")
+    command("go-back", run.run_id, "--to", "booked")
+    drain()
+
+    with pytest.raises(CommandError, match="no step"):
+        command("go-back", run.run_id, "--to", left.pk)
+    command("go-back", run.run_id, "--to", "paid")
+    drain()
+
+    assert Shop.did == ["book", "pay", "unpay", "pay"], "paid again, nothing to undo"
+    command("go-back", run.run_id, "--to", "booked")
+    drain()
+    assert Shop.did[4:] == ["unpay", "pay"]
+    assert json.loads(again(run).state)["said"] == ["first", "first"]
+
+
+def test_run_cancelled_while_it_goes_back_is_undone_and_does_not_go_on() -> None:
+    run = waiting()
+    command("go-back", run.run_id, "--to", "booked")
+    with transaction.atomic():
+        cancel(again(run), "never mind")
+    ship()
+    take(stages.find(["acts.trip.steps"])[0])
+    drain()
+
+    assert again(run).outcome == Outcome.FAILED
+    assert json.loads(run.answer) == {"why": "never mind"}
+    assert Shop.did == ["book", "pay", "unpay", "unbook"]
+
+
+def test_go_back_without_the_message_of_the_step_needs_its_value() -> None:
+    run = waiting()
+    OutboxMessage.objects.all().delete()
+
+    with pytest.raises(CommandError, match="give the value of the step"):
+        command("go-back", run.run_id, "--to", "booked")
+    assert again(run).waits_for == WaitsFor.RESUME
+    with pytest.raises(CommandError, match="by: missing"):
+        command("go-back", run.run_id, "--to", "booked", "--value", "{}")
+    command("go-back", run.run_id, "--to", "booked", "--value", '{"by": "hand"}')
+    drain()
+
+    assert json.loads(again(run).state)["said"] == ["hand", "first"]
+
+
+@pytest.mark.parametrize("act", ["resume", "time-out", "cancel", "answer", "go-back"])
+def test_no_act_changes_a_run_that_has_ended(act: str) -> None:
+    run = waiting()
+    command("resume", run.run_id, "--value", "true")
+    drain()
+    before = Run.objects.values().get(pk=run.pk)
+
+    with pytest.raises(CommandError, match="has ended"):
+        command(act, run.run_id, "--to", "paid", "--value", "true")
+
+    assert Run.objects.values().get(pk=run.pk) == before
+    assert len(audit()) == 1
+
+
+def test_acts_on_many_runs_need_a_choice_and_are_rated() -> None:
+    runs = [waiting(f"A-{number}") for number in range(3)]
+    with pytest.raises(CommandError, match="say --all"):
+        command("cancel")
+    assert command("cancel", "--flow", "acts.trip", "--dry-run") == "3 to cancel.\n"
+    assert audit() == []
+
+    command("go-back", "--step", "approved", "--to", "paid", "--rate", "50")
+    drain()
+
+    assert len(audit()) == 3
+    assert {again(run).waits_for for run in runs} == {WaitsFor.RESUME}
+    with pytest.raises(CommandError, match="No run"):
+        command("cancel", "01234567-89ab-cdef-0123-456789abcdef")
+
+
+def test_an_act_that_is_rolled_back_leaves_no_trace() -> None:
+    run = waiting()
+    sent = OutboxMessage.objects.count()
+    before = list(FlowStep.objects.values_list("pk", "left"))
+
+    def refuse(execute: Any, sql: str, *rest: Any) -> Any:
+        if all(word in sql.lower() for word in ("insert into", "auditentry")):
+            raise RuntimeError("no audit")
+        return execute(sql, *rest)
+
+    with (
+        connections["default"].execute_wrapper(refuse),
+        pytest.raises(RuntimeError),
+    ):
+        command("go-back", run.run_id, "--to", "booked")
+
+    assert again(run).waits_for == WaitsFor.RESUME
+    assert OutboxMessage.objects.count() == sent
+    assert list(FlowStep.objects.values_list("pk", "left")) == before
