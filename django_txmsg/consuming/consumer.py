@@ -206,13 +206,15 @@ class Consumer:
 
     def _begin(self) -> None:
         """Record which stages are ordered from now on, which no longer are, and whose
-        rate has changed."""
+        rate has changed or is gone."""
         stages = {thread.stage.name: thread.stage for thread in self.threads}
         try:
             ordering.begin(list(stages.values()))
             for stage in stages.values():
-                if stage.rate is not None:
-                    lines = RateLine.objects.db_manager(stage.definition.using)
+                lines = RateLine.objects.db_manager(stage.definition.using)
+                if stage.rate is None:
+                    lines.no_more(stage.name)
+                else:
                     lines.changed(stage.name, stage.rate.period)
         except AnyDatabaseError as error:
             log.warning(

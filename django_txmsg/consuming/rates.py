@@ -42,10 +42,11 @@ def _takes_slot(arrival: Arrival) -> bool:
 
 def _waiting(arrival: Arrival) -> Outcome | None:
     """Return the outcome of a message whose slot is not due; None if it is due."""
-    stage, key = arrival.stage, _key(arrival)
+    stage, key, parked = arrival.stage, _key(arrival), arrival.parked
     assert stage.rate is not None
     lines = RateLine.objects.db_manager(arrival.using)
-    before = None if arrival.parked is None else arrival.parked.slot
+    # After a change of `per` a message has another line, which knows no such slot.
+    before = parked.slot if parked is not None and parked.key == key else None
     conflicts = Conflicts()
     while True:
         try:
@@ -63,9 +64,9 @@ def _waiting(arrival: Arrival) -> Outcome | None:
             lines.move_overdue(stage.name, key)
         why = f"over the rate of {stage.rate}"
         return postpone(arrival, why, delay=delay, slot=slot, key=key)
-    if arrival.parked is not None and before is not None:
+    if parked is not None and parked.slot is not None:
         # Used: if the worker is killed now, the message takes another slot.
-        arrival.inbox.filter(pk=arrival.parked.record.id).update(slot=None)
+        arrival.inbox.filter(pk=parked.record.id).update(slot=None)
     return None
 
 

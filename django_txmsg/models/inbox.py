@@ -93,8 +93,9 @@ class Parked:
     body: bytes
     #: Seconds from one renewal of the lease to its end.
     lease: float
-    #: The slot that it waited for, at a stage with a rate.
+    #: The slot that it waited for, at a stage with a rate, and the key of its line.
     slot: int | None = None
+    key: str = ""
 
 
 class InboxState(models.TextChoices):
@@ -346,7 +347,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
             f" attempts = attempts + 1, started_at = {now}",
             returning=f"{RECORD_COLUMNS.format(now=now)}, destination, headers, body,"
-            " slot",
+            " slot, key",
         )
         with connection.cursor() as cursor:
             cursor.execute(
@@ -362,7 +363,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             row = cursor.fetchone()
         if row is None:
             return None
-        *record, destination, headers, body, slot = row
+        *record, destination, headers, body, slot, key = row
         return Parked(
             record=read_record(record),
             destination=destination,
@@ -370,6 +371,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             body=bytes(body),
             lease=lease,
             slot=slot,
+            key=key,
         )
 
     def next_due(self, stage: str) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.db import connections, models, transaction
+from django.db.models.functions import Now
 
 from ..rules import lease
 from ..rules.inbox import OPEN
@@ -84,6 +85,13 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             )
             if cursor.rowcount:
                 self._move(cursor, "i.stage = %s", [stage])
+
+    def no_more(self, stage: str) -> None:
+        """Let what waits in the lines of a stage go on now: it has no rate any more."""
+        waiting = InboxMessage.objects.using(self.db).filter(
+            stage=stage, slot__isnull=False, due_at__isnull=False
+        )
+        waiting.update(due_at=Now(), slot=None, key="")
 
     def move_overdue(self, stage: str, key: str) -> None:
         """Move waiting messages of a line whose origin has moved to the new instants of

@@ -202,6 +202,40 @@ def test_a_changed_rate_moves_the_messages_that_wait(rate: str, hours: float) ->
     assert after == pytest.approx(expected, abs=0.05 * hours)
 
 
+def test_messages_that_wait_go_on_if_the_stage_has_no_rate_any_more() -> None:
+    with declared(effect, rate="1/d") as one:
+        for _ in range(3):
+            send(one.destination)
+        step(one, times=3)
+        name, destination = one.name, one.destination
+    assert len(waiting()) == 2
+    with declared(effect, destination, name=name) as changed:
+        Consumer([changed])._begin()
+        step(changed, times=2)
+    assert Effect.objects.count() == 3
+
+
+def test_a_changed_per_gives_waiting_messages_slots_of_their_new_lines() -> None:
+    """The number of an old slot may be years away in the new line."""
+    with declared(effect, rate="1/h") as one:
+        send(one.destination, headers={"tenant": "a"})
+        step(one)
+        RateLine.objects.update(taken=9000, origin=F("origin") - 8999 * HOUR)
+        for _ in range(2):
+            send(one.destination, headers={"tenant": "a"})
+        step(one, times=2)
+        assert [row.slot for row in waiting()] == [9000, 9001]
+        name, destination = one.name, one.destination
+    with declared(effect, destination, name=name, rate="1/h", per="tenant") as changed:
+        send(changed.destination, headers={"tenant": "a"})
+        step(changed)
+        InboxMessage.objects.filter(slot=9000).update(due_at=ago(seconds=1))
+        step(changed)
+    (moved,) = [row for row in waiting() if row.slot != 9001]
+    assert moved.slot == 1
+    assert 0.9 * HOUR < seconds_until(moved) <= HOUR
+
+
 def test_a_message_whose_headers_cannot_be_kept_is_buried_without_a_slot() -> None:
     with declared(effect, rate="1/h") as one:
         put(one.destination)
