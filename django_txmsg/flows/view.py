@@ -60,7 +60,7 @@ class FlowView(View):
         if run is None:
             return JsonResponse({"error": "There is no such run."}, status=404)
         done = ended(run) or awaited(run, wait)
-        run.refresh_from_db()
+        run.refresh_from_db(using=run._state.db)  # not a router's replica
         found = run if done is None else done
         return JsonResponse(
             {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from asgiref.sync import async_to_sync
 from django.db import connection, connections, transaction
-from django.db.models import QuerySet
+from django.db.models import Model, QuerySet
 from django.http.response import HttpResponseBase
 from django.test import Client, override_settings
 from django.urls import path
@@ -184,6 +184,27 @@ def test_a_view_tells_how_a_run_stands(client: Client) -> None:
         assert client.get(f"/oracle/{waiting.run_id}/?wait=long").status_code == 400
         assert client.get(f"/oracle/{uuid.uuid4()}/").status_code == 404
         assert client.post(f"/oracle/{waiting.run_id}/").status_code == 405
+
+
+class Replica:
+    """A router that reads from another database, which is late."""
+
+    def db_for_read(self, model: type[Model], **hints: object) -> str:
+        return "other"
+
+    def db_for_write(self, model: type[Model], **hints: object) -> str:
+        return "default"
+
+
+@pytest.mark.usefixtures("working")
+@override_settings(
+    ROOT_URLCONF=__name__, MIDDLEWARE=[], DATABASE_ROUTERS=[f"{__name__}.Replica"]
+)
+def test_an_answer_is_not_read_from_a_replica(client: Client) -> None:
+    assert ask(Oracle, Question("what?"), within=100) == Answer("what? 42")
+    run = asked("other")
+    found = client.get(f"/oracle/{run.run_id}/?wait=30").json()
+    assert found["answer"] == {"text": "who? 42"}
 
 
 @pytest.mark.usefixtures("working")
