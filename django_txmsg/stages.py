@@ -25,7 +25,7 @@ from .envelope.transaction_definition import (
 from .envelope.transaction_definition import TransactionMode, check_mode
 from .envelope.typed_body import BodyReader
 from .errors import ConfigurationError
-from .sending import undoing
+from .sending import undoing, unique
 from .sending.answering import replying
 from .sending.destination import Destination
 
@@ -348,6 +348,18 @@ def consumers(destination: str, broker: str) -> list[str]:
         for one in all_stages()
         if (one.destination, one.broker) == (destination, broker)
     ]
+
+
+def _recorded(destination: str, broker: str) -> set[str]:
+    """Return the databases whose inboxes tell what was processed of a destination."""
+    return {
+        one.definition.using
+        for one in map(_known().__getitem__, consumers(destination, broker))
+        if one.transaction in ("outbox", "none")
+    }
+
+
+unique.recorded_by(_recorded)
 
 
 def _named(destination: Any) -> str:

@@ -12,6 +12,7 @@ from ..errors import TxmsgError
 from ..monitoring import databases
 from ..scheduling.timetable import Recurring, recurring
 from ..sending.outbox import encoded
+from ..sending.unique import check_recorded, check_until
 
 
 def check() -> list[CheckMessage]:
@@ -32,6 +33,10 @@ def _check(one: Recurring) -> Iterator[CheckMessage]:
             check_headers(one.headers)
             check_key(one.key)
             check_duration("expires", one.expires)
+            check_key(one.unique)
+            check_until(one.unique, one.unique_until)
+            if one.unique_until == "processed":
+                check_recorded(str(one.destination), one.broker, one.alias)
             return
         except TxmsgError as error:
             why = str(error)

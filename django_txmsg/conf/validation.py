@@ -40,6 +40,8 @@ _RECURRING: dict[str, Any] = {
     "EXPIRES": float | None,
     "USING": str | None,
     "BROKER": str,
+    "UNIQUE": str | None,
+    "UNIQUE_UNTIL": Literal["left", "processed"],
 }
 # Like message.check_destination(): control messages go to SERVICE.txmsg.control.
 _SERVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")

@@ -19,6 +19,8 @@ from .outbox_store import StoringManager
 
 #: `rules.outbox.PENDING`, for indexes and querysets.
 PENDING = Q(dispatched_at__isnull=True, dead_at__isnull=True)
+#: It may hold a unique key; a dispatched message has one until it is processed.
+HOLDING = Q(dead_at__isnull=True)
 
 
 class OutboxState(models.TextChoices):
@@ -88,7 +90,11 @@ class OutboxMessage(models.Model):
         max_length=255,
         null=True,
         blank=True,
-        help_text="Held by this message until a relay claims it.",
+        help_text="Held by this message until a relay claims it, or longer.",
+    )
+    unique_until_processed = models.BooleanField(
+        db_default=False,
+        help_text="Whether it holds its key until a stage here has processed it.",
     )
 
     objects = OutboxManager()
@@ -105,8 +111,8 @@ class OutboxMessage(models.Model):
             ),
             models.UniqueConstraint(
                 fields=["unique_key"],
-                condition=PENDING & Q(unique_key__isnull=False),
-                name="txmsg_outbox_unique_key",
+                condition=HOLDING & Q(unique_key__isnull=False),
+                name="txmsg_outbox_holds_key",
             ),
             models.CheckConstraint(
                 condition=Q(dispatched_at__isnull=True) | Q(dead_at__isnull=True),

@@ -149,7 +149,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             # Once claimed, it cannot be reused for its unique key: its receiver may
             # have begun already.
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
-            " unique_key = NULL",
+            " unique_key = CASE WHEN unique_until_processed THEN unique_key END",
             also=f"{waits_not} AND {_leads_sql(table, 'o', ours, left)}",
             returning=f"""
                 id, {text_sql(connection, "message_id")}, destination, key,

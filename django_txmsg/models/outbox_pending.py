@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from django.db import connections, models
 
-from ..rules import lease
+from ..rules import inbox, lease
 from ..rules.outbox import PENDING, PENDING_OTHERWISE
 from .fields import ids_sql, later_sql, later_value, now_sql, prepared
+from .inbox import InboxMessage
 
 #: The primary key and the broker of each changed row.
 Changed = list[tuple[int, str]]
@@ -49,17 +50,42 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         value = later_value(connection, delay or 0.0)
         return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
 
+    def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
+        """Take these unique keys from rows that hold them no longer: the message has
+        expired or, if it holds its key until then, was processed or buried here, or is
+        the `cause`, which is being processed by this transaction."""
+        connection, table = connections[self.db], self.model._meta.db_table
+        inbox_table = InboxMessage._meta.db_table
+        having, values = ids_sql(connection, "unique_key", keys)
+        received = (
+            f"EXISTS (SELECT 1 FROM {inbox_table} i WHERE o.unique_until_processed"  # noqa: S608 - constants only
+            f" AND i.message_id = o.message_id AND {{}})"
+        )
+        still = received.format(inbox.OPEN.sql("i"))
+        ended = received.format((~inbox.OPEN).sql("i"))
+        caused = ""
+        if cause is not None:
+            caused = " OR (o.unique_until_processed AND o.message_id = %s)"
+            values = [*values, prepared(self.model, "message_id", cause, connection)]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {table} AS o SET unique_key = NULL WHERE {having}"  # noqa: S608 - constants only
+                f" AND dead_at IS NULL AND ({ended}"
+                f" OR (expires_at <= {now_sql(connection)} AND NOT {still}){caused})",
+                values,
+            )
+
     def hold(self, wanted: Mapping[str, float | None]) -> list[int]:
-        """Lock the rows with these unique keys until the open transaction ends, and
-        return their primary keys.
+        """Lock the pending rows with these unique keys until the open transaction ends,
+        and return the primary keys of all rows that hold them.
 
         `wanted` maps each key to the seconds after which the message that reuses the
-        row expires, or None for never: the row will expire no sooner. A row that has
-        expired loses its key.
+        row expires, or None for never: the row will expire no sooner.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now, later = now_sql(connection), later_sql(connection)
-        pending = f"{{}} AND {PENDING.sql()}"
+        # Not those that a relay is sending: its mark would wait for us.
+        pending = f"{{}} AND {PENDING.sql()} AND {lease.FREE.sql(now=now)}"
         # While the row is locked so, claims skip it, and a transaction that wants to
         # change it waits; another one that locks it like this does not.
         lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
@@ -68,11 +94,6 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         for key, expiry in wanted.items():
             by_expiry.setdefault(expiry, []).append(key)
         with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {table} SET unique_key = NULL"  # noqa: S608 - constants only
-                f" WHERE {pending.format(having)} AND expires_at <= {now}",
-                keys,
-            )
             for expiry, some in by_expiry.items():
                 some_have, given = ids_sql(connection, "unique_key", some)
                 value, sooner, seconds = "NULL", "IS NOT NULL", list[Any]()
@@ -88,7 +109,14 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
                 f"SELECT id FROM {table} WHERE {pending.format(having)} {lock}",  # noqa: S608 - constants only
                 keys,
             )
-            return [pk for (pk,) in cursor.fetchall()]
+            held = [pk for (pk,) in cursor.fetchall()]
+            cursor.execute(
+                f"SELECT id FROM {table} WHERE {having} AND dead_at IS NULL"  # noqa: S608 - constants only
+                " AND unique_until_processed AND (dispatched_at IS NOT NULL"
+                f" OR {lease.HELD.sql(now=now)})",
+                keys,
+            )
+            return held + [pk for (pk,) in cursor.fetchall()]
 
     def _change(
         self, message_id: uuid.UUID, assign: str, values: list[Any], also: str = "TRUE"

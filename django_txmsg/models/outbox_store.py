@@ -25,6 +25,8 @@ from .fields import ids_sql, later_sql, later_value, now_sql, read_instant, read
 Origin = Literal["new", "caller", "derived"]
 #: What follows if a pending message has the unique key of a new one.
 OnConflict = Literal["error", "skip", "replace"]
+#: How long a message holds its unique key.
+UniqueUntil = Literal["left", "processed"]
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class NewMessage:
     unique: str = ""
     #: What follows if its unique key is taken.
     on_conflict: OnConflict = "error"
+    unique_until: UniqueUntil = "left"
     origin: Origin = "new"
     #: The body as its sender passed it.
     given: object = None
@@ -157,12 +160,12 @@ _LOCKED_AT = f"""
 #: Instants are read faster as numbers, exact to a microsecond.
 _CREATED = {"postgresql": "date_part('epoch', created_at)"}
 _INTO = f"{_COLUMNS}, created_at, due_at, expires_at"
-_INTO_UNIQUE = f"{_INTO}, unique_key"
+_INTO_UNIQUE = f"{_INTO}, unique_key, unique_until_processed"
 #: The number of rows from which COPY, with a query for their ids first, is cheaper.
 _WORTH_COPY = 8
 #: Most parameters of a row, and of a statement: SQLite takes 32,766 (since 3.32),
 #: PostgreSQL 65,535.
-_MOST, _MOST_PARAMETERS = len(_GIVEN) + 3, 30_000
+_MOST, _MOST_PARAMETERS = len(_GIVEN) + 4, 30_000
 _COPIED_TYPES = (
     *("int8", "timestamptz", "timestamptz", "timestamptz"),
     *[column.type for column in _GIVEN],
@@ -229,8 +232,8 @@ def _values(
         if row.expiry is not None:
             parameters.append(later_value(connection, row.expiry))
         if unique:
-            places.append("%s")
-            parameters.append(row.unique or None)
+            places.append("%s, %s")
+            parameters += [row.unique or None, row.unique_until == "processed"]
         values.append(f"({', '.join(places)})")
     return ", ".join(values), parameters
 

@@ -164,6 +164,13 @@ class Timekeeper(TimeLoop):
                 return False
             # Stored already only if the row was lost or set back.
             with suppress(DuplicateMessage):
-                send_message(**one.arguments(tick))
-                self.stored += 1
+                sent = send_message(**one.arguments(tick))
+                if sent.id == one.message_id(tick):
+                    self.stored += 1
+                else:
+                    log.info(
+                        "recurring message %r: the tick of %s is skipped, because "
+                        "message %s has the unique key %r",
+                        *(one.name, tick.isoformat(), sent.id, one.unique),
+                    )
         return True

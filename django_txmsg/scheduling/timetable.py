@@ -19,6 +19,7 @@ from ..envelope.cron import Cron
 from ..envelope.message import MAX_NAME_LENGTH, check_destination
 from ..errors import ConfigurationError
 from ..models import Schedule
+from ..models.outbox_store import UniqueUntil
 from ..sending.typed_name import TypedName
 
 Missed = Literal["latest", "all"]
@@ -42,6 +43,8 @@ class Recurring:
     expires: dt.timedelta | None = None
     using: str | None = None
     broker: str = "default"
+    unique: str | None = None
+    unique_until: UniqueUntil = "left"
 
     @property
     def cron(self) -> Cron:
@@ -73,6 +76,9 @@ class Recurring:
             "expires": self.expires,
             "using": self.alias,
             "broker": self.broker,
+            "unique": self.unique,
+            "on_conflict": "skip",
+            "unique_until": self.unique_until,
         }
 
 
@@ -92,6 +98,8 @@ def every(
     expires: dt.timedelta | None = None,
     using: str | None = None,
     broker: str = "default",
+    unique: str | None = None,
+    unique_until: UniqueUntil = "left",
 ) -> Recurring:
     """Send a message at each tick of a cron expression, once over all processes.
 
@@ -99,8 +107,9 @@ def every(
     Ticks are counted by `name` (default: the destination): keep it. `tz` is the time
     zone of the expression, by default settings.TIME_ZONE. `missed`: of the ticks that
     passed while no relay ran, send the "latest" or "all" (default:
-    TXMSG["MISSED_TICKS"]). The header `scheduled-for` is the tick. Everything else is
-    as for `send_message()`.
+    TXMSG["MISSED_TICKS"]). The header `scheduled-for` is the tick. A tick whose
+    `unique` key is held by an earlier message is skipped; `unique_until="processed"`:
+    until that one was processed. Everything else is as for `send_message()`.
 
     Raises ConfigurationError for an invalid expression or time zone, and for a name
     that is taken; InvalidMessage for an invalid destination.
@@ -118,6 +127,8 @@ def every(
         expires=expires,
         using=using,
         broker=broker,
+        unique=unique,
+        unique_until=unique_until,
     )
     if len(found.name) > MAX_NAME_LENGTH:
         raise ConfigurationError(f"The name {found.name[:40]!r}… is too long.")

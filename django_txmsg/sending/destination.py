@@ -9,7 +9,7 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, overload
 
 from ..envelope.message import Message
-from ..models.outbox_store import OnConflict
+from ..models.outbox_store import OnConflict, UniqueUntil
 from .outbox import send_message
 from .typed_name import Body, TypedName
 
@@ -65,6 +65,7 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
         broker: str = "default",
         unique: str | None = None,
         on_conflict: OnConflict = "error",
+        unique_until: UniqueUntil = "left",
     ) -> Message:
         """Store one message like `send_message()`, with the same errors; also raises
         InvalidMessage for a body of another type."""
@@ -80,6 +81,7 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
             broker=broker,
             unique=unique,
             on_conflict=on_conflict,
+            unique_until=unique_until,
         )
 
 

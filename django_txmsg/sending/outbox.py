@@ -29,11 +29,11 @@ from ..envelope.message import (
 )
 from ..errors import InvalidMessage, TransactionRequired
 from ..models import OutboxMessage
-from ..models.outbox_store import NewMessage, OnConflict, Origin
+from ..models.outbox_store import NewMessage, OnConflict, Origin, UniqueUntil
 from .scope import current_scope
 from .storing import as_sent, store
 from .typed_name import TypedName
-from .unique import store_unique
+from .unique import check_until, store_unique
 
 
 def send_message(
@@ -49,6 +49,7 @@ def send_message(
     broker: str = "default",
     unique: str | None = None,
     on_conflict: OnConflict = "error",
+    unique_until: UniqueUntil = "left",
 ) -> Message:
     """Store one message; it leaves if and only if the open transaction commits.
 
@@ -56,9 +57,11 @@ def send_message(
     bytes, or an object of a typed message's class, which is validated. Messages of one
     `key` leave in the order they were stored. `delay` and `expires` count from now, by
     the database's clock. `using` names the database. Only one pending message can have
-    a `unique` key, until a relay claims it, or it is cancelled or expires. With
-    `on_conflict` "skip", a second message is not stored; the pending one is returned,
-    and leaves after this transaction; with "replace", the pending one is cancelled.
+    a `unique` key, until a relay claims it, or it is cancelled or expires; with
+    `unique_until` "processed", until a stage here has processed or buried it. With
+    `on_conflict` "skip", a second message is not stored; the first one is returned and,
+    if it has not left, leaves after this transaction; with "replace", the pending one
+    is cancelled.
 
     Raises TransactionRequired outside a transaction, InvalidMessage for what cannot be
     carried, DuplicateMessage if `message_id` is stored already, AlreadyPending if the
@@ -75,6 +78,7 @@ def send_message(
         broker=broker,
         unique=unique,
         on_conflict=on_conflict,
+        unique_until=unique_until,
     )
     return _send([row], using)[0]
 
@@ -206,6 +210,7 @@ def _new_message(
     broker: str,
     unique: str | None = None,
     on_conflict: OnConflict = "error",
+    unique_until: UniqueUntil = "left",
 ) -> NewMessage:
     """Return the message that send_message() stores. Raises InvalidMessage."""
     settings, current = conf.get(), current_scope()
@@ -235,6 +240,7 @@ def _new_message(
         raise InvalidMessage(
             f"on_conflict={on_conflict!r} is none of {', '.join(get_args(OnConflict))}."
         )
+    check_until(unique, unique_until)
     origin: Origin = "new" if message_id is None else "caller"
     cause = None if current is None else current.cause
     if current is not None and cause is not None:
@@ -269,6 +275,7 @@ def _new_message(
         expiry=_seconds(check_duration("expires", expires)),
         unique=check_key(unique),
         on_conflict=on_conflict,
+        unique_until=unique_until,
         committed=committed,
     )
 

@@ -1,29 +1,46 @@
 """Hop 1's check whether a message with the same `unique` key is pending already.
 
 A partial unique index of the outbox holds the key from the row's INSERT until a relay
-claims the row, or it is settled otherwise. A transaction that wants a key held by
-another transaction waits for that one's end. A transaction that reuses another's
-message locks it until its own end: the message does not leave, so that its receiver
-sees the changes of both; it is not cancelled; and it expires no sooner than the message
-that was not stored. A message that replaces another cancels it in its own transaction.
+claims the row, or it is settled otherwise. With `unique_until="processed"` a row that
+has left keeps its key, and whoever wants it next looks in the inbox whether the message
+was processed; relays and consumers do nothing for it.
+
+A transaction that wants a key held by another transaction waits for that one's end. A
+transaction that reuses another's message locks it until its own end: the message does
+not leave, so that its receiver sees the changes of both; it is not cancelled; and it
+expires no sooner than the message that was not stored. A message that replaces another
+cancels it in its own transaction.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import get_args
 
+from .. import wire
 from ..envelope import serializers
 from ..envelope.message import Message
-from ..errors import AlreadyPending, DuplicateMessage
+from ..errors import AlreadyPending, DuplicateMessage, InvalidMessage
 from ..models import OutboxMessage
-from ..models.outbox import PENDING
-from ..models.outbox_store import NewMessage
+from ..models.outbox import HOLDING
+from ..models.outbox_store import NewMessage, UniqueUntil
+from .scope import current_scope
 from .storing import after_commit, as_sent, store
 
 #: How often to try: the message that holds a key may leave between the INSERT and the
 #: query for it, which frees the key.
 _TRIES = 20
+
+#: Return the databases in which stages here record what they process of a destination
+#: of a broker.
+_recorders: list[Callable[[str, str], Collection[str]]] = []
+
+
+def recorded_by(recorder: Callable[[str, str], Collection[str]]) -> None:
+    """Register a function that returns the databases in which stages here record what
+    they process, for a destination and its broker."""
+    _recorders.append(recorder)
 
 
 def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
@@ -33,6 +50,9 @@ def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
     message that holds its key. Raises AlreadyPending or DuplicateMessage, and then
     stores nothing.
     """
+    for row in rows:
+        if row.unique_until == "processed":
+            check_recorded(row.destination, row.broker, alias)
     holders = _first_of_each(rows)
     there: dict[uuid.UUID, Message] = {}
     for _ in range(_TRIES):
@@ -67,7 +87,7 @@ def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
         holder = first.setdefault(row.unique, row) if row.unique else row
         if holder is not row:
             if row.on_conflict == "error":
-                raise _conflict(row, holder.message_id)
+                raise _conflict(row, holder)
             if row.on_conflict == "replace":
                 replaced = [*holders, holder.message_id]
                 holders |= {
@@ -90,13 +110,16 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
     have left meanwhile."""
     known = OutboxMessage.objects.using(alias)
     pending = OutboxMessage.objects.db_manager(alias)
+    current = current_scope()
+    cause = None if current is None or current.cause is None else current.cause.id
+    pending.free([row.unique for row in rows if row.unique], cause)
     wanted = {
         row.unique: row.expiry if row.on_conflict == "skip" else 0.0
         for row in rows
         if row.unique and row.on_conflict != "replace"
     }
     held = pending.hold(wanted)
-    holders = {one.unique_key: one for one in known.filter(PENDING, pk__in=held)}
+    holders = {one.unique_key: one for one in known.filter(HOLDING, pk__in=held)}
     ids = [row.message_id for row in rows]
     stored = {
         one.message_id: one for one in known.filter(message_id__in=ids, replay_id="")
@@ -112,24 +135,58 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
             found[row.message_id] = message_of(stored[row.message_id])
         elif row.on_conflict == "replace":
             # Not locked before: two transactions that both had would deadlock here.
-            for one in known.filter(PENDING, unique_key=row.unique):
-                pending.cancel(one.message_id, why=f"replaced by {row.message_id}")
+            for one in known.filter(HOLDING, unique_key=row.unique):
+                why = f"replaced by {row.message_id}"
+                if (
+                    not pending.cancel(one.message_id, why=why)
+                    and one.unique_until_processed
+                ):
+                    raise _conflict(row, one)
         elif row.unique in holders:
             holder = holders[row.unique]
             if row.on_conflict == "error":
-                raise _conflict(row, holder.message_id)
+                raise _conflict(row, holder)
             found[row.message_id] = message_of(holder)
             # A dispatcher may have skipped it, because it was locked.
             after_commit(alias, holder.broker, due=[holder.pk])
     return found
 
 
-def _conflict(row: NewMessage, holder: uuid.UUID) -> AlreadyPending:
+def check_until(unique: str | None, until: str) -> None:
+    """Raise InvalidMessage for a `unique_until` that says nothing."""
+    if until not in get_args(UniqueUntil):
+        raise InvalidMessage(
+            f"unique_until={until!r} is none of {', '.join(get_args(UniqueUntil))}."
+        )
+    if until == "processed" and unique is None:
+        raise InvalidMessage('unique_until="processed" needs a unique= key.')
+
+
+def check_recorded(destination: str, broker: str, alias: str) -> None:
+    """Raise InvalidMessage unless database `alias` tells when a message was
+    processed."""
+    if wire.is_topic(destination):
+        why = "is a topic, which several stages process"
+    elif not any(alias in find(destination, broker) for find in _recorders):
+        why = f"has no stage here that records what it processes in database {alias!r}"
+    else:
+        return
+    raise InvalidMessage(
+        f'unique_until="processed" needs to see when a message is processed, and '
+        f"{destination!r} {why}. Leave it out, and the key is held until the "
+        f"message has left."
+    )
+
+
+def _conflict(row: NewMessage, holder: NewMessage | OutboxMessage) -> AlreadyPending:
+    left = isinstance(holder, OutboxMessage) and holder.dispatched_at is not None
+    why = "is not processed yet" if left else "has not left"
+    cancel = "" if left else ', or "replace" to cancel it'
     return AlreadyPending(
-        f"Message {holder} has the unique key {row.unique!r} and has not left, so none "
-        f'is stored to {row.destination!r}. Use on_conflict="skip" to go on with that '
-        f'one, or "replace" to cancel it.',
-        holder,
+        f"Message {holder.message_id} has the unique key {row.unique!r} and {why}, so "
+        f'none is stored to {row.destination!r}. Use on_conflict="skip" to go on with '
+        f"that one{cancel}.",
+        holder.message_id,
     )
 
 

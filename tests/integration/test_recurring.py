@@ -24,7 +24,7 @@ from django_txmsg.scheduling.timekeeper import AFTER_FAILURE, Timekeeper
 from django_txmsg.scheduling.timetable import forget, recurring
 from django_txmsg.testing import drain
 from tests.faults import ManageProcess, wait_until
-from tests.running import IMPATIENT, committing, declared, txmsg
+from tests.running import IMPATIENT, committing, declared, ship, txmsg
 
 UTC = dt.timezone.utc
 NOON = dt.datetime(2026, 6, 1, 12, tzinfo=UTC)
@@ -95,6 +95,25 @@ def test_a_tick_is_stored_when_it_comes_and_once() -> None:
     assert (bytes(row.body), row.key) == (b'{"a":1}', "k")
     assert row.expires_at is not None
     assert (first.stored, second.stored) == (1, 0)
+
+
+@pytest.mark.django_db
+def test_a_tick_is_skipped_while_the_last_message_is_not_processed() -> None:
+    options = {"destination": "tests.slow", "unique": "k", "unique_until": "processed"}
+    with (
+        declared(lambda message: None, "tests.slow"),
+        keeping(**options) as (clock, timekeeper),
+    ):
+        for _ in range(3):
+            clock.now += MINUTE
+            timekeeper.tick()
+            ship()
+        assert stored() == at(1)
+        assert timekeeper.stored == 1
+        drain("tests.slow")
+        clock.now += MINUTE
+        timekeeper.tick()
+    assert stored() == at(1, 4)
 
 
 @pytest.mark.django_db
