@@ -12,9 +12,9 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import path
 
-from ..models import DeadLetter, InboxMessage, StageState, Worker
-from ..models.dead_letter import Resolution
+from ..models import StageState
 from ..monitoring import status
+from ..monitoring.known_stages import is_known
 from ..stages import all_stages
 from . import contract
 from .inbox import attempts_allowed
@@ -75,17 +75,3 @@ class StageAdmin(PausableAdmin):
             raise LookupError(name)
         changed = states.pause(name, by=by, why=why) if paused else states.resume(name)
         return states.get(stage=name) if changed else None
-
-
-def is_known(name: str, using: str) -> bool:
-    """Return whether a stage is declared here, is consumed by another process, or has
-    rows."""
-    consumed = Worker.objects.using(using).values_list("stages", flat=True)
-    return bool(name) and (
-        any(one.name == name for one in all_stages())
-        or any(name in stages for stages in consumed)
-        or InboxMessage.objects.using(using).filter(stage=name).exists()
-        or DeadLetter.objects.using(using)
-        .filter(stage=name, resolution=Resolution.OPEN)
-        .exists()
-    )

@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand
 from django.db import router
 
 from ..models import AuditEntry
+from .tables import require_tables
 from .terminal import local, printable
 
 
@@ -21,14 +22,18 @@ class Command(BaseCommand):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--limit", type=int, default=50, metavar="N")
         parser.add_argument("--by", metavar="USER", help="part of the user's name")
+        parser.add_argument("--text", help="part of what was done")
         parser.add_argument("--json", action="store_true")
         parser.add_argument("--database", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = options["database"] or router.db_for_write(AuditEntry)
+        require_tables(using)
         entries = AuditEntry.objects.using(using)
         if options["by"]:
             entries = entries.filter(by__icontains=options["by"])
+        if options["text"]:
+            entries = entries.filter(text__icontains=options["text"])
         found = entries.order_by("-pk")[: max(options["limit"], 0)]
         if options["json"]:
             facts = [

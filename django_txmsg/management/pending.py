@@ -18,6 +18,7 @@ from ..models import InboxMessage, OutboxMessage, StopRequest
 from ..sending.pending import cancel_message, reschedule_message
 from ..stages import all_stages
 from . import operator
+from .tables import require_tables
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -34,8 +35,9 @@ class _PerMessage(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         left = []
+        using = options["database"] or router.db_for_write(OutboxMessage)
+        require_tables(using)
         for message_id in options["id"]:
-            using = options["database"] or router.db_for_write(OutboxMessage)
             with transaction.atomic(using=using):
                 done = self.change(message_id, options)
                 if done:

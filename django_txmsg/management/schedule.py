@@ -8,13 +8,14 @@ import logging
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import transaction
+from django.db import router, transaction
 
 from .. import conf
 from ..models import Schedule
 from ..monitoring import schedule
 from ..monitoring.schedule import Timing
 from . import operator
+from .tables import require_tables
 
 log = logging.getLogger("django_txmsg.timekeeper")
 
@@ -35,6 +36,7 @@ class Command(BaseCommand):
             action.add_argument("name", nargs="+", metavar="NAME")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        require_tables(router.db_for_write(Schedule))
         if options["action"] == "list":
             self._list(options["json"])
             return

@@ -5,21 +5,27 @@ from __future__ import annotations
 import datetime as dt
 import io
 import json
+import re
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import OperationalError, connection, transaction
 from django.test import override_settings
 
 from django_txmsg.models import (
     AuditEntry,
     BulkOperation,
+    DeadLetter,
     FailureNote,
     OutboxMessage,
     SessionRecord,
+    StageState,
 )
 from tests import factories
+from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.django_db
 
@@ -53,6 +59,29 @@ def test_list_and_groups() -> None:
     assert "feedfacefeedface" in run("dead_letters", "groups")
 
 
+def test_the_documents_of_json_are_as_documented() -> None:
+    letter = factories.DeadLetterFactory(correlation_id="flow-1")
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    (section,) = re.findall(r"^## JSON\n(.+?)^## ", page, re.DOTALL | re.MULTILINE)
+
+    documents = {
+        "`message_status`": as_json("message_status"),
+        "`dead_letters list`": as_json("dead_letters", "list")[0],
+        "`dead_letters groups`": as_json("dead_letters", "groups")[0],
+        "`dead_letters show`": as_json("dead_letters", "show", str(letter.pk)),
+        "`… --dry-run`": as_json("dead_letters", "discard", "--all", "--dry-run"),
+        "`dead_letters discard`": as_json("dead_letters", "discard", "--all"),
+    }
+    for name, document in documents.items():
+        (row,) = (line for line in section.splitlines() if name in line)
+        told = set(re.findall(r"`(\w+)`", row.rpartition("|")[0].rpartition("|")[2]))
+        if name == "`dead_letters show`":
+            told |= documents["`dead_letters list`"].keys()
+            assert told >= document.keys()
+        else:
+            assert told == document.keys(), name
+
+
 def test_instants_are_in_the_projects_zone_with_its_name() -> None:
     factories.DeadLetterFactory()
     with override_settings(TIME_ZONE="Asia/Tokyo"):
@@ -63,6 +92,10 @@ def test_instants_are_in_the_projects_zone_with_its_name() -> None:
 
 def test_list_is_limited_and_says_so() -> None:
     factories.DeadLetterFactory.create_batch(3)
+    factories.DeadLetterFactory.create_batch(4, fingerprint="b" * 16)
+    (group,) = as_json("dead_letters", "groups", "--limit", "1")
+    assert (group["fingerprint"], group["count"]) == ("b" * 16, 4)
+    DeadLetter.objects.filter(fingerprint="b" * 16).delete()
 
     assert "3 open dead letters, 2 shown" in run("dead_letters", "list", "--limit", "2")
 
@@ -308,6 +341,103 @@ def test_control_characters_of_strangers_do_not_move_the_cursor() -> None:
     assert "\n\tline" in printed[2]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "message_status --json",
+        "dead_letters list",
+        "order list",
+        "subscriptions list",
+        "prune_messages",
+        "txmsg audit",
+        "txmsg bulk list",
+        "txmsg stages list",
+        "txmsg schedule list",
+        f"txmsg cancel {uuid.UUID(int=7)}",
+    ],
+)
+def test_a_database_that_is_away_is_one_sentence_and_exit_code_3(command: str) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OperationalError("could not connect\nto 10.0.0.7")
+
+    with (
+        connection.execute_wrapper(refuse),
+        pytest.raises(CommandError) as raised,
+    ):
+        call_command(*command.split())
+
+    assert raised.value.returncode == 3
+    assert "'default' does not answer: could not connect" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(CommandError, match="No database 'nope' in DATABASES"):
+        call_command("dead_letters", "list", "--database", "nope")
+
+
+def test_a_stage_is_paused_and_resumed_on_the_terminal() -> None:
+    factories.InboxMessageFactory(parked=True, stage="mail.send")
+    factories.DeadLetterFactory(stage=f"mail{EVIL}")
+
+    assert run("txmsg", "stages", "pause", "mail.send", "--why", "gateway is down") == (
+        "Paused mail.send.\n"
+    )
+    assert "is paused already" in run("txmsg", "stages", "pause", "mail.send")
+    text = run("txmsg", "stages", "list")
+    assert not set(text) & set("\x1b\r\x9b")
+    assert "mail.send  1 waiting  0 dead" in text
+    assert "gateway is down" in text
+    rows = {one["name"]: one for one in as_json("txmsg", "stages", "list")["stages"]}
+    paused = rows["mail.send"]
+    assert (paused["waiting"], paused["paused_why"]) == (1, "gateway is down")
+    assert paused["paused_by"].startswith("command: ")
+    with pytest.raises(CommandError, match=r"no stage 'mail\.sned'"):
+        run("txmsg", "stages", "pause", "mail.sned")
+    run("txmsg", "stages", "resume", "mail.send")
+    assert not StageState.objects.paused()
+    assert [one.text for one in AuditEntry.objects.order_by("pk")] == [
+        "Paused stage mail.send: gateway is down",
+        "Resumed stage mail.send.",
+    ]
+
+
+def test_a_bulk_operation_is_paused_and_cancelled_on_the_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    operation = factories.BulkOperationFactory(total=30, done=20, why=EVIL)
+    pk = str(operation.pk)
+
+    run("txmsg", "bulk", "pause", pk)
+    operation.refresh_from_db()
+    assert operation.state == "paused"
+    run("txmsg", "bulk", "resume", pk)
+    run("txmsg", "bulk", "cancel", pk)
+    with pytest.raises(CommandError, match="has ended"):
+        run("txmsg", "bulk", "resume", pk)
+
+    text = run("txmsg", "bulk", "list")
+    assert "cancelled  redeliver 20 of 30" in text
+    assert not set(text) & set("\x1b\r\x9b")
+    (row,) = as_json("txmsg", "bulk", "list")["operations"]
+    assert (row["state"], row["done"], row["total"]) == ("cancelled", 20, 30)
+    assert [one.text for one in AuditEntry.objects.order_by("pk")] == [
+        f"{verb}: redeliver 30 dead letters." for verb in ("Pause", "Resume", "Cancel")
+    ]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_audit_is_logged_when_it_is_committed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "django_txmsg.audit")
+    with suppress(ZeroDivisionError), transaction.atomic():
+        AuditEntry.objects.record("grace", "Discarded everything.")
+        raise ZeroDivisionError
+    assert caplog.messages == []
+
+    AuditEntry.objects.record("grace", "Paused stage mail.send.")
+
+    assert caplog.messages == ["grace: Paused stage mail.send."]
+
+
 def test_the_audit_is_listed() -> None:
     for number in range(3):
         AuditEntry.objects.record(f"user-{number}", f"Paused stage {number}.")
@@ -318,6 +448,7 @@ def test_the_audit_is_listed() -> None:
         "user-2: Paused stage 2.",
         "user-1: Paused stage 1.",
     ]
+    assert run("txmsg", "audit", "--text", "stage 7") == ""
     [entry] = as_json("txmsg", "audit", "--by", "user-0")["entries"]
     assert (entry["by"], entry["text"]) == ("user-0", "Paused stage 0.")
 

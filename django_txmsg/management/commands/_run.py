@@ -29,11 +29,11 @@ from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
 from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
+from ..tables import require_tables
 from ..terminal import printable
 from . import _child as child
 from . import _reloading as reloading
 from ._process import heartbeat, return_memory, say, stay_light, stop_on_signals
-from ._tables import require_tables
 from ._workers import add_arguments, probed, supervise
 
 

@@ -13,8 +13,8 @@ from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...models import InboxMessage
 from ...stages import find
+from ..tables import require_tables
 from ._process import return_memory, say, stay_light, stop_on_signals
-from ._tables import require_tables
 from ._workers import add_arguments, probed, supervise
 
 

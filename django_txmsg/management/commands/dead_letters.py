@@ -32,8 +32,8 @@ from ...rules import failure_note
 from ...stages import all_stages
 from .. import operator
 from ..ages import read_age
+from ..tables import require_tables
 from ..terminal import local, printable, printable_lines
-from ._tables import require_tables
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
@@ -61,7 +61,7 @@ class Report:
         shown = f", {len(rows)} shown (--limit)" if count > len(rows) else ""
         self._out.write(f"{count} open dead letter{'s' * (count != 1)}{shown}.")
 
-    def groups(self, letters: Any) -> None:
+    def groups(self, letters: Any, limit: int) -> None:
         """Print open dead letters by error, the largest groups first."""
         groups = list(
             letters.values("fingerprint")
@@ -69,7 +69,7 @@ class Report:
                 count=Count("pk"), first=Min("created_at"), last=Max("created_at")
             )
             .annotate(example=Max("pk"))
-            .order_by("-count")
+            .order_by("-count", "fingerprint")[:limit]
         )
         errors = dict(
             DeadLetter.objects.using(letters.db)
@@ -215,7 +215,9 @@ class Command(BaseCommand):
             "--again", action="store_true", help="died again after a redelivery"
         )
         parser.add_argument("--search", help="message id, correlation id or key")
-        parser.add_argument("--limit", type=_count, default=50, help="of list")
+        parser.add_argument(
+            "--limit", type=_count, default=50, help="of list and groups"
+        )
         parser.add_argument("--why", default="", help="kept with the bulk operation")
         parser.add_argument("--rate", type=float, help="messages a second at most")
         parser.add_argument(
@@ -249,7 +251,7 @@ class Command(BaseCommand):
                 if action == "list":
                     report.letters(opened, options["limit"])
                 else:
-                    report.groups(opened)
+                    report.groups(opened, options["limit"])
             elif action == "show":
                 if not options["ids"]:
                     raise CommandError("Which one? Give its id or its message's id.")

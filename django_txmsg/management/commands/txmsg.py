@@ -11,12 +11,14 @@ from django.core.management.base import BaseCommand
 from ... import __name__ as package
 from ..alive import Command as Alive
 from ..audit import Command as Audit
+from ..bulk import Command as Bulk
 from ..contracts import Command as Contracts
 from ..doctor import Command as Doctor
 from ..flows import Command as Flows
 from ..init import Command as Init
 from ..pending import Cancel, Reschedule, Stop
 from ..schedule import Command as Schedule
+from ..stages import Command as Stages
 from ..verb_parser import VerbParser
 from ._run import Command as Run
 
@@ -33,6 +35,7 @@ class Command(BaseCommand):
         self._verbs: dict[str, BaseCommand] = {
             "alive": Alive(),
             "audit": Audit(),
+            "bulk": Bulk(),
             "cancel": Cancel(),
             "contracts": Contracts(),
             "doctor": Doctor(),
@@ -41,6 +44,7 @@ class Command(BaseCommand):
             "reschedule": Reschedule(),
             "run": Run(),
             "schedule": Schedule(),
+            "stages": Stages(),
             "stop": Stop(),
         }
         for name, app in get_commands().items():

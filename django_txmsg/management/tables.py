@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.core.management.base import CommandError
 from django.db import DatabaseError, InterfaceError, connections
 
-from ...models import OutboxMessage
+from ..models import OutboxMessage
 
 #: The exit code of a command whose database does not answer.
 AWAY = 3
