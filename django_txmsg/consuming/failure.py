@@ -183,6 +183,21 @@ def bury(
     return _durably(arrival, bury_it)
 
 
+def let_expire(arrival: Arrival, seen: InboxRecord) -> Duplicate:
+    """Let the stage never process a request for whose answer its flow does not wait any
+    more. Nothing is buried: there is nothing to decide for an operator."""
+    mode = modes.of(arrival.stage)
+
+    def revoke() -> Duplicate:
+        why = "expired: its flow no longer waits for the answer"
+        if arrival.inbox.mark_dead(seen.id, why, arrival.token, revoked=True):
+            mode.put_aside(arrival, seen)
+            mode.end([arrival])
+        return Duplicate()
+
+    return _durably(arrival, revoke)
+
+
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
     """Run the function in a transaction, and repeat it after a conflict. Otherwise the
     handler would run again, or the message would wait for its lease to end."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from django.db import connections
 from django.utils import timezone
 
-from .. import signals, tracing
+from .. import signals, tracing, wire
 from ..django_internals import abandon, raw
 from ..envelope.failure import Failure, cause_of, is_interrupt
 from ..envelope.message import Message
@@ -35,7 +35,7 @@ from ..runtime.leases import Lease
 from ..stages import Stage
 from . import decoding, modes, ordering
 from .decoding import Arrival
-from .failure import bury, failed, keep, unreadable
+from .failure import bury, failed, keep, let_expire, unreadable
 from .outcomes import Duplicate, Interrupted, Outcome, Processed, SentBack
 from .protocol import Conflicts, LostRace, Undecided, is_outage, lost_conflict
 
@@ -358,6 +358,8 @@ def _foregone(
     waiting = mode.out_of_turn(arrival, record)
     if waiting is not None or not reason:
         return waiting
+    if reason == "expired" and wire.is_request(arrival.delivery.headers):
+        return let_expire(arrival, record)
     if reason == "expired":
         failure = Failure.because(reason, "expired before it was processed")
     elif arrival.counted.error is not None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ..envelope.message import check_headers, new_id
 from ..errors import InvalidMessage, TxmsgError
 from ..models import DeadLetter, InboxMessage, Worker
 from ..models.dead_letter import Resolution
+from ..models.fields import clock
 from ..models.outbox_store import NewMessage
 from ..models.worker import living
 from ..sending import answering, storing, undoing
@@ -51,12 +53,14 @@ def redeliver(
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)
     here = _stages_here(using, batch)
-    parked, sent, reset = [], [], []
+    parked, sent, gone, reset = [], [], [], []
+    now = clock(using)
     for letter in batch:
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
         topic = wire.is_topic(letter.destination)
-        if revoked := _revoked(letter, row):
+        if revoked := _revoked(letter, row, now):
             tally.skipped[letter.pk] = revoked
+            gone.append(letter)
         elif row is not None and row.processed_at is not None and not force:
             tally.skipped[letter.pk] = (
                 f"stage {stage!r} has processed message {letter.message_id} in the "
@@ -81,14 +85,17 @@ def redeliver(
             attempts=0, dead_at=None, processed_at=None, due_at=None, last_error=""
         )
         _store_again(sent, using)
+    _resolve(gone, using, Resolution.DISCARDED, undoing.GONE_ON)
     if parked or sent:
         tally.done += _resolve([*parked, *sent], using, Resolution.REDELIVERED, by)
 
 
-def _revoked(letter: DeadLetter, row: InboxMessage | None) -> str:
-    """Return why nothing can be done about a dead letter whose message is revoked; the
-    empty string for any other."""
-    if row is None or row.revoked_at is None:
+def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:
+    """Return why nothing can be done about a dead letter whose message is revoked, or
+    is a request that has expired; the empty string for any other."""
+    until = wire.expires(wire.conversation(letter.headers))
+    expired = until is not None and until <= now
+    if not expired and (row is None or row.revoked_at is None):
         return ""
     return (
         f"message {letter.message_id} is revoked: the flow that sent it has gone on "
@@ -166,10 +173,10 @@ def _undone_by(undo: DeadLetter) -> list[str]:
 def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:
     """Reopen discarded dead letters that the caller's transaction has locked. Revoked
     ones are skipped, because no stage processes them any more."""
-    known, kept = _known(batch, using), []
+    known, kept, now = _known(batch, using), [], clock(using)
     for letter in batch:
         row = known.get((letter.message_id, letter.stage))
-        if revoked := _revoked(letter, row):
+        if revoked := _revoked(letter, row, now):
             tally.skipped[letter.pk] = revoked
         else:
             kept.append(letter.pk)
@@ -218,7 +225,7 @@ def redeliver_copy(
         ):
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
         row = _known([letter], using).get((letter.message_id, letter.stage))
-        if revoked := _revoked(letter, row):
+        if revoked := _revoked(letter, row, clock(using)):
             raise TxmsgError(f"No copy was sent: {revoked}.")
         if letter.stage in _stages_here(using, [letter]):
             _park_copy(letter, copy, using)
@@ -231,14 +238,16 @@ def redeliver_copy(
 
 
 def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
-    """Park dead letters without their expiry and their order: the operator decides
-    about an expired message, and its turn had come before it died."""
+    """Park dead letters without their order, since their turn had come before they
+    died; and without their expiry, about which the operator decides, except that of a
+    flow's request."""
     passed = (wire.EXPIRES, wire.AFTER)
     DeadLetter.objects.db_manager(using).park_again(
         [
             {
                 "id": one.pk,
-                "headers": {k: v for k, v in one.headers.items() if k not in passed},
+                "headers": {k: v for k, v in one.headers.items() if k not in passed}
+                | wire.conversation(one.headers),
                 "service": one.headers.get(wire.SERVICE, "")[:255],
             }
             for one in letters

@@ -39,8 +39,8 @@ def batch(
     results are the answers, kept in the batch's rows.
 
     Raises TransactionRequired, InvalidMessage for what cannot be carried, and for
-    `unique`; ConfigurationError for an `enough` that can never be reached; FlowError in
-    a stage whose messages are not stored in its transaction.
+    `unique` and `expires`; ConfigurationError for an `enough` that can never be
+    reached; FlowError in a stage whose messages are not stored in its transaction.
     """
     if not conf.get().FLOWS.BATCHES:
         raise ConfigurationError(
@@ -52,10 +52,11 @@ def batch(
     declared = Batches._declaration
     insist_on_one_transaction(declared.using, declared.steps_name)
     given = list(messages)
-    if any(one.get("unique") for one in given):
+    if any(one.get("unique") or one.get("expires") for one in given):
         raise InvalidMessage(
-            "A message of a batch has no unique=: one that is pending already answers "
-            "to no batch."
+            "A message of a batch has neither unique=, since one that is pending "
+            "already answers to no batch, nor expires=, since an expired one never "
+            "answers: give the batch a deadline, within=."
         )
     run_id = new_id()
     run = Run(

@@ -17,7 +17,7 @@ from ..models.fields import clock
 from ..scheduling.time_loop import TimeLoop
 from ..sending.outbox import send_part
 from .declaration import declarations
-from .values import TimedOut, deadline_id, ticket
+from .values import TimedOut, deadline_id
 
 #: Longest time, in seconds, between two checks: another process may have stored a
 #: nearer deadline.
@@ -63,7 +63,7 @@ class Deadlines(TimeLoop):
                         declared.steps_name,
                         TimedOut(),
                         {
-                            wire.TICKET: ticket(run.run_id, run.turn),
+                            wire.TICKET: wire.ticket(run.run_id, run.turn),
                             wire.FLOW: str(run.first_run),
                         },
                         correlation_id=run.correlation_id,

@@ -24,7 +24,7 @@ from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address, hop
 from ..sending.outbox import Encoded, encoded, send_part
 from ..sending.typed_name import TypedName
-from ..sending.undoing import was_done
+from ..sending.undoing import overtaken, was_done
 from . import joining
 from .declaration import STEPS, Declaration, Step
 from .sending import SIGNAL, send_signal
@@ -44,8 +44,6 @@ from .values import (
     TimedOut,
     Wait,
     deadline_id,
-    read_ticket,
-    ticket,
 )
 
 log = logging.getLogger("django_txmsg.flows")
@@ -102,7 +100,7 @@ def go_on(declared: Declaration, message: Message) -> None:
         return _signalled(declared, message)
     try:
         address, _, branch = text.partition("/")
-        run_id, turn = read_ticket(address)
+        run_id, turn = wire.read_ticket(address)
     except ValueError:
         raise DecodeError("ticket", "it names no run and no turn") from None
     if branch:
@@ -236,6 +234,8 @@ class Going:
         assert run.turn is not None
         timed_out = self._message.id == deadline_id(run.turn)
         step = self.declared.step(run.step)
+        if timed_out:
+            overtaken(run, run.turn, self.declared.using)
         if run.waits_for == WaitsFor.TIME:
             if timed_out:
                 return self.apply(self.call(step))
@@ -276,9 +276,10 @@ class Going:
     def signalled(self, result: Any) -> None:
         """Execute what a signal has returned; after None the run waits as before."""
         if result is None:
-            self.store()
-        else:
-            self.apply(result)
+            return self.store()
+        if self._turn is not None:
+            overtaken(self.run, self._turn, self.declared.using)
+        return self.apply(result)
 
     def go_back(self, step: str, argument: Encoded, kept: int) -> None:
         """Undo everything but the first `kept` undos, then call a step again, with the
@@ -295,7 +296,13 @@ class Going:
         run, turn = self.run, uuid.uuid4()
         match result:
             case Ask():
-                asked = self._send(result.destination, result.body, turn, result.key)
+                asked = self._send(
+                    result.destination,
+                    result.body,
+                    turn,
+                    result.key,
+                    expires=result.within,
+                )
                 self._keep_undos(list(self._undos_of(result, asked.id)))
                 run.wait(
                     WaitsFor.ANSWER,
@@ -378,10 +385,11 @@ class Going:
         *,
         replies: bool = True,
         undoes: str = "",
+        expires: dt.timedelta | None = None,
     ) -> Message:
         """Store a message that continues the run, or whose answer does."""
         given = self._headers()
-        given[wire.TICKET] = ticket(self.run.run_id, turn)
+        given[wire.TICKET] = wire.ticket(self.run.run_id, turn)
         if undoes:
             given[wire.UNDOES] = undoes
         if replies:
@@ -392,6 +400,7 @@ class Going:
             given,
             correlation_id=self.run.correlation_id,
             key=key,
+            expires=expires,
             using=self.declared.using,
             broker=self.declared.broker,
         )
@@ -469,6 +478,7 @@ class Going:
                 "destination": one.destination,
                 "body": one.body,
                 "key": one.key,
+                "expires": result.within,
                 "headers": correlated,
             }
             for one in result.requests

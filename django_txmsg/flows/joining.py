@@ -20,7 +20,7 @@ from ..sending.answering import hop
 from ..sending.outbox import Encoded, send_part, send_parts
 from .declaration import Declaration, Step
 from .unread import Unread
-from .values import OURS, Answers, TimedOut, ticket
+from .values import OURS, Answers, TimedOut
 
 #: Rows in one INSERT, and rows read at a time.
 AT_ONCE = 1000
@@ -75,7 +75,7 @@ def store(
     the arguments of send_message(). Returns the batch and the ids of the requests."""
     using, broker = declared.using, declared.broker
     least = check_enough(enough, len(messages))
-    back, address = {wire.REPLY_TO: declared.steps_name}, ticket(run.run_id, turn)
+    back, address = {wire.REPLY_TO: declared.steps_name}, wire.ticket(run.run_id, turn)
     batch = Batch.objects.using(using).create(
         run=run, turn=turn, total=len(messages), enough=least
     )
@@ -194,7 +194,7 @@ def _continue(
     send_part(
         declared.steps_name,
         None,
-        {**headers, wire.TICKET: ticket(run.run_id, turn)},
+        {**headers, wire.TICKET: wire.ticket(run.run_id, turn)},
         correlation_id=run.correlation_id,
         using=declared.using,
         broker=declared.broker,

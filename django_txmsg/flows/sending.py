@@ -18,7 +18,7 @@ from ..sending.outbox import require_transaction, send_part
 from ..sending.scope import current_scope
 from ..sending.typed_name import TypedName
 from .declaration import Declaration, declarations
-from .values import Cancelled, deadline_id, read_ticket
+from .values import Cancelled, deadline_id
 
 #: The prefix of a signal's turn.
 SIGNAL = "signal"
@@ -111,7 +111,7 @@ def resume(token: str, value: object = None) -> None:
     transaction.
     """
     try:
-        run_id, turn = read_ticket(token)
+        run_id, turn = wire.read_ticket(token)
     except ValueError:
         raise FlowError("This is not the token of a waiting run.") from None
     for using in sorted({one.using for one in declarations()}):

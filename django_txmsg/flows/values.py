@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, Union
 
+from .. import wire
 from ..envelope.message_type import message_type
 from ..sending.answering import Dead as Dead
 from ..sending.destination import Destination
@@ -126,7 +127,7 @@ class Wait(Continuation):
     def token(self) -> str:
         """The token that resumes the run. Anyone who has it can do so: keep it like a
         password."""
-        return ticket(self.run_id, self.turn)
+        return wire.ticket(self.run_id, self.turn)
 
 
 @dataclass(frozen=True)
@@ -163,19 +164,6 @@ class Fail(Continuation):
 
 #: What a step returns: an answer, or how its run continues.
 Next = Union[Out, Continuation]  # noqa: UP007 - mypy takes no TypeVar before `|`
-
-
-def ticket(run_id: uuid.UUID, turn: uuid.UUID) -> str:
-    """Return the ticket that continues a run waiting under this turn."""
-    return f"{run_id.hex}.{turn.hex}"
-
-
-def read_ticket(text: str) -> tuple[uuid.UUID, uuid.UUID]:
-    """Return the run and the turn of a ticket. Raises ValueError."""
-    run_id, _, turn = text.partition(".")
-    if len(run_id) != 32 or len(turn) != 32:
-        raise ValueError(text)
-    return uuid.UUID(run_id), uuid.UUID(turn)
 
 
 def deadline_id(turn: uuid.UUID) -> uuid.UUID:

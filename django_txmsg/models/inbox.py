@@ -512,8 +512,16 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             )
             return cursor.fetchone()[0] is None
 
-    def mark_dead(self, pk: int, error: str, token: uuid.UUID | None = None) -> int:
-        """Mark a received message as dead. Its bytes are in the dead letter.
+    def mark_dead(
+        self,
+        pk: int,
+        error: str,
+        token: uuid.UUID | None = None,
+        *,
+        revoked: bool = False,
+    ) -> int:
+        """Mark a received message as dead. Its bytes are in the dead letter, unless it
+        is `revoked`.
 
         Returns 0 if it is already processed or dead, or if its lease, `token`, has
         ended and another worker has it.
@@ -523,6 +531,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             rows = rows.filter(lease_token=token)
         changed: int = rows.update(
             dead_at=Now(),
+            revoked_at=Now() if revoked else None,
             due_at=None,
             headers=None,
             body=None,

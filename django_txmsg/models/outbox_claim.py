@@ -269,13 +269,17 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             [error, later_value(connection, delay)],
         )
 
-    def mark_dead(self, pk: int, token: uuid.UUID, *, error: str) -> int:
-        """Mark a row as dead that the broker refuses, or that has expired."""
+    def mark_dead(
+        self, pk: int, token: uuid.UUID, *, error: str, cancelled: bool = False
+    ) -> int:
+        """Mark a row as dead that the broker refuses, or that has expired. `cancelled`:
+        it has no dead letter."""
         return self._leased(
             [pk],
             token,
             "dead_at = {now}, attempts = attempts + 1, lease_until = NULL,"
-            " lease_token = NULL, last_error = %s",
+            " lease_token = NULL, last_error = %s"
+            + (", cancelled_at = {now}" if cancelled else ""),
             [error],
         )
 

@@ -274,7 +274,12 @@ class Lane:
     def _work(self, claimed: list[Claimed], settlement: Settlement) -> None:
         for row in claimed:
             if row.expired:
-                settlement.bury(row, "expired", f"expired at {row.expires_at}")
+                settlement.bury(
+                    row,
+                    "expired",
+                    f"expired at {row.expires_at}",
+                    letter=not wire.is_request(row.headers),
+                )
         alive = [row for row in claimed if not row.expired]
         # A message that failed before may be the one on which the broker hangs up: it
         # is sent alone, with those that must follow it, and takes no others down.

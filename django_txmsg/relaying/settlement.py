@@ -205,22 +205,27 @@ class Settlement:
         with self._turn.at_database():
             return self._outbox().mark_dispatched(stored, self._token)
 
-    def bury(self, row: Claimed, reason: str, error: str) -> None:
-        """Make a row dead, with its dead letter in the same transaction."""
+    def bury(
+        self, row: Claimed, reason: str, error: str, *, letter: bool = True
+    ) -> None:
+        """Make a row dead, with its dead letter, if any, in the same transaction."""
 
         def bury() -> int:
             with transaction.atomic(using=self.using):
                 kept = self._outbox().mark_dead(
-                    row.id, self._token, error=f"{reason}: {error}"[:2000]
+                    row.id,
+                    self._token,
+                    error=f"{reason}: {error}"[:2000],
+                    cancelled=not letter,
                 )
-                if kept:
+                if kept and letter:
                     burial.bury_outgoing(
                         row, self.using, self.broker_alias, reason, error
                     )
             return kept
 
         kept = self._fenced(1, bury)
-        self._counts["dead"] += kept
+        self._counts["dead" if letter else "cancelled"] += kept
         self._lost(1 - kept)
 
     def _fenced(self, count: int, statement: Callable[[], int]) -> int:

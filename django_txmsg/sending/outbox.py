@@ -106,6 +106,7 @@ def send_part(
     message_id: uuid.UUID | None = None,
     key: str | None = None,
     delay: dt.timedelta | None = None,
+    expires: dt.timedelta | None = None,
     using: str | None = None,
     broker: str = "default",
 ) -> Message:
@@ -120,6 +121,7 @@ def send_part(
         message_id=message_id,
         key=key,
         delay=delay,
+        expires=expires,
         broker=broker,
     )
     row.headers |= conversation

@@ -8,19 +8,22 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from .. import conf, wire
 from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import DecodeError
-from ..models import DeadLetter, InboxMessage
+from ..models import DeadLetter, InboxMessage, Run
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from .answering import Address
 
 #: The reason of an undo's dead letter if it is unknown whether its request was done.
 IN_DOUBT = "undo_in_doubt"
+#: Who has resolved a dead letter that is of no use any more.
+GONE_ON = "revoked: its flow has gone on"
 
 
 def if_done(
@@ -92,17 +95,39 @@ def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
         address.send(None, using=using, broker=letter.broker)
 
 
+def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
+    """Close the dead letters of the requests and answers for which a run has waited
+    under `turn`, inside the caller's transaction that continues it otherwise. They are
+    not processed any more."""
+    ticket = wire.ticket(run.run_id, turn)
+    letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
+    same = letters.filter(correlation_id__in=(run.correlation_id, ticket))
+    for one in same.only("stage", "message_id", "headers"):
+        # Requests without a deadline are those of a batch, which outlive its end.
+        waits = wire.EXPIRES in one.headers or wire.REPLY_TO not in one.headers
+        if one.headers.get(wire.TICKET, "").partition("/")[0] == ticket and waits:
+            _close(letters.filter(pk=one.pk))
+            if one.stage:
+                inbox = InboxMessage.objects.db_manager(using)
+                inbox.revoke(one.stage, one.message_id)
+
+
+def _close(letters: QuerySet[DeadLetter]) -> None:
+    """Close dead letters whose flow has gone on. Before their inbox rows change: a
+    redelivery locks the letters first."""
+    letters.filter(resolution=Resolution.OPEN).update(
+        resolution=Resolution.DISCARDED,
+        resolved_at=Now(),
+        resolved_by=GONE_ON,
+    )
+
+
 def _copies(undone: wire.Undone, stage: str, using: str) -> Iterator[uuid.UUID]:
     """Yield the request's id, and those of the edited copies sent in its place."""
     one: uuid.UUID | None = undone.request_id
     while one is not None:
-        # Its dead letter first: a redelivery locks that one, too.
         letters = DeadLetter.objects.using(using).filter(message_id=one, stage=stage)
-        letters.filter(resolution=Resolution.OPEN).update(
-            resolution=Resolution.DISCARDED,
-            resolved_at=Now(),
-            resolved_by="revoked by its flow",
-        )
+        _close(letters)
         yield one
         replaced = letters.filter(resolution=Resolution.REPLACED)
         one = replaced.values_list("replaced_by", flat=True).first()

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from .conversation import EXPIRES as EXPIRES
 from .conversation import FLOW as FLOW
 from .conversation import HOP as HOP
 from .conversation import OWN_WORK as OWN_WORK
@@ -23,7 +24,10 @@ from .conversation import TICKET as TICKET
 from .conversation import UNDOES as UNDOES
 from .conversation import Undone as Undone
 from .conversation import conversation as conversation
+from .conversation import is_request as is_request
 from .conversation import of_conversation as of_conversation
+from .conversation import read_ticket as read_ticket
+from .conversation import ticket as ticket
 from .destinations import OF_TASKS as OF_TASKS
 from .destinations import TOPIC_PREFIX as TOPIC_PREFIX
 from .destinations import control_destination as control_destination
@@ -49,7 +53,6 @@ KEY = "txmsg-key"
 AFTER = "txmsg-after"
 #: The type of the body: `NAME;v=N;min=M`.
 TYPE = "txmsg-type"
-EXPIRES = "txmsg-expires"
 #: On the copy that a stage returns to the broker: the number of the failed attempt.
 FAILED_ATTEMPT = "txmsg-failed-attempt"
 #: On a task's message: the path of its function, and the options that differ from the

@@ -22,6 +22,8 @@ HOP = "txmsg-hop"
 UNDOES = "txmsg-undoes"
 #: Of an undo of a step's own work, for which there was no request.
 OWN_WORK = "own"
+#: When a message expires; a request does so with its flow's deadline.
+EXPIRES = "txmsg-expires"
 #: The prefix of headers that all messages of a flow carry along.
 PROP = "txmsg-prop-"
 
@@ -33,9 +35,31 @@ def of_conversation(name: str) -> bool:
     return name in _NAMES or name.startswith(PROP)
 
 
+def ticket(run_id: uuid.UUID, turn: uuid.UUID) -> str:
+    """Return the ticket that continues a run waiting under this turn."""
+    return f"{run_id.hex}.{turn.hex}"
+
+
+def read_ticket(text: str) -> tuple[uuid.UUID, uuid.UUID]:
+    """Return the run and the turn of a ticket. Raises ValueError."""
+    run_id, _, turn = text.partition(".")
+    if len(run_id) != 32 or len(turn) != 32:
+        raise ValueError(text)
+    return uuid.UUID(run_id), uuid.UUID(turn)
+
+
+def is_request(headers: Mapping[str, str]) -> bool:
+    """Return whether a flow waits for a message's answer. It expires with that wait, so
+    an expired one is dropped, and not buried."""
+    return TICKET in headers and REPLY_TO in headers
+
+
 def conversation(headers: Mapping[str, str]) -> dict[str, str]:
     """Return what a message's headers say of the conversation that it is part of."""
-    return {name: value for name, value in headers.items() if of_conversation(name)}
+    found = {name: value for name, value in headers.items() if of_conversation(name)}
+    if is_request(headers) and EXPIRES in headers:
+        found[EXPIRES] = headers[EXPIRES]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,16 @@
   `test_redelivered_copies_do_not_change_a_run`,
   `test_the_first_who_resumes_is_the_only_one`.
 - The first to commit continues it, not the first to come:
-  `test_an_unreadable_answer_does_not_disarm_the_deadline`, and one here.
+  `test_an_unreadable_answer_does_not_disarm_the_deadline`, and one here. A dead letter
+  whose flow has gone on is closed by it: two here.
 - A deadline is a column, and its time-out one message: one here.
 - Signals take the row too, between steps:
   `test_a_signal_replaces_what_the_run_waits_for`,
   `test_a_signal_before_its_run_waits_for_it_and_for_no_other`, and two here.
 - A branch is a row, and its answer is written without a common lock; one continuation
   ends the join: all of `test_flow_joins.py`.
-- `within=` is required: one here. That a request expires with its deadline: not built.
+- `within=` is required: one here. A request expires with its deadline, and that buries
+  nothing: three here.
 - An undo is registered in the transaction that sends its request: two here.
 - An undo runs if its request was done, once, and never before it:
   `test_a_deadline_goes_on_once_and_revokes_what_has_not_come`,
@@ -52,7 +54,8 @@ import pytest
 from django.db import transaction
 from django.db.models import F
 
-from django_txmsg import Destination, stages, upgrade
+from django_txmsg import Destination, stages, upgrade, wire
+from django_txmsg.dead_letters import bulk
 from django_txmsg.errors import ConfigurationError
 from django_txmsg.flows import (
     Flow,
@@ -65,16 +68,26 @@ from django_txmsg.flows import (
     step,
 )
 from django_txmsg.flows.deadlines import Deadlines
-from django_txmsg.models import DeadLetter, FlowStep, FlowUndo, OutboxMessage, Run
+from django_txmsg.models import (
+    DeadLetter,
+    FlowStep,
+    FlowUndo,
+    InboxMessage,
+    OutboxMessage,
+    Run,
+)
+from django_txmsg.models.fields import clock
+from django_txmsg.models.queue import QueueMessage
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
-from tests.running import committing, declared, ship, txmsg
+from tests.running import committing, declared, put, ship, txmsg
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
+MINUTE = dt.timedelta(minutes=1)
 HOUR = dt.timedelta(hours=1)
 
 
@@ -86,6 +99,11 @@ class Ruled:
 @dataclass
 class Remark:
     text: str
+
+
+@dataclass
+class Over:
+    why: str
 
 
 ask_for = Destination("rules.do", Ruled, reply=Ruled)
@@ -119,6 +137,10 @@ class Obedient(Flow[Ruled, int], name="rules.flow"):
     @step
     def late(self, why: TimedOut) -> Next[int]:
         return self.fail(-1)
+
+    @signal
+    def over(self, over: Over) -> Next[int]:
+        return self.fail(-2)
 
     @signal
     def remarked(self, remark: Remark) -> None:
@@ -200,6 +222,106 @@ def do(ruled: Ruled) -> Ruled:
 def outcome(run: Run) -> str:
     run.refresh_from_db()
     return run.outcome
+
+
+def expire() -> None:
+    """Let the deadline of all requests have passed, but not yet those of their runs."""
+    past = clock("default") - MINUTE
+    OutboxMessage.objects.update(expires_at=past)
+    for model in (QueueMessage, InboxMessage):
+        for row in model.objects.exclude(headers=None):
+            row.headers[wire.EXPIRES] = wire.format_instant(past)
+            row.save(update_fields=["headers"])
+
+
+@pytest.mark.parametrize("where", ["outbox", "queue", "parked"])
+def test_a_request_expires_with_its_deadline_and_nothing_is_buried(
+    undone: list[int], where: str
+) -> None:
+    done: list[int] = []
+
+    def broken_once(ruled: Ruled) -> Ruled:
+        done.append(ruled.number)
+        raise ValueError("broken")
+
+    run = begun()
+    with declared(broken_once, ask_for, name="rules.do") as stage:
+        if where != "outbox":
+            ship()
+        if where == "parked":
+            take(stage)
+        done.clear()
+        expire()
+        drain()
+        assert done == [], "it is too late"
+        assert outcome(run) == Outcome.OPEN, "its deadline ends it"
+        drain(ahead=2 * HOUR)
+    assert outcome(run) == Outcome.FAILED
+    assert undone == []
+    assert not DeadLetter.objects.exists()
+
+
+def test_a_request_that_died_expires_too(undone: list[int]) -> None:
+    done: list[int] = []
+
+    def broken(ruled: Ruled) -> Ruled:
+        done.append(ruled.number)
+        raise ValueError("broken")
+
+    begun()
+    with declared(broken, ask_for, name="rules.do"):
+        drain(raises=False)
+        bulk.finish(bulk.start("redeliver", {}))
+        expire()
+        drain()
+        assert len(done) == 3, "it was redelivered in time, and processed too late"
+        (letter,) = DeadLetter.objects.all()
+        letter.headers[wire.EXPIRES] = "2000-01-01T00:00:00.000000+00:00"
+        letter.resolution, letter.resolved_at = "open", None
+        letter.save()
+        operation = bulk.start("redeliver", {})
+        bulk.finish(operation)
+        drain()
+    letter.refresh_from_db()
+    assert len(done) == 3
+    assert (letter.resolution, letter.resolved_by) == (
+        "discarded",
+        "revoked: its flow has gone on",
+    )
+
+
+@pytest.mark.parametrize("by", ["deadline", "signal"])
+def test_a_dead_letter_whose_flow_has_gone_on_is_closed_by_it(
+    undone: list[int], by: str
+) -> None:
+    """The dead letter of an answer, and that of a request that nothing undoes."""
+
+    def broken(ruled: Ruled) -> Ruled:
+        raise ValueError("broken")
+
+    run = begun(2)
+    with declared(broken, ask_for, name="rules.do"):
+        drain(raises=False)
+        FlowUndo.objects.all().delete()
+        Run.objects.update(undos=0)
+        headers = {
+            "content-type": wire.JSON,
+            wire.TICKET: wire.ticket(run.run_id, run.turn or uuid.uuid4()),
+            wire.CORRELATION_ID: run.correlation_id,
+        }
+        put("rules.flow.steps", b'"nonsense"', headers)
+        drain()
+        assert DeadLetter.objects.filter(resolution="open").count() == 2
+        if by == "signal":
+            with transaction.atomic():
+                Obedient.signal("2", Over("that is enough"))
+        drain(ahead=2 * HOUR)
+        assert outcome(run) == Outcome.FAILED
+        letters = DeadLetter.objects.values_list("resolution", "resolved_by")
+        assert set(letters) == {("discarded", "revoked: its flow has gone on")}
+        bulk.finish(bulk.start("restore", {}))
+        drain()
+    assert not DeadLetter.objects.filter(resolution="open").exists()
 
 
 def test_a_dead_request_does_not_disarm_the_deadline(undone: list[int]) -> None:
