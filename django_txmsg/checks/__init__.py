@@ -16,6 +16,7 @@ from . import (
     celery,
     contract,
     deployment,
+    flows,
     notifications,
     pools,
     schedule,
@@ -50,6 +51,9 @@ def check_deployment(**_: object) -> list[CheckMessage]:
 def check_databases(
     databases: Sequence[str] | None = None, **_: object
 ) -> list[CheckMessage]:
-    """Return what is wrong with the connections to the databases: `check --database
-    ALIAS`."""
-    return [] if conf.problems() else list(notifications.check(databases or ()))
+    """Return what is wrong with the databases, and what this code lacks for the runs in
+    them: `check --database ALIAS`."""
+    if conf.problems():
+        return []
+    asked = databases or ()
+    return [*notifications.check(asked), *flows.check(asked)]

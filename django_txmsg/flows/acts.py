@@ -21,7 +21,7 @@ from ..sending.outbox import Encoded, send_part
 from . import sending
 from .declaration import Declaration, Step
 from .engine import Going
-from .values import Dead, ticket
+from .values import Dead
 
 #: The reason that a flow gets if an operator answers its request as failed.
 BY_OPERATOR = "answered_as_failed"
@@ -45,7 +45,7 @@ def resume(run: Run, given: Given) -> str:
     assert run.turn is not None  # it waits
     step = sending.declaration_of(run).step(run.step)
     value = None if step.takes_nothing else _argument(step, given)[1]
-    sending.resume(ticket(run.run_id, run.turn), value)
+    sending.resume(wire.ticket(run.run_id, run.turn), value)
     return "Resumed"
 
 
@@ -75,7 +75,7 @@ def answer(run: Run, given: Given) -> str:
         declared.steps_name,
         Dead(BY_OPERATOR),
         {
-            wire.TICKET: ticket(run.run_id, run.turn),
+            wire.TICKET: wire.ticket(run.run_id, run.turn),
             wire.FLOW: str(run.first_run),
         },
         correlation_id=run.correlation_id,

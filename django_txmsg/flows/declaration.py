@@ -60,6 +60,13 @@ class Step:
         """The codec that turns a body into its argument."""
         return codecs.reader(self.annotation)
 
+    @property
+    def takes(self) -> str:
+        """The headers of the types that it takes, one a line."""
+        if self.takes_nothing:
+            return ""
+        return "\n".join(one.header for one in self.reader.types if one.name)
+
     def reads(self, name: str) -> bool:
         """Return whether it takes bodies of the type with this name."""
         if self.takes_nothing:

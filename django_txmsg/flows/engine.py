@@ -359,7 +359,8 @@ class Going:
         moved = run.turn != self._turn
         values = {name: getattr(run, name) for name in _WRITTEN}
         if moved:
-            values["since"] = Now()
+            waiting = self.declared.steps.get(run.step)
+            values |= {"since": Now(), "reads": waiting.takes if waiting else ""}
         else:
             values.pop("due_at")
         rows = Run.objects.using(using).filter(pk=run.pk, turn=self._turn)

@@ -97,6 +97,12 @@ class Run(models.Model):
     version = models.PositiveIntegerField(help_text="The version of its state.")
     state = models.TextField(help_text="JSON.")
     step = models.CharField(max_length=200, help_text="The step that runs next.")
+    reads = models.TextField(
+        default="",
+        blank=True,
+        help_text="The types and versions that the step took when the run began to"
+        " wait, one a line.",
+    )
     otherwise = models.CharField(
         max_length=200,
         default="",

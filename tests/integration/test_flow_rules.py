@@ -35,8 +35,8 @@
   `test_no_copy_of_a_revoked_request_is_executed`.
 - The state has a version: `test_what_waits_for_newer_code_continues_with_it`, one here.
 - A step's name is an address:
-  `test_a_step_that_this_code_does_not_have_waits_for_code_that_has`, and one here. That
-  `check --database` finds steps that runs wait for: not built.
+  `test_a_step_that_this_code_does_not_have_waits_for_code_that_has`, and one here.
+  `check --database` finds what open runs wait for and the code does not have: two here.
 - Ended runs are kept for a time, open ones for ever, each with its steps:
   `test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not`, and one here.
 """
@@ -51,10 +51,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from django.core.management import call_command
+from django.core.management.base import SystemCheckError
 from django.db import transaction
 from django.db.models import F
 
 from django_txmsg import Destination, stages, upgrade, wire
+from django_txmsg.checks import check_databases
 from django_txmsg.dead_letters import bulk
 from django_txmsg.errors import ConfigurationError
 from django_txmsg.flows import (
@@ -434,6 +437,78 @@ def test_a_renamed_step_is_found_by_its_former_name() -> None:
     last = FlowStep.objects.filter(run=run).order_by("id").last()
     assert last is not None
     assert last.step == "finished"
+
+
+@dataclass
+class Overruled:
+    number: int
+
+
+@shelved
+class Narrowed(Flow[Ruled, int], name="rules.flow", within=HOUR):
+    """The code without a step, and with another type of reply."""
+
+    number: int = 0
+    remarks: list[str] = []
+
+    @step
+    def start(self, ruled: Ruled) -> Next[int]:
+        return ruled.number
+
+    @step
+    def done(self, reply: Overruled) -> Next[int]:
+        return reply.number
+
+
+def lacking() -> list[str]:
+    """Return what `check --database default` says is missing."""
+    return [
+        one.msg.partition("does not have: ")[2].rstrip(".")
+        for one in check_databases(databases=["default"])
+        if one.id == "txmsg.E064"
+    ]
+
+
+@pytest.mark.usefixtures("undone")
+def test_check_finds_what_open_runs_wait_for_and_the_code_does_not_have() -> None:
+    run = begun()
+    begun(2)
+    assert lacking() == [], "the code that runs them has all"
+    with deployed(Narrowed):
+        assert lacking() == [
+            "the step 'late', tests.Ruled version 1, as step 'done' took it"
+        ]
+        with pytest.raises(SystemCheckError, match="2 open runs of flow"):
+            call_command("check", tags=["database"], databases=["default"])
+        assert check_databases(databases=["other"]) == []
+    with deployed(Changed):
+        assert lacking() == ["the step 'late'"], "the other has a former name"
+        Run.objects.update(otherwise="", version=2)
+        assert lacking() == []
+    with deployed(Narrowed):
+        assert "version 2 of its state" in lacking()[0]
+    declaration.forget("rules.flow")
+    assert lacking() == ["the flow itself"]
+    with transaction.atomic():
+        run.end(Outcome.ANSWERED)
+        run.save()
+        Run.objects.exclude(pk=run.pk).delete()
+    assert lacking() == [], "none waits any more"
+
+
+@pytest.mark.usefixtures("undone")
+def test_a_run_that_undoes_its_work_waits_for_no_step() -> None:
+    run = begun()
+    with transaction.atomic():
+        cancel(run)
+    ship()
+    take(stages.find(["rules.flow.steps"])[0])
+    run.refresh_from_db()
+    assert run.waits_for == WaitsFor.UNDO
+    with deployed(Narrowed), declared(do, ask_for, name="rules.do"):
+        assert lacking() == []
+        drain()
+    assert outcome(run) == Outcome.FAILED
 
 
 @pytest.mark.usefixtures("undone")
