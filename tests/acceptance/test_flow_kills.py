@@ -1,0 +1,305 @@
+"""Flows of four steps over three services, whose processes are killed throughout: each
+is answered once, each that fails is undone once and newest first, and nothing is kept.
+
+Some are refused by a service, some ask where nobody answers, and some have deadlines so
+short that each kill lets a deadline and an answer compete.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import random
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from django_txmsg import Destination, Message, Refuse, stages
+from django_txmsg.flows import Dead, Flow, Next, TimedOut, start, step
+from django_txmsg.models import (
+    DeadLetter,
+    FlowUndo,
+    InboxMessage,
+    OutboxMessage,
+    Run,
+)
+from django_txmsg.models.holds import Holds
+from django_txmsg.rules import inbox, outbox
+from tests.acceptance.crash_play import Manage
+from tests.app.models import Effect
+from tests.faults import ManageProcess, wait_until
+from tests.running import IMPATIENT, committing, txmsg
+from tests.services.stomp_server import StompServer
+from tests.shelved_flows import at_hand, shelved
+
+pytestmark = [committing, pytest.mark.postgresql, pytest.mark.timeout(300)]
+
+HOOK = f"{__name__}.declare"
+SERVICE, PREFIX = "TESTS_FLOW_SERVICE", "TESTS_FLOW_PREFIX"
+SERVICES = ("home", "stock", "payment")
+#: What becomes of a flow, by its number.
+FATES = ("bought", "bought", "refused", "unanswered", "hurried")
+#: Of each run of the tests: the brokers outlive them.
+HERE = os.environ.setdefault(PREFIX, f"kills{os.getpid()}")
+
+
+@dataclass
+class Buy:
+    number: int
+    fate: str
+
+
+@dataclass
+class Bought:
+    number: int
+    ok: bool
+
+
+def asked(name: str) -> Destination[Buy, None]:
+    return Destination(f"{HERE}.{name}", Buy, reply=type(None))
+
+
+reserve, charge, send = asked("reserve"), asked("charge"), asked("send")
+release, refund, recall = asked("release"), asked("refund"), asked("recall")
+nowhere, answers = asked("nowhere"), f"{HERE}.answers"
+
+
+@shelved
+class Purchase(Flow[Buy, Bought], name=f"{HERE}.purchase", within=dt.timedelta(days=1)):
+    number: int = 0
+    fate: str = ""
+
+    @step
+    def start(self, buy: Buy) -> Next[Bought]:
+        self.number, self.fate = buy.number, buy.fate
+        return self.ask(
+            reserve, buy, then=self.reserved, undo=release, otherwise=self.given_up
+        )
+
+    @step
+    def reserved(self) -> Next[Bought]:
+        return self.ask(
+            charge,
+            Buy(self.number, self.fate),
+            then=self.charged,
+            undo=refund,
+            otherwise=self.given_up,
+            within=dt.timedelta(seconds=0.3 if self.fate == "hurried" else 900),
+        )
+
+    @step
+    def charged(self) -> Next[Bought]:
+        buy = Buy(self.number, self.fate)
+        if self.fate == "unanswered":
+            soon = dt.timedelta(seconds=0.3)
+            return self.ask(
+                nowhere, buy, then=self.sent, within=soon, otherwise=self.given_up
+            )
+        return self.ask(send, buy, then=self.sent, undo=recall, otherwise=self.given_up)
+
+    @step
+    def sent(self) -> Next[Bought]:
+        return Bought(self.number, True)
+
+    @step
+    def given_up(self, why: TimedOut | Dead) -> Next[Bought]:
+        return self.fail(Bought(self.number, False))
+
+
+def note(what: str, message: Message) -> None:
+    """Leave an effect, and fail now and then."""
+    Effect.objects.create(name=what, message_id=str(message.id))
+    if message.delivery_attempt == 1 and message.id.int % 7 == 0:
+        raise ValueError
+
+
+def reserves(buy: Buy, message: Message) -> None:
+    note(f"{buy.number} reserve", message)
+
+
+def releases(buy: Buy, message: Message) -> None:
+    note(f"{buy.number} release", message)
+
+
+def charges(buy: Buy, message: Message) -> None:
+    note(f"{buy.number} charge", message)
+
+
+def refunds(buy: Buy, message: Message) -> None:
+    note(f"{buy.number} refund", message)
+
+
+def sends(buy: Buy, message: Message) -> None:
+    if buy.fate == "refused":
+        raise Refuse("never")
+    note(f"{buy.number} send", message)
+
+
+def recalls(buy: Buy, message: Message) -> None:
+    note(f"{buy.number} recall", message)
+
+
+def hears(answer: Bought, message: Message) -> None:
+    note(f"{answer.number} {answer.ok}", message)
+
+
+UNDONE_BY = {"reserve": "release", "charge": "refund", "send": "recall"}
+_declared = ExitStack()
+
+
+def declare() -> None:
+    """Declare what a service has, in a process that is going to be killed."""
+    match os.environ[SERVICE]:
+        case "home":
+            _declared.enter_context(at_hand(Purchase))
+            stages.stage(answers)(hears)
+        case "stock":
+            stages.stage(reserve)(reserves)
+            stages.stage(release, undoes=reserve)(releases)
+            stages.stage(send)(sends)
+            stages.stage(recall, undoes=send)(recalls)
+        case "payment":
+            stages.stage(charge)(charges)
+            stages.stage(refund, undoes=charge)(refunds)
+
+
+class Market:
+    """The processes of three services, each with a relay and a consumer."""
+
+    def __init__(self, manage: Manage, url: str) -> None:
+        self._manage = manage
+        self.settings: dict[str, Any] = {
+            **IMPATIENT,
+            "BROKERS": {"default": {"URL": url}},
+            "RELAY": {
+                **{"POLL_INTERVAL": 0.05, "LEASE": 2, "BATCH_SIZE": 10, "LANES": 1},
+                "BREAKER_MAX_PAUSE": 1.0,
+            },
+            "REDELIVERY": {
+                **{"INITIAL_DELAY": 0.0, "MAX_DELAY": 0.0, "MAX_REDELIVERIES": 50}
+            },
+        }
+        self.processes = {name: self._start(name) for name in SERVICES}
+
+    def _start(self, service: str) -> ManageProcess:
+        return self._manage(
+            *("txmsg", "run"),
+            txmsg={**self.settings, "SERVICE": service},
+            hook=HOOK,
+            env={SERVICE: service, PREFIX: HERE},
+        )
+
+    def kill(self, service: str) -> None:
+        """Kill a service's process, and start another like it."""
+        self.processes[service].close()
+        self.processes[service] = self._start(service)
+
+    def buy(self, total: int) -> None:
+        """Start that many flows."""
+        with (
+            txmsg(**{**self.settings, "SERVICE": "home"}),
+            at_hand(Purchase),
+        ):
+            for number in range(total):
+                buy = Buy(number, FATES[number % len(FATES)])
+                with transaction.atomic():
+                    start(Purchase, buy, key=str(number), answer_to=answers)
+
+    def reach(self, ended: int) -> None:
+        """Wait for the end of that many flows."""
+
+        def enough() -> bool:
+            # Nobody waits here for the end of a killed worker's lease.
+            for model in (InboxMessage, OutboxMessage):
+                held = model.objects.exclude(lease_until=None)
+                held.update(lease_until="2000-01-01T00:00:00+00:00")
+            return Run.objects.exclude(ended_at=None).count() >= ended
+
+        self._wait(enough)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way any more."""
+        self._wait(
+            lambda: (
+                not (
+                    OutboxMessage.objects.filter(Holds(outbox.PENDING)).exists()
+                    or InboxMessage.objects.filter(Holds(inbox.OPEN)).exists()
+                    or Effect.objects.filter(name__regex=r" (True|False)$").count()
+                    < Run.objects.count()
+                )
+            )
+        )
+
+    def _wait(self, condition: Any) -> None:
+        wait_until(
+            condition,
+            deadline=240,
+            message=lambda: "\n".join(
+                [
+                    str(list(Run.objects.filter(ended_at=None).values())),
+                    *(one.output[-2000:] for one in self.processes.values()),
+                ]
+            ),
+        )
+
+
+def judge(total: int) -> None:
+    """Each flow is answered once, after all else; each that failed is undone once,
+    newest first; nothing is kept."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for name in Effect.objects.order_by("id").values_list("name", flat=True):
+        number, what = name.split()
+        found[int(number)].append(what)
+    assert sorted(found) == list(range(total))
+    for number, effects in found.items():
+        *work, answer = effects
+        done = [one for one in work if one in UNDONE_BY]
+        undone = [one for one in work if one not in UNDONE_BY]
+        fate = FATES[number % len(FATES)]
+        if answer == "True":
+            assert fate in ("bought", "hurried"), (number, effects)
+            assert work == ["reserve", "charge", "send"], (number, effects)
+        else:
+            assert answer == "False", (number, effects)
+            assert fate != "bought", (number, effects)
+            assert len(set(done)) == len(done), (number, effects)
+            assert undone == [UNDONE_BY[one] for one in reversed(done)], effects
+    assert not Run.objects.filter(ended_at=None).exists()
+    assert not FlowUndo.objects.filter(confirmed_at=None).exists()
+    # A request that is refused stays, so that somebody sees why.
+    kept = DeadLetter.objects.filter(resolution="open").exclude(reason="refused")
+    assert not kept.exists(), list(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("broker", "total", "kills"),
+    [
+        ("database", 20, 3),
+        pytest.param("database", 2000, 60, marks=pytest.mark.soak),
+        pytest.param("activemq", 2000, 60, marks=pytest.mark.soak),
+        pytest.param("rabbitmq", 2000, 60, marks=pytest.mark.soak),
+    ],
+)
+def test_flows_whose_services_are_killed(
+    broker: str,
+    total: int,
+    kills: int,
+    manage: Manage,
+    request: pytest.FixtureRequest,
+) -> None:
+    url = "database://?poll=0.05&lease=2"
+    if broker != "database":
+        server: StompServer = request.getfixturevalue(broker)
+        url = server.url()
+    chance, market = random.Random(7), Market(manage, url)
+    market.buy(total)
+    for number in range(kills):
+        market.reach(number * total // (kills + 1))
+        market.kill(chance.choice(SERVICES))
+    market.reach(total)
+    market.settle()
+    judge(total)
