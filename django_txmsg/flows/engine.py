@@ -473,6 +473,7 @@ class Going:
         self._undo_next()
 
     def _gather(self, result: Gather, turn: uuid.UUID) -> None:
+        at_once = result.at_once or 0
         correlated = {wire.CORRELATION_ID: self.run.correlation_id}
         messages = [
             {
@@ -480,12 +481,19 @@ class Going:
                 "body": one.body,
                 "key": one.key,
                 "expires": result.within,
+                "delay": result.within if 0 < at_once <= number else None,
                 "headers": correlated,
             }
-            for one in result.requests
+            for number, one in enumerate(result.requests)
         ]
         _, ids = joining.store(
-            self.declared, self.run, turn, messages, self._headers(), result.enough
+            self.declared,
+            self.run,
+            turn,
+            messages,
+            self._headers(),
+            result.enough,
+            at_once,
         )
         undos = [
             undo

@@ -234,24 +234,33 @@ class Flow(Generic[In, Out]):
         *,
         then: Callable[[Answers[Reply]], Out | Continuation]
         | Callable[[], Out | Continuation],
+        at_once: int | None = None,
         enough: int | None = None,
         within: dt.timedelta | EllipsisType | None = ...,
     ) -> Gather:
         """Send several requests, and continue when each is answered or given up, when
-        `enough` are answered, or after the deadline.
+        `enough` are answered, or after the deadline. Of more than `at_once` requests,
+        each further one leaves when an earlier one is answered or given up.
 
         `then` gets the answers in the order asked. What has no answer by then is undone
         at once, if it has an `undo`, or cancelled, if it is a flow. Raises
-        ConfigurationError if `then` takes no `Answers`, without a deadline, and for an
-        `enough` that can never be reached.
+        ConfigurationError if `then` takes no `Answers`, without a deadline, for an
+        `enough` that can never be reached, and for `at_once` with a deadline of None.
         """
         check_enough(enough, len(requests))
+        deadline = self._deadline(within)
+        if at_once is not None and (at_once < 1 or deadline is None):
+            raise ConfigurationError(
+                f"at_once={at_once!r} of {len(requests)} requests: it is at least 1, "
+                f"and within= is a deadline, at which those that are left expire."
+            )
         return self._note(
             Gather(
                 tuple(requests),
                 then=self._step(then, joins=True),
                 enough=enough,
-                within=self._deadline(within),
+                within=deadline,
+                at_once=at_once,
             )
         )
 

@@ -7,6 +7,8 @@ join, if it has ended by then. So does the deadline.
 
 from __future__ import annotations
 
+import datetime as dt
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,12 +20,16 @@ from ..errors import ConfigurationError, DecodeError
 from ..models import Batch, Branch, FlowUndo, Run
 from ..sending.answering import hop
 from ..sending.outbox import Encoded, send_part, send_parts
+from ..sending.pending import reschedule_message
 from .declaration import Declaration, Step
 from .unread import Unread
 from .values import OURS, Answers, TimedOut
 
 #: Rows in one INSERT, and rows read at a time.
 AT_ONCE = 1000
+#: The end of a branch's ticket: its number, and that of the request that its answer
+#: lets leave, if any.
+_BRANCH = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 class StoredAnswers(Answers[Any]):
@@ -70,12 +76,22 @@ def store(
     messages: Sequence[Mapping[str, Any]],
     headers: Mapping[str, str],
     enough: int | None,
+    at_once: int = 0,
 ) -> tuple[Batch, list[uuid.UUID]]:
     """Store a batch that a run will wait for under `turn`, and its requests, given by
-    the arguments of send_message(). Returns the batch and the ids of the requests."""
+    the arguments of send_message(). Returns the batch and the ids of the requests.
+
+    Each answer lets the request leave that comes `at_once` places after its own.
+    """
     using, broker = declared.using, declared.broker
     least = check_enough(enough, len(messages))
     back, address = {wire.REPLY_TO: declared.steps_name}, wire.ticket(run.run_id, turn)
+
+    def branch(number: int) -> str:
+        following = number + at_once
+        held = at_once > 0 and following < len(messages)
+        return f"{number}-{following}" if held else str(number)
+
     batch = Batch.objects.using(using).create(
         run=run, turn=turn, total=len(messages), enough=least
     )
@@ -83,7 +99,7 @@ def store(
     for first in range(0, len(messages), AT_ONCE):
         sent = send_parts(
             [
-                (one, {**headers, **back, wire.TICKET: f"{address}/{number}"})
+                (one, {**headers, **back, wire.TICKET: f"{address}/{branch(number)}"})
                 for number, one in enumerate(messages[first : first + AT_ONCE], first)
             ],
             using=using,
@@ -107,15 +123,15 @@ def store(
 
 
 def answered(
-    declared: Declaration, message: Message, turn: uuid.UUID, number: str
+    declared: Declaration, message: Message, turn: uuid.UUID, branch: str
 ) -> bool:
     """Write an answer to its branch, and have the run continued if it may be the last.
     Returns False if it is late, or has come before.
 
     Raises DecodeError for an answer that the step cannot read; the branch stays open.
     """
-    body = message.body
-    if not (number.isascii() and number.isdigit() and len(number) < 10):
+    body, found = message.body, _BRANCH.fullmatch(branch)
+    if found is None:
         raise DecodeError("ticket", "it names no branch")
     batches = Batch.objects.using(declared.using).select_related("run")
     batch = batches.filter(turn=turn, run__turn=turn).first()
@@ -126,13 +142,15 @@ def answered(
     if not failed and not step.takes_nothing:
         body.read(step.reader)
     request_id = batch.record(
-        int(number), body.body, body.content_type, body.header or "", failed=failed
+        int(found[1]), body.body, body.content_type, body.header or "", failed=failed
     )
     if request_id is None:
         return False
     if run.undos and body.type != "txmsg.Dead":
         undos = FlowUndo.objects.using(declared.using).filter(run=run)
         undos.filter(request_id=request_id, confirmed_at=None).update(answered=True)
+    for held in batch.rows().filter(number=found[2]) if found[2] else ():
+        reschedule_message(held.request_id, delay=dt.timedelta(0), using=declared.using)
     if batch.may_have_ended():
         given = {
             wire.FLOW: str(run.first_run),

@@ -95,6 +95,7 @@ class Gather(Continuation):
     then: str
     enough: int | None = None
     within: dt.timedelta | None = None
+    at_once: int | None = None
 
 
 class Answers(Generic[Reply]):

@@ -307,7 +307,9 @@ def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
     for alias in aliases:
         later = Q(due_at__gt=Now(), due_at__lte=until)
         earlier = F("due_at") - ahead
-        OutboxMessage.objects.using(alias).filter(PENDING, later).update(due_at=earlier)
+        OutboxMessage.objects.using(alias).filter(PENDING, later).update(
+            due_at=earlier, expires_at=F("expires_at") - ahead
+        )
         InboxMessage.objects.using(alias).filter(later).update(due_at=earlier)
         Run.objects.using(alias).filter(later).update(due_at=earlier)
         QueueMessage.objects.using(alias).filter(

@@ -70,6 +70,7 @@ stages.unregister(_batches.name)
 class Tour:
     stops: int
     enough: int | None = None
+    at_once: int | None = None
 
 
 @dataclass
@@ -130,6 +131,7 @@ class Touring(Flow[Tour, Toured | Cancelled], name="tour.flow", within=HOUR):
             ],
             then=self.ready,
             enough=tour.enough,
+            at_once=tour.at_once,
         )
 
     @step
@@ -166,10 +168,10 @@ def late() -> Iterator[list[uuid.UUID]]:
     flow_late.disconnect(note)
 
 
-def tour(stops: int, enough: int | None = None) -> Run:
+def tour(stops: int, enough: int | None = None, at_once: int | None = None) -> Run:
     """Return a run that has asked, and whose requests are not relayed."""
     with transaction.atomic():
-        run = start(Touring, Tour(stops, enough), key=str(stops))
+        run = start(Touring, Tour(stops, enough, at_once), key=str(stops))
     ship()
     take(stages.find(["tour.flow"])[0])
     return run
@@ -256,6 +258,35 @@ def test_a_deadline_ends_a_join_and_undoes_what_it_leaves_over(
     assert effects() == ["price 0"]
     assert Batch.objects.get().progress == Progress(3, answered=1, failed=0, left=2)
     assert late == []
+
+
+def on_their_way() -> int:
+    ship()
+    return QueueMessage.objects.filter(queue="tour.price").count()
+
+
+def test_only_so_many_requests_are_on_their_way_at_once() -> None:
+    refused.add(1)
+    run = tour(7, at_once=2)
+    for _ in range(6):
+        assert on_their_way() == 2
+        answer(1)
+        take(stages.find(["tour.flow.steps"])[0])
+    assert on_their_way() == 1, "the last one"
+    drain()
+    assert amounts(run) == [0, -2, 20, 30, 40, 50, 60]
+
+
+def test_requests_that_have_not_left_expire_with_their_join() -> None:
+    run = tour(5, at_once=2)
+    answer(1)
+    take(stages.find(["tour.flow.steps"])[0])
+    assert on_their_way() == 2
+    drain(ahead=2 * HOUR)
+    assert amounts(run)[0] == 0
+    assert not OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).exists()
+    assert "price 4" not in effects()
+    assert not DeadLetter.objects.exists()
 
 
 def test_copies_of_answers_change_nothing(late: list[uuid.UUID]) -> None:
@@ -468,6 +499,9 @@ def test_a_join_that_cannot_work_is_an_error_where_it_is_written() -> None:
     for enough in (0, 2, True):
         with pytest.raises(ConfigurationError, match="enough="):
             flow.gather(asked, then=flow.ready, enough=enough)
+    for at_once, within in ((0, HOUR), (1, None)):
+        with pytest.raises(ConfigurationError, match="at_once="):
+            flow.gather(asked, then=flow.ready, at_once=at_once, within=within)
 
 
 @dataclass
