@@ -73,8 +73,10 @@ log = logging.getLogger("django_txmsg.notify")
 LOOK = 4.0
 #: Seconds for which a query proves that its connection is alive.
 PROVED = 3 * LOOK
-#: Seconds in which a listener must receive its own notification, and until it retries.
-PROOF, AGAIN = 3.0, 60.0
+#: Seconds in which a listener must receive its own notification.
+PROOF = 3.0
+#: Seconds until it retries, at first and at most: slowness passes, a pooler stays.
+SOON, AGAIN = 2.0, 60.0
 #: Seconds between two such tests of a working listener.
 PROVE_EVERY = 60.0
 
@@ -88,7 +90,7 @@ class Listener:
 
     def run(self) -> None:
         """Listen, and listen again after an error."""
-        warned = False
+        warned, later = False, SOON
         while not self._stop.is_set():
             pause = 1.0
             try:
@@ -100,7 +102,7 @@ class Listener:
                     log.warning("cannot listen in database %r: %s", self._alias, error)
                     pause = AGAIN
             except _NotReceived:
-                pause = AGAIN
+                pause, later = later, min(4 * later, AGAIN)
                 if not warned:
                     log.warning(
                         "database %r: no notification arrived, so all threads poll. "

@@ -351,6 +351,16 @@ def test_behind_a_pooler_it_says_so_and_all_poll(
         assert checked() == ["txmsg.W030"]
 
 
+def test_a_listener_that_received_nothing_once_tries_again_soon(
+    pooled: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a slow machine, whose notification came too late."""
+    with txmsg(LISTEN_DATABASE=pooled), listener.listening({"default"}):
+        wait_until(lambda: "no notification arrived" in caplog.text)
+        connections.databases[pooled]["PORT"] = connection.settings_dict["PORT"]
+        wait_until(lambda: notifications.has_listener("default"))
+
+
 def test_listener_of_a_former_primary_falls_back_to_polling(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
