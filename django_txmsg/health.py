@@ -3,11 +3,11 @@
 It returns ages and numbers, never contents. `late`: a message has been due for 2
 minutes, a recurring message was not stored for 2 minutes, a key of an ordered stage is
 blocked, or a process could not use a broker, a destination, a subscription or a
-database for 2 minutes. `degraded`: due for 10 minutes,
-or a stage has no consumer, receives nothing, or has waited for newer code for longer
-than a deployment takes. `stuck`: due for 30 minutes, or a database in use does not
-answer. Only `stuck` gives a 503: a process must stay in service if only a deployment or
-an operator holds messages back.
+database for 2 minutes. `degraded`: due for 10 minutes, a run of a flow is stuck at an
+undo, or a stage has no consumer, receives nothing, or has waited for newer code for
+longer than a deployment takes. `stuck`: due for 30 minutes, or a database in use does
+not answer. Only `stuck` gives a 503: a process must stay in service if only a
+deployment or an operator holds messages back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from django.http import HttpRequest, JsonResponse
 
 from .models import OutboxMessage, StageState, Worker
 from .models.fields import clock
-from .monitoring import attendance, databases, outages, schedule, turns, waiting
+from .monitoring import attendance, databases, outages, runs, schedule, turns, waiting
 from .monitoring.probe import probe
 from .monitoring.status import held_queues
 from .monitoring.waiting import DEPLOYED, OVERDUE
@@ -57,6 +57,8 @@ class Health:
     """How long the first message has waited for code that can read it."""
     outages: int = 0
     """How many resources live processes could not use for two minutes or more."""
+    stuck_undos: int = 0
+    """How many runs of flows are stuck at an undo."""
     late_ticks: int = 0
     """How many recurring messages were not stored when they were due."""
     databases: dict[str, dt.timedelta | None] = field(default_factory=dict)
@@ -69,7 +71,8 @@ class Health:
         if self.ordered["held_keys"] or self.outages or self.late_ticks:
             words.append("late")
         behind = self.needs_newer_code is not None and self.needs_newer_code > DEPLOYED
-        if behind or self.unattended or self.ordered["full_stages"]:
+        full = self.ordered["full_stages"]
+        if behind or self.unattended or full or self.stuck_undos:
             words.append("degraded")
         if None in self.databases.values():
             words.append("stuck")
@@ -101,6 +104,8 @@ def health(request: HttpRequest) -> JsonResponse:
         }
     if found.outages:
         answer["outages"] = found.outages
+    if found.stuck_undos:
+        answer["stuck_undos"] = found.stuck_undos
     if found.late_ticks:
         answer["late_ticks"] = found.late_ticks
     if any(found.ordered.values()) or any(one.ordered for one in all_stages()):
@@ -113,7 +118,7 @@ def health(request: HttpRequest) -> JsonResponse:
 
 
 def look(*aliases: str) -> Health:
-    """Query these databases, or all in use, with seven statements each, and one
+    """Query these databases, or all in use, with eight statements each, and one
     more for recurring messages. Workers and pauses are in the outbox's own."""
     home = router.db_for_write(OutboxMessage)
     now = clock(home)
@@ -123,7 +128,7 @@ def look(*aliases: str) -> Health:
     oldest = dict.fromkeys(PLACES, dt.timedelta())
     ordered = dict.fromkeys(("waiting", "held_keys", "full_stages"), 0)
     newer: list[dt.timedelta] = []
-    late_ticks = 0
+    late_ticks = stuck_undos = 0
     ages: dict[str, dt.timedelta | None] = {}
     for using in aliases or databases.with_tables():
         try:
@@ -132,6 +137,7 @@ def look(*aliases: str) -> Health:
             full = StageState.objects.using(using).exclude(full_since=None).count()
             needing = waiting.for_newer_code(using).values()
             ticks = schedule.late(using, now)
+            stuck = runs.stuck(using)
         except (DatabaseError, InterfaceError):
             if using == home:
                 raise
@@ -141,6 +147,7 @@ def look(*aliases: str) -> Health:
         oldest = {name: max(age, found[name]) for name, age in oldest.items()}
         newer += [now - one.since for one in needing if one.since]
         late_ticks += len(ticks)
+        stuck_undos += sum(stuck.values())
         ordered["waiting"] += sum(line.count for line in lines)
         ordered["held_keys"] += sum(line.held for line in lines)
         ordered["full_stages"] += full
@@ -151,6 +158,7 @@ def look(*aliases: str) -> Health:
         ordered,
         max(newer, default=None),
         len(outages.late(outages.read(present.living), now)),
+        stuck_undos,
         late_ticks,
         ages,
     )

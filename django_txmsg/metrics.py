@@ -67,6 +67,8 @@ def install(registry: Any = None) -> None:
         redelivered=counter("redeliveries", "Failed attempts to be repeated.", place),
         duplicates=counter("duplicates", "Copies dropped.", place),
         buried=counter("buried", "Messages become dead letters.", (*place, "reason")),
+        flow_ended=counter("flow_ended", "Runs that ended.", ("flow", "outcome")),
+        flow_late=counter("flow_late", "Messages of runs dropped as late.", ("flow",)),
         lease_lost=counter("lease_lost", "Rows claimed by another relay.", ("broker",)),
         unknown=counter("outcome_unknown", "Sends without a receipt.", ("broker",)),
         window=histogram(
@@ -140,6 +142,12 @@ class Collector:
         for waiting in picture.deadlines.values():
             labels = {"service": waiting.name, "database": waiting.database}
             gauges.waiting("deadline", waiting, now, **labels)
+        for flow in picture.runs:
+            labels = {"flow": flow.flow, "service": flow.service,
+                      "database": flow.database}  # fmt: skip
+            gauges.set("flow_open", flow.open, **labels)
+            gauges.set("flow_undoing", flow.undoing, **labels)
+            gauges.set("flow_undo_stuck", flow.stuck, **labels)
         late = {timing.name for timing in picture.late_ticks}
         for recurs in recurring():
             labels = {"name": recurs.name, "database": recurs.alias}
@@ -247,6 +255,14 @@ def _buried(*, stage: str, destination: str, reason: str, **_: Any) -> None:
     _installed["buried"].labels(stage, destination, reason).inc()
 
 
+def _flow_ended(*, flow: str, outcome: str, **_: Any) -> None:
+    _installed["flow_ended"].labels(flow, outcome).inc()
+
+
+def _flow_late(*, flow: str, **_: Any) -> None:
+    _installed["flow_late"].labels(flow).inc()
+
+
 def _lease_lost(*, count: int, broker: str, **_: Any) -> None:
     _installed["lease_lost"].labels(broker).inc(count)
 
@@ -282,6 +298,8 @@ _RECEIVERS: dict[Any, Callable[..., None]] = {
     signals.message_redelivered: _redelivered,
     signals.message_duplicate: _duplicate,
     signals.message_buried: _buried,
+    signals.flow_ended: _flow_ended,
+    signals.flow_late: _flow_late,
     signals.lease_lost: _lease_lost,
     signals.outcome_unknown: _unknown,
     signals.dangerous_window: _window,

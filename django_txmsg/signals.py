@@ -68,6 +68,10 @@ control_message_handled = Signal()
 (seconds from its sending to its first arrival, by two clocks, or None), headers (those
 that were signed: the session's metadata, for example)."""
 
+flow_ended = Signal()
+"""A run of a flow has ended. Arguments: flow, run_id, outcome ("answered", "failed",
+"handed_over")."""
+
 flow_late = Signal()
 """A message for a run came after the run had gone on, and was dropped.
 Arguments: id, flow, run_id."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from django.http import HttpRequest
 from django.urls import NoReverseMatch
 
+from ..flows.declaration import declarations
 from ..scheduling.timetable import recurring
 from .addresses import address
 
@@ -17,6 +18,7 @@ _LISTS = (
     ("bulkoperation", "Bulk operations"),
     ("stagestate", "Stages"),
     ("schedule", "Recurring"),
+    ("run", "Flows"),
     ("worker", "Workers"),
     ("auditentry", "Audit"),
 )
@@ -37,6 +39,8 @@ def pages(request: HttpRequest) -> list[Page]:
     found = [Page("Overview", first, request.path == first)]
     for name, title in _LISTS:
         if name == "schedule" and not recurring():
+            continue
+        if name == "run" and not declarations():
             continue
         if not request.user.has_perm(f"django_txmsg.view_{name}"):
             continue

@@ -3,7 +3,7 @@ transaction. Each act returns what was done, for the audit, or raises FlowError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,7 @@ class Given:
     to: str = ""
 
 
-def resume(run: Run, given: Given) -> str:
-    """Continue a run that waits for a person's word, with a value."""
-    _waiting(run, WaitsFor.RESUME)
+def _resume(run: Run, given: Given) -> str:
     assert run.turn is not None  # it waits
     step = sending.declaration_of(run).step(run.step)
     value = None if step.takes_nothing else _argument(step, given)[1]
@@ -49,26 +47,17 @@ def resume(run: Run, given: Given) -> str:
     return "Resumed"
 
 
-def time_out(run: Run, given: Given) -> str:
-    """Let the deadline of a run pass now, or its sleep end: a relay continues it."""
-    _waiting(run, WaitsFor.ANSWER, WaitsFor.RESUME, WaitsFor.TIME, WaitsFor.JOIN)
-    runs = _runs(run).filter(pk=run.pk, turn=run.turn)
-    if not runs.update(due_at=Now()):
-        raise FlowError(f"Run {run.run_id} has gone on meanwhile.")
+def _time_out(run: Run, given: Given) -> str:
+    Run.objects.using(run._state.db).filter(pk=run.pk).update(due_at=Now())
     return "Timed out"
 
 
-def cancel(run: Run, given: Given) -> str:
-    """Cancel a run, as `flows.cancel()` does."""
-    _open(run)
+def _cancel(run: Run, given: Given) -> str:
     sending.cancel(run, given.why)
     return "Cancelled"
 
 
-def answer(run: Run, given: Given) -> str:
-    """Answer what a run waits for with `Dead`: its request counts as given up. An
-    answer that comes later is dropped."""
-    _waiting(run, WaitsFor.ANSWER, WaitsFor.RESUME)
+def _answer(run: Run, given: Given) -> str:
     assert run.turn is not None  # it waits
     declared = sending.declaration_of(run)
     send_part(
@@ -85,17 +74,10 @@ def answer(run: Run, given: Given) -> str:
     return "Answered as failed"
 
 
-def go_back(run: Run, given: Given) -> str:
-    """Let a run go back to a step: what was registered since is undone first, newest
-    first; then the step is called again, with the state that it had, and with the value
-    that it had unless another one is given."""
-    using = run._state.db
-    found = Run.objects.db_manager(using).locked(run.run_id)
-    if found is not None:
-        run = found
-    _open(run)
+def _go_back(run: Run, given: Given) -> str:
     declared = sending.declaration_of(run)
-    rows = FlowStep.objects.using(using).filter(run=run, left=False).order_by("pk")
+    rows = FlowStep.objects.using(declared.using).filter(run=run, left=False)
+    rows = rows.order_by("pk")
     named = {"pk": int(given.to)} if given.to.isdecimal() else {"step": given.to}
     row = rows.filter(**named).last()
     if row is None or row.step not in declared.steps:
@@ -116,48 +98,66 @@ def go_back(run: Run, given: Given) -> str:
     return f"Sent back to step {row.step}"
 
 
-#: The acts by their names in commands, with their permissions.
-ACTS: dict[str, tuple[Callable[[Run, Given], str], str]] = {
-    "resume": (resume, "resume_run"),
-    "time-out": (time_out, "time_out_run"),
-    "cancel": (cancel, "cancel_run"),
-    "answer": (answer, "answer_run"),
-    "go-back": (go_back, "go_back_run"),
+@dataclass(frozen=True)
+class Act:
+    """One act: what it does, its permission, and what a run waits for to which it can
+    be done."""
+
+    do: Callable[[Run, Given], str]
+    permission: str
+    waits: Collection[str]
+
+
+_ANSWERED = (WaitsFor.ANSWER, WaitsFor.RESUME)
+
+#: The acts by their names in commands and addresses: continue a run that waits for a
+#: person's word; let a deadline pass, or a sleep end, now; cancel; answer with `Dead`
+#: for the participant; undo what came since a step, and call that step again.
+ACTS = {
+    "resume": Act(_resume, "resume_run", (WaitsFor.RESUME,)),
+    "time-out": Act(
+        _time_out, "time_out_run", (*_ANSWERED, WaitsFor.TIME, WaitsFor.JOIN)
+    ),
+    "cancel": Act(_cancel, "cancel_run", WaitsFor),
+    "answer": Act(_answer, "answer_run", _ANSWERED),
+    "go-back": Act(_go_back, "go_back_run", set(WaitsFor) - {WaitsFor.START}),
 }
 
 
-def act(name: str, run: Run, given: Given) -> str:
-    """Do one of ACTS, and return the text for the audit. Raises TxmsgError."""
-    done = ACTS[name][0](run, given)
+def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
+    """Do one of ACTS to the run as it is now, and return the text for the audit. `seen`
+    is the `since` of the run that the operator has looked at.
+
+    Raises FlowError if it cannot be done, or the run has gone on since then, and
+    DecodeError for a value that the step does not take.
+    """
+    now = Run.objects.db_manager(run._state.db).locked(run.run_id) or run
+    if seen and seen != now.since.isoformat():
+        raise FlowError("Nothing is done: the run has gone on. Look at it again.")
+    if why := refused(name, now):
+        raise FlowError(why)
     why = f": {given.why}" if given.why else "."
-    return f"{done} run {run.run_id} of flow {run.flow}{why}"
+    return f"{ACTS[name].do(now, given)} run {run.run_id} of flow {run.flow}{why}"
+
+
+def refused(name: str, run: Run) -> str:
+    """Return why an act cannot be done to a run, or ""."""
+    if run.ended_at is not None or run.failing:
+        how = "has ended" if run.ended_at else "is undoing its work"
+        return (
+            f"Run {run.run_id} {how}. If an undo is stuck, redeliver its dead letter, "
+            f"or undo it by hand and discard the dead letter."
+        )
+    if run.waits_for not in ACTS[name].waits:
+        waits = WaitsFor(run.waits_for).label
+        return f"Run {run.run_id} waits for {waits}: it takes no {name}."
+    return ""
 
 
 def find(using: str, **by: Any) -> models.QuerySet[Run]:
     """Return runs of this service."""
     runs: models.QuerySet[Run] = Run.objects.using(using)
     return runs.filter(service=conf.get().SERVICE, **by)
-
-
-def _runs(run: Run) -> models.QuerySet[Run]:
-    return find(str(run._state.db))
-
-
-def _open(run: Run) -> None:
-    if run.ended_at is not None or run.failing:
-        how = "has ended" if run.ended_at else "is undoing its work"
-        raise FlowError(
-            f"Run {run.run_id} {how}. If an undo is stuck, redeliver its dead letter, "
-            f"or undo it by hand and discard the dead letter."
-        )
-
-
-def _waiting(run: Run, *kinds: WaitsFor) -> None:
-    _open(run)
-    if run.waits_for not in kinds:
-        waits = WaitsFor(run.waits_for).label
-        wanted = " or ".join(str(one.label) for one in kinds)
-        raise FlowError(f"Run {run.run_id} waits for {waits}, and not for {wanted}.")
 
 
 def _argument(step: Step, given: Given) -> tuple[Encoded, Any]:

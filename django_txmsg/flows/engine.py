@@ -11,8 +11,10 @@ import datetime as dt
 import logging
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from django.db import transaction
 from django.db.models.functions import Now
 from django.utils import timezone
 
@@ -366,6 +368,15 @@ class Going:
         rows = Run.objects.using(using).filter(pk=run.pk, turn=self._turn)
         if not rows.update(**values):
             raise FlowError(f"Run {run.run_id} no longer waits for this message.")
+        if run.turn is None:
+            ended = partial(
+                signals.flow_ended.send_robust,
+                sender=None,
+                flow=run.flow,
+                run_id=run.run_id,
+                outcome=str(run.outcome),
+            )
+            transaction.on_commit(ended, using=using)
         if conf.get().FLOWS.HISTORY:
             FlowStep.objects.using(using).create(
                 run=run,

@@ -190,6 +190,18 @@ def _deadlines(status: Status) -> Iterator[Alarm]:
     )  # fmt: skip
 
 
+def _stuck(status: Status) -> Iterator[Alarm]:
+    for one in status.stuck[:LINES]:
+        many = one.stuck != 1
+        yield Alarm(
+            "bad", "run", f"?state=undo+stuck&flow={quote(one.flow, safe='')}",
+            f"{capped(one.stuck)} run{'s' * many} of flow {one.flow} "
+            f"{'are' if many else 'is'} stuck at an undo",
+            f", of {capped(one.undoing)} that are undoing their work. Redeliver its "
+            f"dead letter; or undo it by hand, and discard the dead letter.",
+        )  # fmt: skip
+
+
 def _left_behind(status: Status) -> Iterator[Alarm]:
     for place in status.left_behind[:LINES]:
         newer = place.newer
@@ -377,6 +389,7 @@ _FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]]], ...] = (
     ("overdue", _late_ticks),
     ("overdue", _deadlines),
     ("newer-code", _left_behind),
+    ("undo-stuck", _stuck),
     ("order", _full),
     ("order", _held_keys),
     ("silent", _lost),

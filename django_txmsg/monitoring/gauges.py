@@ -36,6 +36,9 @@ TEXTS = {
     "deadline_waiting": "Runs of flows that wait for a deadline.",
     "deadline_overdue": "Deadlines passed for more than two minutes.",
     "deadline_oldest_due_age_seconds": "How long ago the oldest has passed.",
+    "flow_open": "Runs that have not ended.",
+    "flow_undoing": "Runs that are undoing their work.",
+    "flow_undo_stuck": "Runs whose undo is dead, or unconfirmed for an hour.",
     "recurring_overdue": "1 while a recurring message was not stored when due.",
     "worker_heartbeat_age_seconds": "Since the last heartbeat of a worker that lives, "
     "or that is silent and was not replaced.",

@@ -27,12 +27,14 @@ from . import (
     outages,
     periods,
     recent,
+    runs,
     schedule,
     subscriptions,
     turns,
 )
 from .attendance import Attendance
 from .outages import Known
+from .runs import Runs
 from .schedule import Timing
 from .subscriptions import Subscription
 from .turns import HeldKey, Line
@@ -143,6 +145,8 @@ class Status:
     queues: dict[str, Waiting] = field(default_factory=dict)
     deadlines: dict[str, Waiting] = field(default_factory=dict)
     """The runs of flows that wait for a deadline, by service."""
+    runs: list[Runs] = field(default_factory=list)
+    """The open runs of each flow."""
     late_ticks: list[Timing] = field(default_factory=list)
     """The recurring messages that were not stored when they were due."""
     unconsumed: dict[str, str] = field(default_factory=dict)
@@ -242,6 +246,11 @@ class Status:
         ]
 
     @property
+    def stuck(self) -> list[Runs]:
+        """The flows with runs that are stuck at an undo."""
+        return [one for one in self.runs if one.stuck]
+
+    @property
     def abandoned(self) -> list[Subscription]:
         """The subscriptions of this service's stages that no longer exist."""
         return [one for one in self.subscriptions if one.abandoned]
@@ -272,6 +281,7 @@ class Status:
             or self.abandoned
             or self.left_behind
             or self.held_keys
+            or self.stuck
             or self.full
             or self.outages
             or self.unreadable
@@ -363,6 +373,7 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
         status.queues[labelled(waiting.name, using)] = waiting
     for waiting in for_deadlines(using):
         status.deadlines[labelled(waiting.name, using)] = waiting
+    status.runs += runs.read(using)
     status.late_ticks += schedule.late(using, status.now)
     status.subscriptions += subscriptions.read(using, status.attendance.living)
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.conf import settings
 from django.contrib.auth.models import User
+from django.core.management import call_command
 from django.test import Client
 from selenium.webdriver.common.by import By
 
 from django_txmsg import stages
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
+from django_txmsg.testing import drain
 from tests import factories
 from tests.faults import ManageProcess
+from tests.running import txmsg
+from tests.trips import trips, waiting
 
 from . import shop
 from .browser import PHONE, WIDE, Browser, browser, missing
@@ -93,6 +98,42 @@ def shop_stages() -> Iterator[None]:
 def pictures(tmp_path: Path) -> Path:
     """Where screenshots go: `TXMSG_SCREENSHOTS` names where one can look at them."""
     return Path(os.environ.get("TXMSG_SCREENSHOTS") or tmp_path)
+
+
+def test_a_run_is_readable_in_light_dark_and_on_a_phone(
+    walker: Browser, pictures: Path
+) -> None:
+    with txmsg(), trips():
+        run = waiting()
+        said = call_command(
+            "txmsg", "flows", "go-back", str(run.run_id), "--to", "booked",
+            stdout=StringIO(),
+        )  # fmt: skip
+        assert said is None
+        drain()
+        for dark, size, name in (
+            (False, WIDE, "run"),
+            (True, WIDE, "run-dark"),
+            (False, PHONE, "run-phone"),
+            (True, PHONE, "run-phone-dark"),
+        ):
+            walker.look(dark=dark, size=size)
+            for path in ("", f"{run.pk}/change/"):
+                walker.open(f"/admin/django_txmsg/run/{path}")
+                assert not walker.overflows(), (path, name)
+                assert walker.errors() == []
+                walker.photograph(pictures, f"{name}{'' if path else 's'}")
+            drawing = walker.find("svg.txmsg-sequence")
+            letters = drawing.find_elements(By.CSS_SELECTOR, "text")
+            assert min(one.size["height"] for one in letters) > 9
+            assert drawing.find_elements(By.CSS_SELECTOR, ".left")
+        walker.find("details:first-of-type summary").click()
+        walker.driver.find_element(By.NAME, "value").send_keys("true")
+        walker.driver.find_element(By.CSS_SELECTOR, "details[open] button").click()
+        walker.until("Resumed run")
+        drain()
+        walker.open(f"/admin/django_txmsg/run/{run.pk}/change/")
+        assert "answered" in walker.text
 
 
 @pytest.mark.usefixtures("shop_stages")

@@ -464,6 +464,53 @@ def test_a_flow_whose_time_out_is_not_stored_is_overdue(admin_client: Client) ->
     assert status.read().well
 
 
+def test_a_run_that_is_stuck_at_an_undo_is_an_alarm_everywhere(
+    admin_client: Client,
+) -> None:
+    runs, undo = Run.objects.using("other"), uuid.uuid4()
+    for number in range(3):
+        run = uuid.uuid4()
+        runs.create(
+            run_id=run, first_run=run, service="shop", flow="orders", version=1,
+            state="{}", step="end", turn=uuid.uuid4(), failing=number > 0,
+            waits_for="undo" if number else "answer",
+            request_id=undo if number == 1 else uuid.uuid4(),
+        )  # fmt: skip
+    assert status.read().well
+    assert health.look().stuck_undos == 0
+
+    letter = factories.DeadLetterFactory.build(message_id=undo, stage="elsewhere")
+    letter.save(using="other")
+
+    picture, (facts, code) = status.read(), told("--fail-on", "undo-stuck")
+    (alarm,) = (one for one in alarms.of(picture) if one.kind == "undo-stuck")
+    assert str(alarm).startswith(
+        "1 run of flow orders is stuck at an undo, of 2 that are undoing their work."
+    )
+    assert (picture.well, code) == (False, 1)
+    counts = {"open": 3, "undoing": 2, "undo_stuck": 1}
+    assert facts["flows"] == {"orders of shop": counts}
+    labels = {"flow": "orders", "service": "shop", "database": "other"}
+    assert {
+        sample.name: sample.value
+        for family in Collector().collect()
+        for sample in family.samples
+        if sample.labels == labels
+    } == {f"txmsg_flow_{name}": number for name, number in counts.items()}
+    assert (health.look().stuck_undos, health.look().state) == (1, "degraded")
+    assert "is stuck at an undo" in admin_client.get(OVERVIEW).content.decode()
+    out = StringIO()
+    call_command("message_status", "--fail-on", "paused", stdout=out)
+    assert "flow orders: 3 open, 2 undoing, 1 stuck" in out.getvalue()
+
+    letter.resolution = "redelivered"
+    letter.resolved_at = ago(minutes=1)
+    letter.save(using="other")
+    assert not status.read().stuck
+    runs.update(since=ago(hours=2))
+    assert [one.stuck for one in status.read().stuck] == [2]
+
+
 def test_all_is_not_well_beside_an_alarm() -> None:
     worker = factories.WorkerFactory(
         outages=[

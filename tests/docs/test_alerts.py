@@ -47,6 +47,7 @@ def _labels(name: str) -> set[str]:
         "workers": {"kind"},
         "outage": {"kind", "name"},
         "database": {"database"},
+        "flow": {"flow", "service", "database"},
         "deadline": {"service", "database"},
         "recurring": {"name", "database"},
         "pipeline": {"alert", "service"},

@@ -5,127 +5,29 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
-from django_txmsg import Destination, stages
-from django_txmsg.flows import Dead, Flow, Next, TimedOut, cancel, start, step
+from django_txmsg import stages
+from django_txmsg.flows import cancel
 from django_txmsg.flows.deadlines import Deadlines
 from django_txmsg.models import AuditEntry, FlowStep, FlowUndo, OutboxMessage, Run
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.testing import drain
-from tests.running import committing, declared, ship
+from tests.running import committing, ship
 from tests.running import step as take
-from tests.shelved_flows import at_hand, shelved
+from tests.trips import Shop, begin, trips, waiting
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient", "shop")]
 
 
-@dataclass
-class Order:
-    number: int
-
-
-@dataclass
-class Done:
-    by: str
-
-
-book = Destination("acts.book", Order, reply=Done)
-unbook = Destination("acts.unbook", Order)
-pay = Destination("acts.pay", Order, reply=Done)
-unpay = Destination("acts.unpay", Order)
-
-
-@shelved
-class Trip(Flow[Order, str], name="acts.trip", within=None):
-    number: int = 0
-    said: list[str] = []
-
-    @step
-    def start(self, order: Order) -> Next[str]:
-        self.number = order.number
-        return self.ask(
-            book, order, then=self.booked, undo=unbook, otherwise=self.given_up
-        )
-
-    @step
-    def booked(self, done: Done) -> Next[str]:
-        self.said = [*self.said, done.by]
-        return self.ask(pay, Order(self.number), then=self.paid, undo=unpay)
-
-    @step
-    def paid(self, done: Done) -> Next[str]:
-        self.said = [*self.said, done.by]
-        return self.wait(then=self.approved, otherwise=self.given_up)
-
-    @step
-    def approved(self, yes: bool) -> Next[str]:
-        return f"{yes} {self.said}"
-
-    @step
-    def given_up(self, why: TimedOut | Dead) -> Next[str]:
-        return self.fail(f"{type(why).__name__} {getattr(why, 'reason', '')}".strip())
-
-
-class Shop:
-    """The participants: what they have done, and what they answer."""
-
-    did: ClassVar[list[str]] = []
-    by: ClassVar[str] = "first"
-
-
-def _booked(order: Order) -> Done:
-    Shop.did.append("book")
-    return Done(Shop.by)
-
-
-def _unbooked(order: Order) -> None:
-    Shop.did.append("unbook")
-
-
-def _paid(order: Order) -> Done:
-    Shop.did.append("pay")
-    return Done(Shop.by)
-
-
-def _unpaid(order: Order) -> None:
-    Shop.did.append("unpay")
-
-
 @pytest.fixture
 def shop() -> Iterator[None]:
-    Shop.did.clear()
-    Shop.by = "first"
-    with ExitStack() as stack:
-        stack.enter_context(at_hand(Trip))
-        for handler, destination, options in (
-            (_booked, book, {}),
-            (_unbooked, unbook, {"undoes": book}),
-            (_paid, pay, {}),
-            (_unpaid, unpay, {"undoes": pay}),
-        ):
-            stack.enter_context(
-                declared(handler, destination, name=str(destination), **options)
-            )
+    with trips():
         yield
-
-
-def begin(key: str = "A-1") -> Run:
-    with transaction.atomic():
-        return start(Trip, Order(1), key=key)
-
-
-def waiting(key: str = "A-1") -> Run:
-    """A run that is booked and paid, and waits for a person."""
-    run = begin(key)
-    drain()
-    return again(run)
 
 
 def again(run: Run) -> Run:

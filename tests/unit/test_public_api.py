@@ -90,7 +90,7 @@ PUBLIC = {
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost
         message_buried message_dispatched message_duplicate message_processed
-        flow_late message_redelivered message_stored messages_committed outcome_unknown
+        flow_ended flow_late message_redelivered message_stored messages_committed outcome_unknown
         session_ended
     """,
     "django_txmsg.spark": "register",

@@ -93,6 +93,12 @@ class Command(BaseCommand):
                     line(f"  {title} {printable(name)}: {_place(place, now)}")
         for name, waiting in sorted(picture.queues.items()):
             line(f"  queue {printable(name)}: {_waiting(waiting, now)}")
+        for flow in picture.runs:
+            line(
+                f"  flow {printable(flow.flow)}: {capped(flow.open)} open"
+                + (f", {capped(flow.undoing)} undoing" if flow.undoing else "")
+                + (f", {capped(flow.stuck)} stuck" if flow.stuck else "")
+            )
         if given_up:
             line(f"{'sessions given up in 24 h:':<31}{given_up}")
         living = picture.attendance.living
@@ -188,6 +194,14 @@ def facts(picture: Status) -> dict[str, Any]:
             for label, one in picture.queues.items()
         },
         "deadlines": {n: waiting(w) for n, w in picture.deadlines.items()},
+        "flows": {
+            f"{one.flow} of {one.service}": {
+                "open": min(one.open, CAP),
+                "undoing": min(one.undoing, CAP),
+                "undo_stuck": one.stuck,
+            }
+            for one in picture.runs
+        },
         "late_ticks": [one.name for one in picture.late_ticks],
         "outages": [
             {

@@ -1,0 +1,252 @@
+"""Runs of flows: the list, a page for each, and what an operator does to them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from django.contrib import admin, messages
+from django.core.exceptions import PermissionDenied
+from django.db import router
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import render
+from django.urls import path
+from django.utils.safestring import SafeString
+from django.views.decorators.http import require_POST
+
+from .. import wire
+from ..dead_letters import masking
+from ..errors import TxmsgError
+from ..flows import acts
+from ..flows.declaration import declarations
+from ..models import FlowStep, FlowUndo, Run
+from ..monitoring import runs
+from . import display
+from .addresses import led
+from .audit import audit, audited
+from .base import ReadOnlyAdmin, plain
+from .body import pretty
+from .counting import count, listed
+from .filters import AgeFilter, CountingFilter, StateFilter
+from .sequence import sequence
+
+_PAGE = "admin:django_txmsg_run_change"
+#: The states whose rows an index finds, however few they are.
+_COUNTED = frozenset({"open", "waiting", "undoing", "undo stuck"})
+
+
+class RunStateFilter(StateFilter):
+    """By state."""
+
+    @staticmethod
+    def conditions() -> dict[str, Q]:
+        """Return the condition of each choice."""
+        return runs.states()
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count the runs of the states that have an index."""
+        rows = model_admin.get_queryset(request)
+        for name, condition in self.conditions().items():
+            counts = name in _COUNTED
+            yield name, name, count(rows.filter(condition)) if counts else None
+
+
+class FlowFilter(CountingFilter):
+    """By flow: those declared here, and others with open runs."""
+
+    title = parameter_name = "flow"
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count the open runs of each."""
+        found = dict.fromkeys((one.name for one in declarations()), 0)
+        for one in runs.read(model_admin.get_queryset(request).db):
+            found[one.flow] = one.open
+        for name, number in sorted(found.items()):
+            yield name, f"{name} ({listed(number)} open)", None
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        return queryset.filter(flow=self.value()) if self.value() else queryset
+
+
+class StepFilter(admin.SimpleListFilter):
+    """By the step that runs next, of the flows declared here."""
+
+    title = parameter_name = "step"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        """Return the steps of the chosen flow, or of all."""
+        flow = request.GET.get("flow")
+        chosen = [one for one in declarations() if flow in (None, one.name)]
+        return [
+            (name, name) for name in sorted({s for one in chosen for s in one.steps})
+        ]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        return queryset.filter(step=self.value()) if self.value() else queryset
+
+
+class SinceFilter(AgeFilter):
+    """By the last step."""
+
+    title, column = "last step", "since"
+
+
+@admin.register(Run)
+class RunAdmin(ReadOnlyAdmin):
+    """Runs, newest first."""
+
+    list_display = ("shown_state", "flow", "key", "step", "waits", "age", "deadline")
+    list_display_links = ("shown_state", "flow")
+    list_filter = (RunStateFilter, FlowFilter, StepFilter, SinceFilter)
+    search_fields = ("run_id",)
+    search_help_text = "Exact id of a run, or key"
+    ordering = ("-id",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Run]:
+        """Do not load the long columns."""
+        rows: QuerySet[Run] = super().get_queryset(request)
+        return rows.defer("state", "answer", "caller", "baggage")
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Find by one exact id, or by the key of a flow declared here."""
+        if not search_term:
+            return queryset, False
+        text = search_term.strip()
+        try:
+            return queryset.filter(run_id=uuid.UUID(text)), False
+        except ValueError:
+            flows = [one.name for one in declarations()]
+            return queryset.filter(flow__in=flows, key=text), False
+
+    @admin.display(description="state")
+    def shown_state(self, run: Run) -> SafeString:
+        """Waiting, undoing or ended. `state` is the column with the flow's own."""
+        return display.badge(word(run))
+
+    @admin.display(description="waits for")
+    def waits(self, run: Run) -> str:
+        """What continues it."""
+        return waits(run)
+
+    @admin.display(description="for")
+    def age(self, run: Run) -> SafeString:
+        """How long it has waited, or since when it has ended."""
+        return display.ago(run.ended_at) if run.ended_at else display.age(run.since)
+
+    @admin.display(description="deadline")
+    def deadline(self, run: Run) -> SafeString:
+        """The deadline of its wait."""
+        return display.age(run.due_at)
+
+    def get_urls(self) -> list[Any]:
+        """Add the address of the acts."""
+        view = self.admin_site.admin_view(require_POST(self.act))
+        return [
+            path("<int:pk>/act/<str:name>/", view, name="django_txmsg_run_act"),
+            *super().get_urls(),
+        ]
+
+    def change_view(
+        self,
+        request: HttpRequest,
+        object_id: str,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """Show everything known about one run."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        run: Any = self.get_object(request, object_id)
+        if run is None:
+            messages.warning(request, f"There is no run {object_id} here.")
+            return led(request, "admin:django_txmsg_run_changelist")
+        using, user = run._state.db, request.user
+        declared = {one.name: one for one in declarations()}.get(run.flow)
+        states = user.has_perm("django_txmsg.view_message_body")
+        steps = FlowStep.objects.using(using).filter(run=run, left=False)
+        possible = [
+            name
+            for name, one in acts.ACTS.items()
+            if user.has_perm(f"django_txmsg.{one.permission}")
+            if declared is not None and not acts.refused(name, run)
+        ]
+        context = {
+            **self.page_context(request, f"Run of {run.flow}"),
+            "run": run,
+            "word": word(run),
+            "waits": waits(run),
+            "ended": run.get_outcome_display(),
+            "declared": declared,
+            "states": states,
+            "state": _masked(run, run.state) if states else "",
+            "answer": _masked(run, run.answer) if states and run.ended_at else "",
+            "sequence": sequence(
+                run, signals=declared.signals if declared else (), states=states
+            ),
+            "undos": FlowUndo.objects.using(using).filter(run=run).order_by("-number"),
+            "back": [
+                one
+                for one in steps.order_by("-pk")[:50]
+                if declared and one.step in declared.steps
+                if not declared.steps[one.step].joins
+            ],
+            "possible": possible,
+            "seen": run.since.isoformat(),
+        }
+        return render(request, "admin/django_txmsg/run.html", context)
+
+    def act(self, request: HttpRequest, pk: int, name: str) -> HttpResponse:
+        """Do one of the acts to a run, unless it has gone on since it was shown."""
+        one = acts.ACTS.get(name)
+        user: Any = request.user
+        may = one is not None and user.has_perm(f"django_txmsg.{one.permission}")
+        if not may or not self.has_view_permission(request):
+            raise PermissionDenied
+        run = Run.objects.using(router.db_for_write(Run)).filter(pk=pk).first()
+        if run is None:
+            return led(request, "admin:django_txmsg_run_changelist")
+        given = acts.Given(
+            **{
+                field: plain(request.POST.get(field, "")).strip()
+                for field in ("why", "value", "type", "to")
+            }
+        )
+        try:
+            with audited(str(run._state.db)):
+                said = acts.act(name, run, given, seen=request.POST.get("seen", ""))
+                audit(request, run, said)
+        except TxmsgError as error:
+            messages.error(request, str(error))
+        else:
+            messages.success(request, said)
+        return led(request, _PAGE, pk)
+
+
+def word(run: Run) -> str:
+    """Return the state of a run, for a badge."""
+    if run.ended_at is not None:
+        return str(run.outcome).replace("_", " ")
+    if not run.failing:
+        return "waiting"
+    return "undoing" if run.kept_undos is None else "going back"
+
+
+def waits(run: Run) -> str:
+    """Return what continues a run."""
+    if run.ended_at is not None:
+        return "-"
+    return " of ".join(filter(None, (str(run.get_waits_for_display()), run.asked)))
+
+
+def _masked(run: Run, text: str) -> str:
+    return pretty(masking.shown(run.flow, {}, text.encode(), wire.JSON)[1])

@@ -1,0 +1,191 @@
+"""A run as a sequence diagram: its caller on the left, the flow in the middle, and all
+participants on the right, so that it fits a phone however many there are. Each step is
+a box with what it has changed in the state."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import wire
+from ..dead_letters import masking
+from ..flows.engine import BACK
+from ..models import FlowStep, OutboxMessage, Run
+from . import display
+
+#: Most steps that are drawn, the newest; lines of a box; and characters of a line and
+#: of an arrow's label.
+MOST, LINES, LINE, LABEL = 100, 12, 44, 24
+#: Heights, in the units of the drawing, which is WIDTH wide.
+WIDTH, ARROW, HEAD, ROW, GAP = 340, 26, 22, 14, 8
+CALLER, FLOW, OTHERS = 12, 170, 328
+
+
+@dataclass
+class Arrow:
+    """A message between two of the three lines, or of the flow to itself."""
+
+    y: int
+    text: str
+    start: int
+    end: int
+
+    @property
+    def label(self) -> str:
+        """The text, as short as there is room."""
+        return display.cut(self.text, LABEL)
+
+    @property
+    def middle(self) -> float:
+        """Where its text is centred."""
+        return (self.start + self.end) / 2
+
+
+@dataclass
+class Box:
+    """One step."""
+
+    y: int
+    step: str
+    at: dt.datetime
+    message_id: uuid.UUID
+    left: bool
+    lines: list[tuple[str, str]]
+    arrows: list[Arrow] = field(default_factory=list)
+
+    @property
+    def height(self) -> int:
+        """Its height."""
+        return HEAD + ROW * len(self.lines) + (GAP if self.lines else 0)
+
+    @property
+    def texts(self) -> Iterator[tuple[int, str, str]]:
+        """Yield each line of the state's difference, and where it is."""
+        for number, (kind, text) in enumerate(self.lines, 1):
+            yield self.y + HEAD + number * ROW - 4, kind, display.cut(text, LINE)
+
+
+@dataclass
+class Sequence:
+    """The drawing."""
+
+    boxes: list[Box]
+    height: int
+    more: int
+    """How many earlier steps are not drawn."""
+
+
+def sequence(run: Run, *, signals: Collection[str], states: bool) -> Sequence:
+    """Return the drawing of a run. `signals` are the names of the flow's signals;
+    without `states`, the boxes show no state."""
+    using = run._state.db
+    rows = FlowStep.objects.using(using).filter(run=run).order_by("-pk")
+    newest = list(rows[: MOST + 1])
+    steps, before = newest[:MOST][::-1], newest[MOST:]
+    sent = OutboxMessage.objects.using(using).filter(
+        message_id__in=[one.message_id for one in steps]
+    )
+    types = {
+        one.message_id: one.headers.get(wire.TYPE, "") for one in sent.defer("body")
+    }
+    state: Any = _state(run.flow, before[0]) if before and states else {}
+    waits, y, boxes = before[0].then if before else "", ARROW, list[Box]()
+    for step in steps:
+        lines: list[tuple[str, str]] = []
+        if states:
+            after = _state(run.flow, step)
+            lines, state = difference(state, after), after
+        box = Box(
+            y + ARROW, step.step, step.created_at, step.message_id, step.left, lines
+        )
+        came = _came(step, waits, types, signals, first=not boxes and not before)
+        box.arrows.append(_arrow(y + ARROW - GAP, came, inward=True))
+        y = box.y + box.height
+        waits = step.then or waits
+        if step.then not in ("", "itself"):
+            y += ARROW
+            box.arrows.append(_arrow(y - GAP, _leaves(waits), inward=False))
+        boxes.append(box)
+    return Sequence(boxes, y + ARROW, rows.count() - len(steps))
+
+
+def difference(before: Any, after: Any) -> list[tuple[str, str]]:
+    """Return what differs between two states, field by field, each line with its
+    kind."""
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+        return [] if before == after else [("added", f"+ {_text(after)}")]
+    lines = []
+    for name in dict.fromkeys([*before, *after]):
+        if name in before and name in after and before[name] == after[name]:
+            continue
+        if name in before:
+            lines.append(("removed", f"- {name}: {_text(before[name])}"))
+        if name in after:
+            lines.append(("added", f"+ {name}: {_text(after[name])}"))
+    more = len(lines) - LINES
+    return lines if more <= 0 else [*lines[:LINES], ("place", f"and {more} more lines")]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _state(flow: str, step: FlowStep) -> Any:
+    return masking.shown(flow, {}, step.state.encode(), wire.JSON)[1]
+
+
+def _came(
+    step: FlowStep,
+    waits: str,
+    types: Mapping[uuid.UUID, str],
+    signals: Collection[str],
+    *,
+    first: bool,
+) -> tuple[int, str]:
+    """Return where the message of a step came from, and what it was."""
+    kind, _, place = waits.partition(" ")
+    of = types.get(step.message_id, "")
+    if first:
+        return CALLER, "start"
+    if step.step == BACK:
+        return CALLER, "an operator"
+    if step.step in signals:
+        return CALLER, "signal"
+    if of.startswith("txmsg.TimedOut"):
+        return FLOW, "deadline passed"
+    if of.startswith("txmsg.Dead"):
+        return OTHERS, "given up"
+    if of.startswith("txmsg.Cancelled"):
+        return CALLER, "cancelled"
+    return {
+        "answer": (OTHERS, f"answer of {place}"),
+        "join": (OTHERS, "all answers"),
+        "resume": (CALLER, "resumed"),
+        "time": (FLOW, "time is up"),
+        "undo": (OTHERS, f"done: {place}"),
+    }.get(kind, (FLOW, "goes on"))
+
+
+def _leaves(then: str) -> tuple[int, str]:
+    """Return where a step's own message goes, and what it is."""
+    kind, _, place = then.partition(" ")
+    return {
+        "answer": (OTHERS, f"asks {place}"),
+        "join": (OTHERS, "asks many"),
+        "undo": (OTHERS, f"undo by {place}"),
+        "resume": (FLOW, "waits for a person"),
+        "time": (FLOW, "sleeps"),
+        "answered": (CALLER, "answers"),
+        "failed": (CALLER, "fails, undone"),
+        "handed_over": (OTHERS, "hands over"),
+    }.get(kind, (FLOW, then))
+
+
+def _arrow(y: int, told: tuple[int, str], *, inward: bool) -> Arrow:
+    place, text = told
+    ends = (place, FLOW) if inward else (FLOW, place)
+    return Arrow(y, text, *ends)

@@ -1,0 +1,250 @@
+"""The pages of runs: the list, a run as a diagram, and the five acts."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.test import Client, override_settings
+
+from django_txmsg.admin import sequence
+from django_txmsg.models import AuditEntry, FlowStep, FlowUndo, Run
+from django_txmsg.models.run import Outcome, WaitsFor
+from django_txmsg.testing import drain
+from tests.running import IMPATIENT, txmsg
+from tests.trips import Shop, trips, waiting
+
+URL = "/admin/django_txmsg/run/"
+ACTS = ("resume", "time-out", "cancel", "answer", "go-back")
+RIGHTS = [f"{name.replace('-', '_')}_run" for name in ACTS]
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.usefixtures("shop"),
+]
+
+
+@pytest.fixture
+def shop() -> Iterator[None]:
+    with txmsg(), trips():
+        yield
+
+
+@pytest.fixture
+def operator(somebody: Callable[..., Client]) -> Client:
+    """A user who may see runs with their states, and do all acts."""
+    return somebody("view_run", "view_message_body", *RIGHTS)
+
+
+def page_of(client: Client, run: Run) -> str:
+    return client.get(f"{URL}{run.pk}/change/").content.decode()
+
+
+def drawing_of(page: str) -> str:
+    return page.partition('<svg class="txmsg-sequence"')[2].partition("</svg>")[0]
+
+
+def act(client: Client, run: Run, name: str, **fields: Any) -> str:
+    answer = client.post(f"{URL}{run.pk}/act/{name}/", fields, follow=True)
+    return answer.content.decode() if answer.status_code == 200 else "refused"
+
+
+def stored(**fields: Any) -> Run:
+    run_id = uuid.uuid4()
+    made: Run = Run.objects.create(
+        **{
+            "run_id": run_id, "first_run": run_id, "service": "tests",
+            "flow": "acts.trip", "version": 1, "step": "paid", "turn": uuid.uuid4(),
+            "state": json.dumps({"number": 1, "said": []}), "waits_for": "answer",
+        } | fields
+    )  # fmt: skip
+    return made
+
+
+def test_list_shows_and_finds_runs(operator: Client) -> None:
+    run = stored(key="A-1", asked="acts.pay")
+    stored(key="<b>A-2</b>", failing=True, waits_for="undo")
+    stored(key="A-3", turn=None, waits_for="", outcome=Outcome.ANSWERED,
+           ended_at="2026-01-01T00:00:00Z")  # fmt: skip
+
+    page = operator.get(URL).content.decode()
+
+    assert "an answer of acts.pay" in page
+    assert "&lt;b&gt;A-2&lt;/b&gt;" in page
+    assert "acts.trip (2 open)" in page
+    assert ">Flows</a>" in page
+    assert "said" not in page, "the flow's own state is for the page of the run"
+    for query, keys in (
+        ("?state=open", {"A-1", "A-2"}),
+        ("?state=undoing", {"A-2"}),
+        ("?state=undo+stuck", set()),
+        ("?state=answered", {"A-3"}),
+        ("?flow=acts.trip&step=paid&q=A-1", {"A-1"}),
+        (f"?q={run.run_id}", {"A-1"}),
+        ("?flow=other", set()),
+    ):
+        rows = operator.get(URL + query).content.decode()
+        assert set(re.findall(r"A-\d", rows.partition("result_list")[2])) == keys, query
+
+
+def test_a_run_is_drawn_with_the_difference_of_each_step(operator: Client) -> None:
+    run = waiting()
+
+    page = page_of(operator, run)
+
+    drawing = drawing_of(page)
+    assert re.findall(r'class="step"[^>]*>([^<]+)', drawing) == [
+        "start",
+        "booked",
+        "paid",
+    ]
+    for text in (
+        "asks acts.book",
+        "answer of acts.book",
+        "asks acts.pay",
+        "waits for a person",
+        "+ number: 1",
+        "- said: [&quot;first&quot;]",
+        "+ said: [&quot;first&quot;, &quot;first&quot;]",
+    ):
+        assert text in drawing, text
+    assert "<script" not in drawing
+    assert "style=" not in drawing
+    assert "acts.unpay" in page
+    assert run.turn is not None
+    assert run.turn.hex not in page, "whoever has the turn can resume the run"
+
+
+def test_nothing_of_a_run_is_unescaped(operator: Client) -> None:
+    evil = "<script>alert(1)</script>&\"'"
+    run = stored(key=evil, state=json.dumps({"number": 1, "said": [evil]}),
+                 asked=evil[:200], correlation_id=evil)  # fmt: skip
+    FlowStep.objects.create(
+        run=run, step=evil, message_id=uuid.uuid4(), version=1,
+        state=json.dumps({evil: evil}), then=f"answer {evil}",
+    )  # fmt: skip
+    FlowUndo.objects.create(run=run, number=1, destination=evil, body=b"")
+
+    for page in (page_of(operator, run), operator.get(URL).content.decode()):
+        assert "<script>alert" not in page
+        assert "&lt;script&gt;" in page
+
+
+def test_states_need_the_permission_for_bodies_and_are_masked(
+    somebody: Callable[..., Client], operator: Client
+) -> None:
+    run = waiting()
+    page = page_of(somebody("view_run"), run)
+    assert "said" not in page
+    assert "Can view message bodies" in page
+    assert "What you may do" not in page
+
+    with override_settings(TXMSG={**IMPATIENT, "MASK": "tests.admin.test_runs.mask"}):
+        page = page_of(operator, run)
+    assert "hidden" in page
+    assert "- said: &quot;hidden&quot;" not in drawing_of(page)
+    assert "first&quot;" not in page
+    assert somebody("view_worker").get(f"{URL}{run.pk}/change/").status_code == 403
+
+
+def mask(destination: str, headers: Any, body: Any) -> Any:
+    assert destination == "acts.trip"
+    return headers, dict.fromkeys(body, "hidden")
+
+
+def test_the_acts_continue_a_run_and_are_audited(operator: Client) -> None:
+    run = waiting()
+    seen = run.since.isoformat()
+    booked = FlowStep.objects.get(run=run, step="booked")
+
+    said = act(operator, run, "go-back", to=booked.pk, seen=seen, why="<i>price</i>")
+    assert "Sent back to step booked run" in said
+    assert "&lt;i&gt;price&lt;/i&gt;" in said
+    drain()
+    assert Shop.did == ["book", "pay", "unpay", "pay"]
+    said = act(operator, run, "cancel", seen=seen)
+    assert "the run has gone on" in said
+    assert "bool" in act(operator, run, "resume", value='"yes"')
+    act(operator, run, "resume", value="true")
+    drain()
+
+    run.refresh_from_db()
+    assert run.outcome == Outcome.ANSWERED
+    page = page_of(operator, run)
+    assert "True [" in page
+    assert "What you may do" not in page
+    drawing = drawing_of(page)
+    assert drawing.count('<g class="left">') == 2
+    assert "an operator" in drawing
+    assert "undo by acts.unpay" in drawing
+    texts = list(AuditEntry.objects.order_by("pk").values_list("text", flat=True))
+    log = list(LogEntry.objects.order_by("pk").values_list("change_message", flat=True))
+    assert texts == log
+    assert [text.partition(" run ")[0] for text in texts] == [
+        "Sent back to step booked",
+        "Resumed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [("time-out", False), ("answer", False), ("cancel", False), ("go-back", True)],
+)
+def test_each_act_needs_its_own_permission(
+    somebody: Callable[..., Client], name: str, turns: bool
+) -> None:
+    run = stored(key="A-1")
+    FlowStep.objects.create(
+        run=run, step="start", message_id=uuid.uuid4(), version=1, state=run.state,
+        then="answer acts.book",
+    )  # fmt: skip
+    right = f"{name.replace('-', '_')}_run"
+    others = somebody("view_run", *(one for one in RIGHTS if one != right))
+    fields = {"to": "start", "value": '{"number": 1}'}
+
+    assert f"/act/{name}/" not in page_of(others, run)
+    assert act(others, run, name, **fields) == "refused"
+    assert act(somebody(right), run, name, **fields) == "refused"
+    assert not AuditEntry.objects.exists()
+    client = somebody("view_run", right)
+    assert f"/act/{name}/" in page_of(client, run)
+    assert client.get(f"{URL}{run.pk}/act/{name}/").status_code == 405
+    act(client, run, name, **fields)
+    assert AuditEntry.objects.count() == 1
+    changed = Run.objects.get(pk=run.pk)
+    assert (changed.waits_for == WaitsFor.ITSELF) == turns
+    assert (changed.due_at is not None) == (name == "time-out")
+
+
+def test_unknown_runs_acts_and_flows_are_no_errors(operator: Client) -> None:
+    run = stored(flow="gone.flow")
+    assert "not declared here" in page_of(operator, run)
+    assert (
+        "There is no run 99"
+        in operator.get(f"{URL}99/change/", follow=True).content.decode()
+    )
+    assert act(operator, run, "explode") == "refused"
+    assert "is not declared in this process" in act(operator, run, "cancel")
+
+
+def test_only_the_newest_steps_of_a_long_run_are_drawn(
+    operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "MOST", 3)
+    run = stored()
+    for number in range(8):
+        FlowStep.objects.create(
+            run=run, step="paid", message_id=uuid.uuid4(), version=1,
+            state=json.dumps({f"f{one}": number for one in range(20)}), then="time",
+        )  # fmt: skip
+
+    page = page_of(operator, run)
+
+    assert "5 earlier steps are not drawn." in page
+    assert page.count('class="step"') == 3
+    assert "and 28 more lines" in page
