@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 HERE = Path(__file__).resolve().parent
 #: A file that is made anew; another one can be given as the argument.
@@ -115,7 +115,10 @@ def tell(environment: dict[str, str], stack: ExitStack) -> None:
         show(seen)
         dead = dead or next((h["id"] for h in seen["hops"] if h["state"] == "dead"), "")
 
-    heading("4. What an operator sees")
+    heading("4. A flow: payment, stock, and a person's approval above 200 €")
+    tell_flow(environment, shop, processes)
+
+    heading("5. What an operator sees")
     print(indented(command(environment, "dead_letters", "list")))
     print(indented(command(environment, "message_status")))
     for one in processes:
@@ -125,7 +128,7 @@ def tell(environment: dict[str, str], stack: ExitStack) -> None:
         if one.name != "web" and code != 0:
             raise Failed(f"{one.name} ended with exit code {code}:\n{one.said()}")
 
-    heading("5. Where to look")
+    heading("6. Where to look")
     python = shlex.quote(os.path.relpath(sys.executable))
     manage = f"{python} {shlex.quote(os.path.relpath(HERE / 'manage.py'))}"
     print(f"   export DATABASE_URL=sqlite:///{DATABASE}")
@@ -135,6 +138,54 @@ def tell(environment: dict[str, str], stack: ExitStack) -> None:
     print(f"   {manage} relay              # and in two other terminals:")
     print(f"   {manage} consume")
     print(f"   {manage} dead_letters show {dead}")
+
+
+def tell_flow(
+    environment: dict[str, str], shop: Shop, processes: list[Process]
+) -> None:
+    """Check three orders out: a cheap one, one that is approved, and one that nobody
+    approves."""
+    small, approved, left = (
+        shop.check_out("Box of tea", quantity) for quantity in (2, 30, 40)
+    )
+
+    def ends(run: Run, outcome: str) -> None:
+        found = wait(
+            lambda: (seen := shop.run(run))["outcome"] and seen,
+            f"the checkout of order {run.number} to end",
+            processes,
+        )
+        if found["outcome"] != outcome:
+            raise Failed(f"order {run.number} {found['outcome']}, not {outcome}")
+        colour = "32" if outcome == "answered" else "33"
+        say(f"   order {run.number}   {outcome}: {json.dumps(found['answer'])}", colour)
+
+    ends(small, "answered")
+    for run in (approved, left):
+        wait(
+            lambda run=run: shop.run(run)["step"] == "approved",
+            f"order {run.number} to wait for an approval",
+            processes,
+        )
+        print(f"   order {run.number}   paid and reserved; waits for a person")
+    print(indented(command(environment, "txmsg", "flows", "list")), end="")
+    shop.approve(approved.number)
+    ends(approved, "answered")
+    print(
+        "   Two days pass without an approval of the other one, by an operator's word:"
+    )
+    said = command(environment, "txmsg", "flows", "time-out", left.run_id)
+    print(indented(said), end="")
+    ends(left, "failed")
+    print("   It was undone, newest first: goods put back, then the money returned.")
+    print(indented(command(environment, "txmsg", "flows", "show", left.run_id)))
+
+
+class Run(NamedTuple):
+    """A checkout."""
+
+    number: str
+    run_id: str
 
 
 class Shop:
@@ -159,17 +210,28 @@ class Shop:
 
     def order(self, item: str, quantity: int, *, fails: bool = False) -> str:
         """Place an order and return its number."""
-        fields = {"item": item, "quantity": str(quantity), "csrfmiddlewaretoken": ""}
-        fields["csrfmiddlewaretoken"] = next(
-            one.value or "" for one in self._cookies if one.name == "csrftoken"
-        )
+        fields = {"item": item, "quantity": str(quantity)}
         if fails:
             fields["payment_fails"] = "on"
-        with self._open("/", urllib.parse.urlencode(fields).encode()) as answer:
+        with self._open("/", self._form(fields)) as answer:
             number: str = answer.url.rstrip("/").rpartition("/")[2]
         if not number or "/orders/" not in answer.url:
             raise Failed(f"the order for {item} was not accepted")
         return number
+
+    def check_out(self, item: str, quantity: int) -> Run:
+        """Place an order by the flow."""
+        return Run(**self._post("/checkout/", item=item, quantity=str(quantity)))
+
+    def approve(self, number: str) -> None:
+        """Approve an order, as a person of the staff."""
+        self._post(f"/orders/{number}/approve/")
+
+    def run(self, run: Run, *, seconds: float = 0) -> dict[str, Any]:
+        """Return what is known of a checkout, after its end or after some seconds."""
+        with self._open(f"/runs/{run.run_id}/?wait={seconds}") as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
 
     def over(self, number: str, arrives: bool) -> dict[str, Any] | None:
         """Return what is known of an order once it has come to its expected end."""
@@ -184,6 +246,17 @@ class Shop:
             hop["state"] == "processed" and hop["dispatched"] for hop in order["hops"]
         )
         return order if (done if arrives else dead) else None
+
+    def _form(self, fields: dict[str, str]) -> bytes:
+        token = next(
+            one.value or "" for one in self._cookies if one.name == "csrftoken"
+        )
+        return urllib.parse.urlencode({**fields, "csrfmiddlewaretoken": token}).encode()
+
+    def _post(self, path: str, **fields: str) -> dict[str, Any]:
+        with self._open(path, self._form(fields)) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
 
     def _open(self, path: str, data: bytes | None = None) -> Any:
         return self._browser.open(self.base + path, data, timeout=PATIENCE)

@@ -25,6 +25,8 @@ class Order(models.Model):
     class Status(models.TextChoices):
         PLACED = "placed", "placed"
         SHIPPED = "shipped", "shipped"
+        ACCEPTED = "accepted", "accepted"
+        REFUSED = "refused", "refused"
 
     number = models.CharField(max_length=16, unique=True, default=new_number)
     item = models.CharField(max_length=80, choices=[(one, one) for one in PRICES])
@@ -41,3 +43,13 @@ class Order(models.Model):
 
     def __str__(self) -> str:
         return self.number
+
+
+class Approval(models.Model):
+    """An order that waits for a person. Who has the token can let its flow go on."""
+
+    order = models.CharField(max_length=16, unique=True)
+    token = models.CharField(max_length=80)
+
+    def __str__(self) -> str:
+        return self.order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from django_txmsg import stage
 
+from .flows import Checkout as Checkout  # declares its stages
 from .messages import Shipped, order_shipped
 from .models import Order
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import get_object_or_404, redirect, render
-from django.views.decorators.http import require_GET, require_http_methods
+from django.views.decorators.http import (
+    require_GET,
+    require_http_methods,
+    require_POST,
+)
 from payments.messages import Charge, charge_payment
 
+from django_txmsg.flows import AlreadyResumed, FlowView, resume, start
+
+from .flows import Checkout, PlaceOrder
 from .forms import OrderForm
-from .models import Order
+from .models import Approval, Order
 from .trail import Hop, trail
 
 #: What the customer calls the stages.
@@ -63,6 +70,32 @@ def order_json(request: HttpRequest, number: str) -> JsonResponse:
             "hops": [hop.as_dict() for hop in trail(number)],
         }
     )
+
+
+@require_POST
+def checkout(request: HttpRequest) -> JsonResponse:
+    """Place an order by a flow. Order and run commit together."""
+    form = OrderForm(request.POST)
+    if not form.is_valid():
+        return JsonResponse({"errors": form.errors}, status=400)
+    order = form.save()
+    run = start(Checkout, PlaceOrder(order.number), key=order.number)
+    return JsonResponse({"number": order.number, "run_id": str(run.run_id)})
+
+
+@require_POST
+def approve(request: HttpRequest, number: str) -> JsonResponse:
+    """Approve an expensive order, as its page for the staff would."""
+    found = get_object_or_404(Approval, order=number)
+    try:
+        resume(found.token, True)
+    except AlreadyResumed as error:
+        return JsonResponse({"error": str(error)}, status=409)
+    return JsonResponse({"number": number, "approved": True})
+
+
+#: A run as JSON; `?wait=20` waits for its end.
+run = FlowView.as_view(flow=Checkout)
 
 
 def _steps(hops: list[Hop]) -> list[tuple[str, str]]:

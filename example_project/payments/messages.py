@@ -19,4 +19,23 @@ class Charge:
     """On purpose, for the demonstration."""
 
 
+@message_type("payments.Take")
+@dataclass
+class Take:
+    """Take the money for a checkout, or give it back."""
+
+    order: str
+    amount: Decimal
+
+
+@message_type("payments.Taken")
+@dataclass
+class Taken:
+    """The money is here."""
+
+    order: str
+
+
+take_payment = Destination("payments.take", Take, reply=Taken)
+refund_payment = Destination("payments.refund", Take)
 charge_payment = Destination("payments.charge", Charge)

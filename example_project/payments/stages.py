@@ -6,7 +6,7 @@ from shipping.messages import Ship, ship_parcel
 
 from django_txmsg import RedeliveryPolicy, stage
 
-from .messages import Charge, charge_payment
+from .messages import Charge, Take, Taken, charge_payment, refund_payment, take_payment
 from .models import Payment
 
 
@@ -29,3 +29,16 @@ def charge(payment: Charge) -> None:
     if payment.fails:
         raise GatewayDown(f"the bank does not answer for order {order}")
     ship_parcel.send(Ship(order), key=order)
+
+
+@stage(take_payment)
+def take(asked: Take) -> Taken:
+    """Take the payment of a checkout. What is returned goes back to the flow."""
+    Payment.objects.create(order=asked.order, amount=asked.amount)
+    return Taken(asked.order)
+
+
+@stage(refund_payment, undoes=take_payment)
+def refund(asked: Take) -> None:
+    """Give the money back: once, and only if that very request has taken it."""
+    Payment.objects.create(order=asked.order, amount=-asked.amount)

@@ -15,4 +15,24 @@ class Ship:
     order: str
 
 
+@message_type("shipping.Reserve")
+@dataclass
+class Reserve:
+    """Keep goods for a checkout, or put them back."""
+
+    order: str
+    item: str
+    quantity: int
+
+
+@message_type("shipping.Reserved")
+@dataclass
+class Reserved:
+    """They lie on this shelf."""
+
+    shelf: str
+
+
+reserve_goods = Destination("shipping.reserve", Reserve, reply=Reserved)
+release_goods = Destination("shipping.release", Reserve)
 ship_parcel = Destination("shipping.ship", Ship)

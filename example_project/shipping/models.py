@@ -14,3 +14,14 @@ class Parcel(models.Model):
 
     def __str__(self) -> str:
         return self.tracking_code
+
+
+class Reservation(models.Model):
+    """Goods that are kept for one checkout."""
+
+    order = models.CharField(max_length=16, db_index=True)
+    item = models.CharField(max_length=80)
+    quantity = models.PositiveSmallIntegerField()
+
+    def __str__(self) -> str:
+        return f"{self.quantity} {self.item} for {self.order}"

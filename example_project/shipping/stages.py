@@ -6,8 +6,15 @@ from orders.messages import Shipped, order_shipped
 
 from django_txmsg import Message, stage
 
-from .messages import Ship, ship_parcel
-from .models import Parcel
+from .messages import (
+    Reserve,
+    Reserved,
+    Ship,
+    release_goods,
+    reserve_goods,
+    ship_parcel,
+)
+from .models import Parcel, Reservation
 
 
 @stage(ship_parcel)
@@ -19,3 +26,18 @@ def ship(asked: Ship, message: Message) -> None:
         order=order, tracking_code=f"P{message.id.hex[-8:].upper()}"
     )
     order_shipped.send(Shipped(order, parcel.tracking_code), key=order)
+
+
+@stage(reserve_goods)
+def reserve(asked: Reserve) -> Reserved:
+    """Keep the goods, and say where."""
+    kept = Reservation.objects.create(
+        order=asked.order, item=asked.item, quantity=asked.quantity
+    )
+    return Reserved(shelf=f"A{kept.pk}")
+
+
+@stage(release_goods, undoes=reserve_goods)
+def release(asked: Reserve) -> None:
+    """Put the goods back."""
+    Reservation.objects.filter(order=asked.order).delete()

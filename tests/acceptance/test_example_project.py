@@ -108,6 +108,42 @@ def test_orders_are_paid_and_shipped_once(stand: Stand) -> None:
         assert parcels == [(order["tracking_code"],)]
 
 
+def test_checkouts_end_once_and_what_nobody_approves_is_undone(stand: Stand) -> None:
+    small, approved, left = (
+        stand.shop.check_out("Box of tea", quantity) for quantity in (1, 30, 31)
+    )
+    for run in (approved, left):
+        demo.wait(
+            lambda run=run: stand.shop.run(run)["step"] == "approved",
+            f"order {run.number} to wait for an approval",
+            stand.processes,
+        )
+
+    stand.shop.approve(approved.number)
+    demo.command(stand.env, "txmsg", "flows", "time-out", left.run_id)
+
+    outcomes = [
+        demo.wait(
+            lambda run=run: stand.shop.run(run, seconds=5)["outcome"],
+            f"the checkout of order {run.number} to end",
+            stand.processes,
+        )
+        for run in (small, approved, left)
+    ]
+    assert outcomes == ["answered", "answered", "failed"]
+    money = 'SELECT count(*), sum(amount) FROM payments_payment WHERE "order" = %s'
+    kept = 'SELECT count(*) FROM shipping_reservation WHERE "order" = %s'
+    found = [
+        (*stand.rows(money, run.number), *stand.rows(kept, run.number))
+        for run in (small, approved, left)
+    ]
+    assert [(int(count), float(total), kept) for (count, total), (kept,) in found] == [
+        (1, 11.2, 1),
+        (1, 336.0, 1),
+        (2, 0.0, 0),
+    ]
+
+
 def test_a_failing_payment_is_tried_three_times_and_leaves_nothing(
     stand: Stand,
 ) -> None:

@@ -90,8 +90,8 @@ PUBLIC = {
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost
         message_buried message_dispatched message_duplicate message_processed
-        flow_ended flow_late message_redelivered message_stored messages_committed outcome_unknown
-        session_ended
+        flow_ended flow_late message_redelivered message_stored messages_committed
+        outcome_unknown session_ended
     """,
     "django_txmsg.spark": "register",
     "django_txmsg.spark.cli": "main",

@@ -1,0 +1,112 @@
+"""A checkout: payment, stock, and a person's approval of what is expensive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+
+from payments.messages import Take, Taken, refund_payment, take_payment
+from shipping.messages import Reserve, Reserved, release_goods, reserve_goods
+
+from django_txmsg import message_type
+from django_txmsg.flows import Dead, Flow, Next, TimedOut, step
+
+from .models import Approval, Order
+
+#: Above this sum a person decides.
+APPROVED_UP_TO = Decimal(200)
+
+
+@message_type("orders.Checkout")
+@dataclass
+class PlaceOrder:
+    """Check an order out."""
+
+    order: str
+
+
+@message_type("orders.Accepted")
+@dataclass
+class Accepted:
+    """The order is paid, and its goods are kept."""
+
+    order: str
+    shelf: str
+
+
+@message_type("orders.Refused")
+@dataclass
+class Refused:
+    """Nothing is left of it: no payment, no reservation."""
+
+    order: str
+    why: str
+
+
+Answer = Accepted | Refused
+
+
+class Checkout(
+    Flow[PlaceOrder, Answer], name="orders.checkout", within=timedelta(minutes=5)
+):
+    """Each step is one transaction; between two of them no process waits."""
+
+    order: str = ""
+    shelf: str = ""
+
+    @step
+    def start(self, asked: PlaceOrder) -> Next[Answer]:
+        """Ask for the payment. If the flow fails, it is given back."""
+        self.order = asked.order
+        order = Order.objects.get(number=self.order)
+        return self.ask(
+            take_payment,
+            Take(order.number, order.total),
+            then=self.paid,
+            undo=refund_payment,
+        )
+
+    @step
+    def paid(self, taken: Taken) -> Next[Answer]:
+        """Ask for the goods."""
+        order = Order.objects.get(number=self.order)
+        return self.ask(
+            reserve_goods,
+            Reserve(order.number, order.item, order.quantity),
+            then=self.reserved,
+            undo=release_goods,
+        )
+
+    @step
+    def reserved(self, kept: Reserved) -> Next[Answer]:
+        """Accept the order, or wait two days for a person's approval."""
+        self.shelf = kept.shelf
+        if Order.objects.get(number=self.order).total <= APPROVED_UP_TO:
+            return self.approved(True)
+        waits = self.wait(
+            then=self.approved, within=timedelta(days=2), otherwise=self.expired
+        )
+        Approval.objects.create(order=self.order, token=waits.token)
+        return waits
+
+    @step
+    def approved(self, yes: bool) -> Next[Answer]:
+        """End: what was done stays."""
+        if not yes:
+            return self._refused("a person has refused it")
+        self._close(Order.Status.ACCEPTED)
+        return Accepted(self.order, self.shelf)
+
+    @step
+    def expired(self, why: TimedOut | Dead) -> Next[Answer]:
+        """End: what was done is undone, newest first."""
+        return self._refused("nobody has approved it")
+
+    def _refused(self, why: str) -> Next[Answer]:
+        self._close(Order.Status.REFUSED)
+        return self.fail(Refused(self.order, why))
+
+    def _close(self, status: Order.Status) -> None:
+        Order.objects.filter(number=self.order).update(status=status)
+        Approval.objects.filter(order=self.order).delete()
