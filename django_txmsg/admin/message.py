@@ -18,6 +18,7 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 
 from .. import conf
+from ..consuming import stopping
 from ..errors import InvalidMessage
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from ..monitoring import turns
@@ -90,6 +91,9 @@ class MessagePages:
             "raw": raw([*outbox, *inbox, *letters]),
             "may": may,
             "editable": conf.get().EDIT_DEAD_LETTERS,
+            "stoppable": may["stop"]
+            and any(one.state.value == "received" for one in inbox)
+            and bool(stopping.running(message_id, using)),
         }
         return render(request, "admin/django_txmsg/message.html", context)
 
@@ -152,6 +156,22 @@ class MessagePages:
             messages.error(request, f"{given[:20]!r} is not a number of minutes.")
             return led(request, MESSAGE, message_id)
 
+    def stop(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
+        """Stop a message that a handler is processing."""
+        user: Any = request.user
+        if not user.has_perm("django_txmsg.stop_inboxmessage"):
+            raise PermissionDenied
+        allowed(request)
+        why = plain(request.POST.get("why", "")).strip()[:200]
+        by = f"by {user.get_username()}" + (f": {why}" if why else "")
+        using = router.db_for_write(InboxMessage)
+        return self._done(
+            request, message_id, "Asked to stop", why,
+            lambda: stopping.ask(message_id, using=using, why=by),
+            of=InboxMessage,
+            unless="it has ended, or its stage has no timeout.",
+        )  # fmt: skip
+
     def _done(
         self,
         request: HttpRequest,
@@ -159,23 +179,21 @@ class MessagePages:
         verb: str,
         detail: str,
         deed: Callable[[], bool],
+        of: Any = OutboxMessage,
+        unless: str = "the message is no longer pending, or a relay is sending it now.",
     ) -> HttpResponse:
-        using = router.db_for_write(OutboxMessage)
+        using = router.db_for_write(of)
         with audited(using):
             done = deed()
             if done:
-                rows = OutboxMessage.objects.using(using).filter(message_id=message_id)
+                rows = of.objects.using(using).filter(message_id=message_id)
                 said = f"{verb} message {message_id}"
                 said += f": {detail}" if detail else "."
                 audit(request, rows.order_by("-pk")[0], said)
         if done:
             messages.success(request, f"{verb} the message.")
         else:
-            messages.warning(
-                request,
-                f"Not {verb.lower()}: the message is no longer pending, or a relay is "
-                f"sending it now.",
-            )
+            messages.warning(request, f"Not {verb.lower()}: {unless}")
         return led(request, MESSAGE, message_id)
 
     def _content(
@@ -208,6 +226,7 @@ def allowed(request: HttpRequest) -> dict[str, bool]:
             ("edit", "edit_deadletter"),
             ("cancel", "cancel_outboxmessage"),
             ("reschedule", "reschedule_outboxmessage"),
+            ("stop", "stop_inboxmessage"),
         )
     }
     if not (may["outbox"] or may["inbox"] or may["dead"]):

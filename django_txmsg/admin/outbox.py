@@ -88,6 +88,11 @@ class OutboxAdmin(MessageAdmin):
                 wrap(require_POST(pages.reschedule)),
                 name="django_txmsg_reschedule",
             ),
+            path(
+                "<uuid:message_id>/stop/",
+                wrap(require_POST(pages.stop)),
+                name="django_txmsg_stop",
+            ),
             *super().get_urls(),
         ]
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import path
+from django.views.decorators.http import require_POST
 
+from ..consuming import rates
+from ..errors import ConfigurationError
 from ..models import StageState
 from ..monitoring import status
 from ..monitoring.known_stages import is_known
 from ..stages import all_stages
 from . import contract
+from .addresses import led
+from .audit import audit, audited
+from .base import plain
 from .inbox import attempts_allowed
 from .pausing import PausableAdmin
+
+#: How long a rate holds that the page sets.
+LIMITED = dt.timedelta(hours=1)
 
 
 @admin.register(StageState)
@@ -32,6 +42,11 @@ class StageAdmin(PausableAdmin):
         """Add the contract's address."""
         wrap = self.admin_site.admin_view
         return [
+            path(
+                "limit/",
+                wrap(require_POST(self.limit)),
+                name="django_txmsg_stage_limit",
+            ),
             path("contract/", wrap(self.contract), name="django_txmsg_contract"),
             *super().get_urls(),
         ]
@@ -44,6 +59,11 @@ class StageAdmin(PausableAdmin):
             raise PermissionDenied
         picture = status.read()
         declared = {one.name: one for one in all_stages()}
+        limited = {
+            one.stage: one
+            for one in StageState.objects.using(router.db_for_read(StageState))
+            if one.rate_until is not None and one.rate_until > picture.now
+        }
         context = {
             **self.page_context(request, "Stages"),
             "now": picture.now,
@@ -53,12 +73,38 @@ class StageAdmin(PausableAdmin):
                     declared.get(place.name),
                     attempts_allowed().get(place.name),
                     place.workers,
+                    limited.get(place.name),
                 )
                 for _, place in sorted(picture.stages.items())
             ],
             "may_pause": self.may_pause(request),
+            "may_limit": request.user.has_perm("django_txmsg.limit_stage"),
+            "limits": any(one.rate for one in declared.values()),
         }
         return render(request, "admin/django_txmsg/stages.html", context)
+
+    def limit(self, request: HttpRequest) -> HttpResponse:
+        """Give a stage another rate for an hour; without one, its own again."""
+        if not request.user.has_perm("django_txmsg.limit_stage"):
+            raise PermissionDenied
+        name = plain(request.POST.get("stage", ""))
+        rate = plain(request.POST.get("rate", "")).strip()
+        states, said = rates.states(), f"Stage {name} has its own rate again."
+        with audited(states.db):
+            try:
+                if rate:
+                    by = request.user.get_username()
+                    rates.limit(name, rate, LIMITED, by=by)
+                    said = f"Stage {name} has a rate of {rate} for an hour."
+                elif not states.unlimit(name):
+                    said = ""
+            except ConfigurationError as error:
+                messages.error(request, str(error))
+            else:
+                if said:
+                    audit(request, states.get(stage=name), said)
+                    messages.success(request, said)
+        return led(request, "admin:django_txmsg_stagestate_changelist")
 
     def contract(self, request: HttpRequest) -> HttpResponse:
         """Show what this service sends and receives."""

@@ -8,10 +8,12 @@ sends heartbeats, and logs stuck handlers.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from django.db import Error as AnyDatabaseError
@@ -20,6 +22,7 @@ from django.db import router
 from .. import conf, wire
 from ..brokers import find_broker, get_broker
 from ..dead_letters import bulk
+from ..envelope.rate import Rate
 from ..errors import BrokerUnavailable, ConfigurationError
 from ..http_outbox.control_thread import ControlThread
 from ..models import InboxMessage, RateLine, StageState, StopRequest, Worker
@@ -136,6 +139,9 @@ class Consumer:
             for room in [Room(stage) if stage.ordered else None]
             for number in range(_threads(stage, concurrency or stage.concurrency))
         ]
+        self._rates = {one.stage.name: one.stage.rate for one in self.threads}
+        #: When a rate that an operator has set ends, by `time.monotonic()`.
+        self._rate_until = math.inf
         self._group = ThreadGroup(self.stop)
         self._reported: set[int] = set()
 
@@ -230,7 +236,8 @@ class Consumer:
         while not self._stop.wait(pause):
             liveness.turned()
             calm = wakeup.has_listener and self._activity.calm
-            if wakeup.due() or not calm or time.monotonic() >= obey_at:
+            now = time.monotonic()
+            if wakeup.due() or not calm or now >= min(obey_at, self._rate_until):
                 self._obey()
                 self._stop_messages()
                 obey_at = time.monotonic() + RARELY
@@ -276,10 +283,13 @@ class Consumer:
         )
 
     def _obey(self) -> None:
-        """Hold the stages that an operator has paused."""
+        """Hold the stages that an operator has paused, and use the rates that an
+        operator has set."""
         using = router.db_for_write(StageState)
         states = StageState.objects.db_manager(using)
         looking = database_health.retry(using, "cannot read which stages are paused")
+        if any(self._rates.values()):
+            looking.run(lambda: self._use(states.rates()))
         paused = looking.run(states.paused)
         if paused is None:
             return
@@ -288,6 +298,25 @@ class Consumer:
                 thread.paused.set()
             else:
                 thread.paused.clear()
+
+    def _use(self, found: Mapping[str, tuple[str, float]]) -> None:
+        """Let stages go on at the rates that operators have set, else at their own."""
+        left = [seconds for name, (_, seconds) in found.items() if name in self._rates]
+        self._rate_until = time.monotonic() + min(left, default=math.inf)
+        for name, declared in self._rates.items():
+            rate = Rate.parse(found[name][0]) if name in found else declared
+            changed = [
+                one
+                for one in self.threads
+                if one.stage.name == name and one.stage.rate != rate
+            ]
+            if declared is None or rate is None or not changed:
+                continue
+            lines = RateLine.objects.db_manager(changed[0].using)
+            lines.changed(name, rate.period)
+            for thread in changed:
+                thread.stage = replace(thread.stage, rate=rate)
+            log.info("stage %r: its rate is now %s", name, rate)
 
     def _stop_messages(self) -> None:
         """Stop the messages in progress that an operator has taken back."""

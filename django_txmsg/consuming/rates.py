@@ -7,11 +7,17 @@ runs. A message whose slot is not due is parked until then, at no attempt.
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
-from ..errors import DecodeError
-from ..models import RateLine
+from django.db import router
+
+from ..envelope.rate import Rate
+from ..errors import ConfigurationError, DecodeError
+from ..models import RateLine, StageState
+from ..stages import all_stages
 from . import batch, decoding
 from .decoding import Arrival
 from .failure import postpone
@@ -26,6 +32,22 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
     (arrival,) = arrivals  # no batches
     waiting = _waiting(arrival) if _takes_slot(arrival) else None
     return batch.process(arrivals) if waiting is None else [waiting]
+
+
+def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> None:
+    """Give a stage another rate for a while: its consumers obey, and move what waits.
+
+    Raises ConfigurationError for a text that is no rate, and for a stage that is not
+    declared here with one.
+    """
+    if not any(one.name == stage and one.rate for one in all_stages()):
+        raise ConfigurationError(f"No stage {stage!r} here has a rate= to change.")
+    states().limit(stage, str(Rate.parse(text)), period, by=by)
+
+
+def states() -> Any:
+    """Return the manager of what operators have set."""
+    return StageState.objects.db_manager(router.db_for_write(StageState))
 
 
 def _takes_slot(arrival: Arrival) -> bool:

@@ -13,10 +13,10 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import router, transaction
 
 from .. import wire
+from ..consuming import stopping
 from ..errors import InvalidMessage
-from ..models import InboxMessage, OutboxMessage, StopRequest
+from ..models import OutboxMessage
 from ..sending.pending import cancel_message, reschedule_message
-from ..stages import all_stages
 from . import operator
 from .tables import require_tables
 
@@ -89,18 +89,7 @@ class Stop(_PerMessage):
 
     def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
         using = options["database"] or router.db_for_write(OutboxMessage)
-        timed = [
-            one.name
-            for one in all_stages()
-            if one.timeout is not None and one.definition.using == using
-        ]
-        running = InboxMessage.objects.using(using).filter(
-            message_id=message_id, stage__in=timed, processed_at=None, dead_at=None
-        )
-        names = list(running.values_list("stage", flat=True))
-        for name in names:
-            StopRequest.objects.db_manager(using).ask(name, message_id, _why(options))
-        return bool(names)
+        return stopping.ask(message_id, using=using, why=_why(options))
 
 
 def _why(options: dict[str, Any]) -> str:

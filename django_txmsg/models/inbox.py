@@ -646,6 +646,9 @@ class InboxMessage(models.Model):
 
     class Meta:
         verbose_name = "inbox message"
+        permissions = [
+            ("stop_inboxmessage", "Can stop messages that a handler is processing")
+        ]
         constraints = [
             # Message id first: a look-up by id alone uses the same index.
             models.UniqueConstraint(

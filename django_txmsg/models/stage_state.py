@@ -1,10 +1,11 @@
-"""Whether an operator has paused a stage.
+"""Whether an operator has paused a stage, or changed its rate for a while.
 
-A stage without a row runs.
+A stage without a row runs as it is declared.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any
 
 from django.db import models
@@ -38,6 +39,29 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         if changed and conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})
         return bool(changed)
+
+    def limit(self, stage: str, rate: str, period: dt.timedelta, *, by: str) -> None:
+        """Give a stage another rate for a while."""
+        self.get_or_create(stage=stage)
+        changed = self.filter(stage=stage).update(
+            rate=rate, rate_until=Now() + period, rate_by=by[:255]
+        )
+        self._told(changed)
+
+    def unlimit(self, stage: str) -> bool:
+        """Give a stage its declared rate back. False if it has it."""
+        changed = self.filter(stage=stage, rate_until__gt=Now()).update(
+            rate="", rate_until=None, rate_by=""
+        )
+        return self._told(changed)
+
+    def rates(self) -> dict[str, tuple[str, float]]:
+        """Return the changed rates that hold now, each with the seconds left."""
+        rows = self.filter(rate_until__gt=Now()).annotate(now=Now())
+        return {
+            row.stage: (row.rate, (row.rate_until - row.now).total_seconds())
+            for row in rows
+        }
 
     def ordered(self, stage: str) -> None:
         """Record when the stage first ran in order in this database."""
@@ -80,11 +104,24 @@ class StageState(models.Model):
         help_text="Since when it receives nothing, because too many messages wait.",
     )
 
+    rate = models.CharField(
+        max_length=32,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The rate that an operator has set, while it holds.",
+    )
+    rate_until = models.DateTimeField(null=True, blank=True)
+    rate_by = models.CharField(max_length=255, default="", db_default="", blank=True)
+
     objects = StageStateManager()
 
     class Meta:
         verbose_name = "stage"
-        permissions = [("pause_stage", "Can pause and resume stages")]
+        permissions = [
+            ("pause_stage", "Can pause and resume stages"),
+            ("limit_stage", "Can change the rate of a stage for a while"),
+        ]
 
     def __str__(self) -> str:
         return self.stage

@@ -9,7 +9,7 @@ from django.contrib.admin.models import LogEntry
 from django.test import Client
 
 from django_txmsg import stages
-from django_txmsg.models import StageState
+from django_txmsg.models import AuditEntry, StageState
 from tests import factories
 
 URL = "/admin/django_txmsg/stagestate/"
@@ -34,7 +34,7 @@ def test_stages_declared_and_left_behind_are_shown(
     response = viewer.get(URL)
 
     rows = {
-        place.name: (place, one, n) for place, one, _, n in response.context["rows"]
+        place.name: (place, one, n) for place, one, _, n, _ in response.context["rows"]
     }
     place, found, workers = rows[declared]
     assert (place.waiting.count, place.dead, workers) == (1, 1, 1)
@@ -104,3 +104,58 @@ def test_a_stage_that_left_something_behind_can_be_paused(operator: Client) -> N
         operator.post(f"{URL}pause/", {"stage": name})
 
     assert StageState.objects.paused() == {"long.gone", "dead.only"}
+
+
+@pytest.fixture
+def limited() -> Iterator[str]:
+    """A stage with a rate."""
+    stages.stage("admin.limited", rate="900/m", per="tenant")(lambda message: None)
+    yield "admin.limited"
+    stages.unregister("admin.limited")
+
+
+def test_rate_is_shown_changed_for_an_hour_and_reset(
+    somebody: Callable[..., Client], declared: str, limited: str
+) -> None:
+    client = somebody("view_stagestate", "limit_stage")
+    assert "900/m <small" in " ".join(client.get(URL).content.decode().split())
+
+    form = {"stage": limited, "rate": "60/m"}
+    page = client.post(f"{URL}limit/", form, follow=True).content.decode()
+    ((rate, seconds),) = StageState.objects.rates().values()
+    assert rate == "60/m"
+    assert 3590 < seconds <= 3600
+    assert "Stage admin.limited has a rate of 60/m for an hour." in page
+    assert "<strong>60/m</strong>" in page
+    assert "else 900/m" in page
+
+    for stage, wrong in ((limited, "<b>fast</b>"), (declared, "1/s"), ("x", "1/s")):
+        form = {"stage": stage, "rate": wrong}
+        page = client.post(f"{URL}limit/", form, follow=True).content.decode()
+        assert 'class="error"' in page
+        assert "<b>fast" not in page
+
+    for _ in range(2):
+        client.post(f"{URL}limit/", {"stage": limited})
+    assert StageState.objects.rates() == {}
+    said = [
+        "Stage admin.limited has a rate of 60/m for an hour.",
+        "Stage admin.limited has its own rate again.",
+    ]
+    entries = LogEntry.objects.order_by("pk")
+    assert [entry.change_message for entry in entries] == said
+    assert [entry.text for entry in AuditEntry.objects.order_by("pk")] == said
+
+
+def test_changing_a_rate_needs_its_permission(
+    operator: Client, viewer: Client, limited: str
+) -> None:
+    for client in (operator, viewer):
+        assert "For an hour" not in client.get(URL).content.decode()
+        form = {"stage": limited, "rate": "1/s"}
+        assert client.post(f"{URL}limit/", form).status_code == 403
+    assert not StageState.objects.exists()
+
+
+def test_no_rate_is_shown_where_no_stage_has_one(viewer: Client, declared: str) -> None:
+    assert "<th>Rate</th>" not in viewer.get(URL).content.decode()

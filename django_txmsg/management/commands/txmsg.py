@@ -17,6 +17,7 @@ from ..doctor import Command as Doctor
 from ..flows import Command as Flows
 from ..init import Command as Init
 from ..pending import Cancel, Reschedule, Stop
+from ..rate import Command as Rate
 from ..schedule import Command as Schedule
 from ..stages import Command as Stages
 from ..verb_parser import VerbParser
@@ -41,6 +42,7 @@ class Command(BaseCommand):
             "doctor": Doctor(),
             "flows": Flows(),
             "init": Init(),
+            "rate": Rate(),
             "reschedule": Reschedule(),
             "run": Run(),
             "schedule": Schedule(),
