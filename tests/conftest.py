@@ -28,10 +28,7 @@ hypothesis.settings.load_profile("tests")
 #: Asking for one of these means using Django's database.
 DATABASE_FIXTURES = {"db", "transactional_db", "live_server", "admin_client"}
 #: Asking for one of these, or naming it as a parameter, means using a server.
-SERVER_FIXTURES = {
-    "activemq", "chromium", "pgbouncer", "postgres", "rabbitmq", "rabbitmq_amqp",
-    "redis", "s3", "silent_activemq", "small_activemq", "spark",
-}  # fmt: skip
+SERVER_FIXTURES = {*services.SERVERS, "chromium", "pgbouncer", "rabbitmq_amqp", "spark"}
 
 #: What to choose the tests of a server by.
 MARKED = {
@@ -113,34 +110,17 @@ def ask_for(kind: type[S]) -> S:
 # lasts, and the servers are shared anyway.
 
 
-@pytest.fixture(scope="module")
-def postgres() -> services.PostgreSQL:
-    """A real PostgreSQL server."""
-    return ask_for(services.PostgreSQL)
+def _fixture(name: str, kind: type[services.Server]) -> object:
+    @pytest.fixture(scope="module", name=name)
+    def server() -> services.Server:
+        return ask_for(kind)
+
+    return server
 
 
-@pytest.fixture(scope="module")
-def activemq() -> services.ActiveMQ:
-    """A real ActiveMQ Classic broker."""
-    return ask_for(services.ActiveMQ)
-
-
-@pytest.fixture(scope="module")
-def small_activemq() -> services.SmallActiveMQ:
-    """An ActiveMQ that is soon full, and reports it."""
-    return ask_for(services.SmallActiveMQ)
-
-
-@pytest.fixture(scope="module")
-def silent_activemq() -> services.SilentActiveMQ:
-    """An ActiveMQ that is soon full, and does not answer."""
-    return ask_for(services.SilentActiveMQ)
-
-
-@pytest.fixture(scope="module")
-def rabbitmq() -> services.RabbitMQ:
-    """A real RabbitMQ broker with its STOMP plugin."""
-    return ask_for(services.RabbitMQ)
+globals().update(
+    {name: _fixture(name, kind) for name, kind in services.SERVERS.items()}
+)
 
 
 @pytest.fixture(scope="module")
@@ -150,21 +130,9 @@ def rabbitmq_amqp(rabbitmq: services.RabbitMQ) -> services.ByAmqp:
 
 
 @pytest.fixture(scope="module")
-def redis() -> services.Redis:
-    """A real Redis server."""
-    return ask_for(services.Redis)
-
-
-@pytest.fixture(scope="module")
 def pgbouncer(postgres: services.PostgreSQL) -> services.PgBouncer:
     """A real PgBouncer in transaction mode, before the server of `postgres`."""
     return ask_for(services.PgBouncer)
-
-
-@pytest.fixture(scope="module")
-def s3() -> services.S3:
-    """A real S3 server."""
-    return ask_for(services.S3)
 
 
 @pytest.hookimpl(wrapper=True)

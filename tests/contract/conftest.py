@@ -11,7 +11,7 @@ import pytest
 from django_txmsg.brokers import make_broker
 from django_txmsg.brokers.base import Broker
 from django_txmsg.testing.broker_suite.talk import Talk
-from tests.services import ByAmqp
+from tests.services import BROKERS, ByAmqp
 from tests.services.stomp_server import ALLOWED, StompServer
 
 #: A broker that somebody else has started: its own versions, in its own container.
@@ -31,7 +31,7 @@ class Party(Talk):
         return make_broker("tested", self.server.url(**options))
 
 
-@pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
+@pytest.fixture(params=BROKERS)
 def served(request: pytest.FixtureRequest) -> Iterator[Party]:
     """Each broker that runs as a server."""
     with ExitStack() as stack:

@@ -24,7 +24,7 @@ from django_txmsg.models import QueueMessage, QueueSubscription
 from django_txmsg.testing.broker_suite import BrokerSuite, bodies, take
 from django_txmsg.testing.broker_suite.talk import numbered
 from tests.faults import ManageProcess, wait_until
-from tests.services import ActiveMQ
+from tests.services import BROKERS, ActiveMQ
 from tests.services.stomp_server import LIMITED_USER
 
 from .conftest import ELSEWHERE, Party
@@ -67,7 +67,7 @@ class OnServer(BrokerSuite):
         return make_broker("tested", self.server.url())
 
 
-@pytest.mark.parametrize("server", ["activemq", "rabbitmq", "rabbitmq_amqp"])
+@pytest.mark.parametrize("server", BROKERS)
 class TestServers(OnServer):
     def refused(self, destination: str) -> Outgoing | None:
         """RabbitMQ reads this header as a list of further queues, and refuses text."""

@@ -22,10 +22,26 @@ from .small_disk import SmallDisk
 
 S = TypeVar("S", bound=Server)
 
+#: The servers by the names of their fixtures.
+SERVERS: dict[str, type[Server]] = {
+    "activemq": ActiveMQ,
+    "postgres": PostgreSQL,
+    "rabbitmq": RabbitMQ,
+    "redis": Redis,
+    "s3": S3,
+    # Soon full: one reports it, one does not answer.
+    "small_activemq": SmallActiveMQ,
+    "silent_activemq": SilentActiveMQ,
+}
+#: The fixtures whose servers the suite for brokers is run against.
+BROKERS = ("activemq", "rabbitmq", "rabbitmq_amqp")
+
 _shared: dict[type[Server], Server] = {}
 
 __all__ = [
+    "BROKERS",
     "S3",
+    "SERVERS",
     "ActiveMQ",
     "ByAmqp",
     "PgBouncer",
