@@ -15,7 +15,7 @@ from .. import conf
 from ..brokers.base import Delivery
 from ..models import InboxMessage, StageState
 from ..stages import Stage
-from .outcomes import Outcome, Waiting
+from .arrival import Outcome, Waiting
 
 log = logging.getLogger("django_txmsg.consumer")
 

@@ -16,14 +16,12 @@ from django.db import Error, connections, transaction
 
 from .. import tracing
 from ..django_internals import must_roll_back, raw, under_savepoint
-from ..envelope.message import Message
 from ..errors import DecodeError
 from ..models.inbox import InboxRecord
 from ..runtime import database_health
-from . import decoding, failure, inbox, modes, ordering, protocol
-from .decoding import Arrival
+from . import decoding, failure, inbox, ordering, protocol
+from .arrival import Arrival, Outcome, Processed
 from .inbox import announce_processed, is_handlers
-from .outcomes import Outcome, Processed
 from .protocol import Undecided, is_outage, lost_conflict
 
 
@@ -72,7 +70,7 @@ class Savepoints:
         self._last = name
 
 
-Work = tuple[Arrival, Message, InboxRecord]
+Work = tuple[Arrival, InboxRecord]
 
 
 def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
@@ -91,33 +89,31 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
     return [batch.outcomes[id(arrival)] for arrival in arrivals]
 
 
-def _readable(
-    arrivals: Sequence[Arrival],
-) -> tuple[list[tuple[Arrival, Message]], list[Arrival]]:
-    """Return the arrivals that can run together, with their messages, and those that
-    must run alone."""
-    readable: dict[object, tuple[Arrival, Message]] = {}
+def _readable(arrivals: Sequence[Arrival]) -> tuple[list[Arrival], list[Arrival]]:
+    """Read the arrivals. Returns those that can run together, and those that must run
+    alone."""
+    readable: dict[object, Arrival] = {}
     alone: list[Arrival] = []
     for arrival in arrivals:
         try:
-            message = decoding.read(arrival.delivery, arrival.stage)
+            message = decoding.read(arrival.delivery, arrival.stage).attempted(1)
         except (DecodeError, MemoryError):
             alone.append(arrival)
             continue
-        again = message.id in readable or arrival.counted.row is not None
+        again = message.id in readable or arrival.record is not None
         if again or not arrival.has_identity:
             alone.append(arrival)
         else:
-            readable[message.id] = (arrival, message)
+            arrival.message = message
+            readable[message.id] = arrival
     return list(readable.values()), alone
 
 
 class _Batch:
     """Messages of one stage that run together, and their outcomes."""
 
-    def __init__(self, given: Sequence[tuple[Arrival, Message]]) -> None:
-        places = ordering.in_order([arrival for arrival, _ in given])
-        self._given = [given[place] for place in places]
+    def __init__(self, given: Sequence[Arrival]) -> None:
+        self._given = [given[place] for place in ordering.in_order(given)]
         self.outcomes: dict[int, Outcome] = {}
         #: Those that are processed separately.
         self.alone: list[Arrival] = []
@@ -131,21 +127,21 @@ class _Batch:
         work = self._record()
         if not work:
             return
-        stage, using = work[0][0].stage, work[0][0].using
-        rows, mode = work[0][0].inbox, modes.of(stage)
+        mode = work[0][0].mode
+        rows, using = mode.inbox, mode.using
 
         def take() -> bool:
-            self._locked = rows.lock([record.id for _, _, record in work])
+            self._locked = rows.lock([record.id for _, record in work])
             return bool(self._locked)
 
         def finish(*_: object) -> None:
             rows.finish(list(self._durations))
-            mode.end([one for one, _, record in work if record.id in self._durations])
+            mode.end([one for one, record in work if record.id in self._durations])
 
         on = raw(connections[using])
         try:
             protocol.once(
-                stage.definition,
+                mode.stage.definition,
                 take=take,
                 run=lambda: self._run(work, Savepoints(using)),
                 finish=finish,
@@ -156,7 +152,7 @@ class _Batch:
                 raise
             # The commit failed for all: run each in a transaction of its own, to find
             # the one at fault.
-            self.alone += [arrival for arrival, _, _ in work]
+            self.alone += [arrival for arrival, _ in work]
             return
         self._decide(work)
 
@@ -164,28 +160,26 @@ class _Batch:
         """Count the arrivals. Returns those that run together."""
         if not self._given:
             return []
-        first, messages = self._given[0][0], [message for _, message in self._given]
-        recorded = first.inbox.record(first.stage.name, messages, together=True)
+        mode, messages = self._given[0].mode, [one.message for one in self._given]
+        recorded = mode.inbox.record(mode.stage.name, messages, together=True)
         work: list[Work] = []
-        for arrival, message in self._given:
-            record = arrival.count(recorded[message.id], attempt=False)
+        for arrival in self._given:
+            record = arrival.count(recorded[arrival.message.id], attempt=False)
             # A message that failed before, or killed its worker, must not take others
             # down again.
-            ordinary = (
-                not record.settled and record.attempt == 0 and record.deliveries == 1
-            )
-            if ordinary and not decoding.expired(arrival.delivery, record.now):
-                work.append((arrival, message.attempted(1), record))
+            ordinary = record.attempt == 0 and record.deliveries == 1
+            if ordinary and not mode.reason_not_to_run(arrival, record):
+                work.append((arrival, record))
             else:
                 self.alone.append(arrival)
         return work
 
     def _run(self, work: Sequence[Work], savepoints: Savepoints) -> None:
         admission = ordering.Admission(
-            [arrival for arrival, _, record in work if record.id in self._locked]
+            [arrival for arrival, record in work if record.id in self._locked]
         )
         for item in work:
-            arrival, message, record = item
+            arrival, record = item
             if record.id not in self._locked:
                 continue
             if not admission.admits(arrival):
@@ -193,13 +187,13 @@ class _Batch:
                 continue
             self._run_one(item, savepoints)
             if record.id in self._durations:
-                admission.note(message.id)
+                admission.note(record.message_id)
 
     def _run_one(self, item: Work, savepoints: Savepoints) -> None:
-        arrival, message, record = item
+        arrival, record = item
         began = time.monotonic()
         try:
-            copy_context().run(_handle, arrival, message, savepoints)
+            copy_context().run(_handle, arrival, savepoints)
         except BaseException as error:
             if not is_handlers(error):
                 raise
@@ -215,22 +209,19 @@ class _Batch:
 
     def _decide(self, work: Sequence[Work]) -> None:
         """Return the outcome of each, after the commit."""
-        for arrival, message, record in work:
+        for arrival, record in work:
             if record.id in self._durations:
                 self.outcomes[id(arrival)] = Processed()
                 duration = self._durations[record.id]
-                announce_processed(arrival.stage, message, duration, True)
+                announce_processed(arrival.stage, arrival.message, duration, True)
             elif record.id not in self._locked:
                 self.alone.append(arrival)  # a copy settled it
-        for (arrival, message, record), reason, duration in self._failed:
+        for (arrival, record), reason, duration in self._failed:
             again = arrival.inbox.start_again(record.id)
-            record = arrival.count(record.attempted(again))
-            self._note(
-                arrival, failure.failed(arrival, message, record, reason, duration)[0]
-            )
-        for arrival, _, record in self._early:
-            waiting = modes.of(arrival.stage).out_of_turn(arrival, record, attempts=0)
-            self._note(arrival, waiting)
+            arrival.count(record.attempted(again))
+            self._note(arrival, failure.failed(arrival, reason, duration))
+        for arrival, _ in self._early:
+            self._note(arrival, arrival.mode.out_of_turn(arrival, attempts=0))
 
     def _note(self, arrival: Arrival, outcome: Outcome | None) -> None:
         if outcome is None:
@@ -241,6 +232,7 @@ class _Batch:
             self.outcomes[id(arrival)] = outcome
 
 
-def _handle(arrival: Arrival, message: Message, savepoints: Savepoints) -> None:
+def _handle(arrival: Arrival, savepoints: Savepoints) -> None:
+    message = arrival.message
     with tracing.processing(message, arrival.stage.name), savepoints.next():
-        modes.of(arrival.stage).handle(arrival, message)
+        arrival.mode.handle(arrival, message)

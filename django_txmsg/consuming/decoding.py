@@ -1,8 +1,5 @@
 """Hop 6's decoding: the meaning of a delivery's raw headers and bytes.
 
-An `Arrival` is a delivery in the hands of one worker thread, decoded once for all the
-steps of hop 7.
-
 Every error of a foreign or broken sender becomes a DecodeError with a reason code here;
 the bytes are kept unchanged.
 """
@@ -10,22 +7,15 @@ the bytes are kept unchanged.
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
-import threading
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 from .. import wire
 from ..brokers.base import Delivery, Session
 from ..envelope import cloudevents, serializers
 from ..envelope.message import Message, new_id
 from ..errors import DecodeError
-from ..models import InboxMessage
-from ..models.inbox import InboxRecord, Parked
-from ..models.inbox_order import Turn
+from ..models.inbox import Parked
 from ..stages import Stage
 
 #: Largest accepted header block, in characters, and most headers.
@@ -187,12 +177,6 @@ def from_parked(parked: Parked) -> Delivery:
     return Delivery(parked.destination, headers, parked.body, True, broker_id)
 
 
-def expired(delivery: Delivery, now: dt.datetime) -> bool:
-    """Return whether its sender's expiry has passed, by the database's clock."""
-    until = wire.expires(delivery.headers)
-    return until is not None and until <= now
-
-
 def _correlation_id(headers: Mapping[str, str]) -> str | None:
     """Return the correlation id, cut to the length of the columns that store it: in the
     inbox, and with each message that this one causes."""
@@ -205,91 +189,3 @@ def _uuid(text: str) -> uuid.UUID | None:
         return uuid.UUID(text)
     except ValueError:
         return None
-
-
-@dataclass(slots=True)
-class Counted:
-    """The record of a counted arrival. It is kept while the arrival is retried, so that
-    the arrival is counted once."""
-
-    row: int | None = None
-    attempt: bool = False
-    #: The previous attempt's error, if the next try must count as another attempt.
-    error: BaseException | None = None
-    #: Attempts that ended because the database had no room for their handler's work.
-    crowded: int = 0
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A delivery held by one worker thread, for one stage.
-
-    `parked` is set if it comes from the inbox instead of the broker; `token` is then
-    its lease. `woken` is set if it released messages that waited for it.
-    """
-
-    stage: Stage
-    delivery: Delivery
-    session: Session
-    worker: str
-    stop: threading.Event
-    parked: Parked | None = None
-    token: uuid.UUID | None = None
-    woken: threading.Event = field(default_factory=threading.Event)
-    counted: Counted = field(default_factory=Counted)
-
-    @property
-    def using(self) -> str:
-        """The database alias of the stage's transaction, and of its inbox."""
-        return self.stage.definition.using
-
-    @cached_property
-    def inbox(self) -> Any:
-        """The rows of the stage's inbox, in that database."""
-        return InboxMessage.objects.db_manager(self.using)
-
-    @cached_property
-    def order(self) -> Any:
-        """The order of keys at the stage, if it is ordered."""
-        return InboxMessage.order.db_manager(self.using)
-
-    @cached_property
-    def message_id(self) -> uuid.UUID:
-        """The message's id: its own, or the one derived for it."""
-        return identity(self.delivery, self.stage.broker)
-
-    @cached_property
-    def has_identity(self) -> bool:
-        """Whether the message can be recognised when it is delivered again."""
-        return has_identity(self.delivery)
-
-    @cached_property
-    def came_before(self) -> bool:
-        """Whether the message was delivered before."""
-        return came_before(self.delivery)
-
-    @cached_property
-    def kept_headers(self) -> dict[str, str]:
-        """The headers to keep with the message: all except the delivery's own."""
-        return kept_headers(self.delivery)
-
-    @cached_property
-    def turn(self) -> Turn | None:
-        """The place of the message in the order of its key, at an ordered stage; None
-        for a message without a key."""
-        stage, headers = self.stage, self.delivery.headers
-        key = stage.ordered and headers.get(wire.KEY, "")[:255].replace("\x00", "")
-        if not key:
-            return None
-        after_id, after_at = wire.after(headers) or (None, None)
-        return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
-
-    def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
-        """Note that `record` is that of the arrival, with an attempt or without."""
-        self.counted.row, self.counted.attempt = record.id, attempt
-        return record
-
-    def count_again(self, error: BaseException) -> None:
-        """Count the next try as another attempt: this error may occur each time, and
-        the message must end."""
-        self.counted.attempt, self.counted.error = False, error

@@ -17,7 +17,6 @@ from .. import signals, wire
 from ..brokers.base import Outgoing
 from ..dead_letters import burial
 from ..envelope.failure import Failure
-from ..envelope.message import Message
 from ..envelope.redelivery import Dead, decide
 from ..errors import (
     BrokerUnavailable,
@@ -31,9 +30,8 @@ from ..models.inbox import InboxRecord
 from ..runtime import liveness
 from ..runtime.connections import close_broken
 from ..sending import answering
-from . import decoding, modes
-from .decoding import Arrival
-from .outcomes import Duplicate, Interrupted, Outcome, Postponed
+from . import decoding
+from .arrival import Arrival, Duplicate, Interrupted, Outcome, Postponed
 from .protocol import Conflicts
 
 log = logging.getLogger("django_txmsg.inbox")
@@ -41,30 +39,24 @@ log = logging.getLogger("django_txmsg.inbox")
 Made = TypeVar("Made")
 
 
-def failed(
-    arrival: Arrival,
-    message: Message,
-    record: InboxRecord | None,
-    error: BaseException,
-    duration: float,
-) -> tuple[Outcome | None, InboxRecord | None]:
+def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome | None:
     """Decide about a failed attempt and make the decision durable.
 
     Returns the outcome, or None if the stage must run again at once (blocking).
     """
-    stage = arrival.stage
-    mode = modes.of(stage)
+    message, stage, mode = arrival.message, arrival.stage, arrival.mode
     mode.roll_back(arrival)
     close_broken(arrival.using)
     inbox = arrival.inbox
-    if record is None:
+    if arrival.record is None:
         rows = inbox.record(stage.name, [message], idempotent=True)
-        record = arrival.count(rows[message.id])
+        arrival.count(rows[message.id])
+    record = arrival.recorded
     decision = decide(stage.policy, record.attempt, error)
     failure = Failure.of(error)
     note = partial(_note_attempt, arrival, record, failure, duration)
     if isinstance(decision, Dead):
-        return bury(arrival, record, decision.reason, failure, note), record
+        return bury(arrival, decision.reason, failure, note)
     signals.announce(
         signals.message_redelivered,
         id=message.id,
@@ -80,21 +72,19 @@ def failed(
         if arrival.stop.wait(decision.delay):
             if arrival.token is not None:
                 inbox.unpark(record.id, arrival.token, attempts=0)
-            return Interrupted(), record
+            return Interrupted()
         attempt = inbox.start_again(record.id, arrival.token)
-        if not attempt:
-            return Duplicate(), record
-        return None, record.attempted(attempt)
+        arrival.record = record.attempted(attempt)
+        return None if attempt else Duplicate()
     noted = stage.policy.mode == "broker" and arrival.parked is None
     if noted:
         note()  # first: a kill after the hand-back must not lose the attempt's error
         if _hand_back(arrival, record, decision.delay):
-            return decision, record
-    there = record
+            return decision
 
     def park() -> Outcome:
         parked = inbox.park(
-            there.id,
+            record.id,
             delay=decision.delay,
             headers=mode.kept_headers(arrival),
             body=arrival.delivery.body,
@@ -103,39 +93,30 @@ def failed(
         )
         if not parked:
             return Duplicate()
-        mode.put_aside(arrival, there)
+        mode.put_aside(arrival)
         if not noted:
             note()
         return decision
 
-    return _durably(arrival, park), record
+    return _durably(arrival, park)
 
 
-def unreadable(
-    arrival: Arrival, error: DecodeError, record: InboxRecord | None = None
-) -> Outcome:
+def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     """Make durable what follows if the stage's code cannot read a message: it is dead
-    at once, or waits, without counting an attempt, for code that can. `record` is its
-    record, if there is one."""
+    at once, or waits, without counting an attempt, for code that can."""
     if arrival.parked is not None:
-        record = arrival.parked.record
+        arrival.record = arrival.parked.record
     if isinstance(error, NewerCodeNeeded):
-        return postpone(
-            arrival, str(error), record=record, needs=(error.name, error.version)
-        )
+        return postpone(arrival, str(error), needs=(error.name, error.version))
     failure = Failure.of(error)
     if error.reason == "invalid_body":
         # Grouped by the fault, not by the line of our code that found it.
         failure = Failure.because(error.reason, str(error))
-    return bury(arrival, record, error.reason, failure)
+    return bury(arrival, error.reason, failure)
 
 
 def bury(
-    arrival: Arrival,
-    record: InboxRecord | None,
-    reason: str,
-    failure: Failure,
-    note: Any = None,
+    arrival: Arrival, reason: str, failure: Failure, note: Any = None
 ) -> Dead | Duplicate:
     """Make the message a dead letter, complete, in one transaction with its inbox row.
 
@@ -143,8 +124,8 @@ def bury(
     message, or this worker did so itself in a commit whose answer was lost, or its
     lease has ended and another worker has taken the row.
     """
-    delivery, stage = arrival.delivery, arrival.stage
-    mode = modes.of(stage)
+    delivery, stage, mode = arrival.delivery, arrival.stage, arrival.mode
+    record = arrival.record
     close_broken(arrival.using)
 
     def bury_it() -> Dead | Duplicate:
@@ -154,7 +135,7 @@ def bury(
             return Duplicate()
         if note is not None:
             note()
-        attempts = min(record.attempt, stage.policy.max_begun) if record else 0
+        attempts = min(record.attempt, mode.max_begun) if record else 0
         letter = burial.bury(
             using=arrival.using,
             message_id=record.message_id if record else arrival.message_id,
@@ -176,23 +157,23 @@ def bury(
             broker=stage.broker,
         )
         if record is not None:
-            mode.put_aside(arrival, record)
+            mode.put_aside(arrival)
             mode.end([arrival])
         return Dead(reason)
 
     return _durably(arrival, bury_it)
 
 
-def let_expire(arrival: Arrival, seen: InboxRecord) -> Duplicate:
+def let_expire(arrival: Arrival) -> Duplicate:
     """Let the stage never process a request for whose answer its flow does not wait any
     more. Nothing is buried: there is nothing to decide for an operator."""
-    mode = modes.of(arrival.stage)
 
     def revoke() -> Duplicate:
         why = "expired: its flow no longer waits for the answer"
-        if arrival.inbox.mark_dead(seen.id, why, arrival.token, revoked=True):
-            mode.put_aside(arrival, seen)
-            mode.end([arrival])
+        pk = arrival.recorded.id
+        if arrival.inbox.mark_dead(pk, why, arrival.token, revoked=True):
+            arrival.mode.put_aside(arrival)
+            arrival.mode.end([arrival])
         return Duplicate()
 
     return _durably(arrival, revoke)
@@ -222,16 +203,14 @@ def postpone(
     arrival: Arrival,
     error: str,
     *,
-    record: InboxRecord | None = None,
     needs: tuple[str, int] | None = None,
     delay: float = 0.0,
     slot: int | None = None,
     key: str = "",
 ) -> Outcome:
-    """Park a message for `delay` seconds without counting an attempt. `record` is its
-    record, if there is one."""
+    """Park a message for `delay` seconds without counting an attempt."""
     delivery, stage = arrival.delivery, arrival.stage
-    inbox = arrival.inbox
+    inbox, record = arrival.inbox, arrival.record
     if arrival.parked is not None:
         record = record or arrival.parked.record
     while True:

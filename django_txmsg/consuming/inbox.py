@@ -33,10 +33,9 @@ from ..models.outbox import PENDING
 from ..runtime import database_health
 from ..runtime.leases import Lease
 from ..stages import Stage
-from . import decoding, modes, ordering
-from .decoding import Arrival
+from . import decoding, ordering
+from .arrival import Arrival, Duplicate, Interrupted, Outcome, Processed, SentBack
 from .failure import bury, failed, keep, let_expire, unreadable
-from .outcomes import Duplicate, Interrupted, Outcome, Processed, SentBack
 from .protocol import Conflicts, LostRace, Undecided, is_outage, lost_conflict
 
 log = logging.getLogger("django_txmsg.inbox")
@@ -55,72 +54,72 @@ def process(arrival: Arrival) -> Outcome:
     Raises BrokerUnavailable or a database error if these fail rather than the message:
     then nothing was decided. Call it again with the same arrival.
     """
-    turn = nullcontext() if arrival.turn is None else ordering.in_hand(arrival)
-    with _lease(arrival), turn:
-        while True:
-            outcome = _process(arrival)
-            if not isinstance(outcome, Duplicate) or not _is_forgotten(arrival):
-                return outcome
+    if arrival.parked is None and arrival.turn is None:
+        return _decided(arrival)
+    with _lease(arrival), ordering.in_hand(arrival):
+        return _decided(arrival)
+
+
+def _decided(arrival: Arrival) -> Outcome:
+    while True:
+        outcome = _process(arrival)
+        if not isinstance(outcome, Duplicate) or not _is_forgotten(arrival):
+            return outcome
 
 
 def _is_forgotten(arrival: Arrival) -> bool:
     """Return whether the record of an arrival no longer exists. Its commit does not
     wait for the disk, so a crash of the server may lose it. A missing row was not
     settled by a copy, and no other worker has the message."""
-    if arrival.counted.row is None or arrival.parked is not None:
+    record = arrival.record
+    if record is None or arrival.parked is not None:
         return False
-    return _recalled(arrival, arrival.counted.row) is None
+    return _recalled(arrival, record) is None
 
 
 def _process(arrival: Arrival) -> Outcome:
     try:
-        message, short = _read(arrival)
+        _read(arrival)
     except DecodeError as error:
         if isinstance(error, NewerCodeNeeded) and not arrival.has_identity:
             return _adopt(arrival)
         return _unreadable(arrival, error)
     if not arrival.has_identity:
         return _adopt(arrival)
-    record, begun = _record(arrival, message)
-    if record is not None and not begun:
-        outcome = _foregone(arrival, message, record)
+    _record(arrival)
+    if arrival.record is not None and not arrival.begun:
+        outcome = _foregone(arrival, arrival.record)
         if outcome is not None:
             return outcome
-    return _worked(arrival, message, short, record, begun)
+    return _worked(arrival)
 
 
-def _worked(
-    arrival: Arrival,
-    message: Message,
-    short: MemoryError | None,
-    record: InboxRecord | None,
-    begun: bool,
-) -> Outcome:
+def _worked(arrival: Arrival) -> Outcome:
     """Run the stage until the outcome is certain. A failure that is not the message's
     fault is not counted as an attempt."""
-    mode, conflicts = modes.of(arrival.stage), Conflicts()
+    mode, conflicts = arrival.mode, Conflicts()
     while True:
-        attempt = record.attempt if record else 1
+        attempt = arrival.record.attempt if arrival.record else 1
         on = raw(connections[arrival.using])
         began = time.monotonic()
         try:
-            if short is not None:
-                raise short
+            if arrival.short is not None:
+                raise arrival.short
             # In a copy of this thread's context: context variables of one attempt do
             # not leak into the next.
-            given = message.attempted(attempt)
-            return copy_context().run(run, arrival, given, record, begun)
+            given = arrival.message.attempted(attempt)
+            return copy_context().run(run, arrival, given)
         except LostRace:
-            return mode.lost(arrival, record)
+            return mode.lost(arrival)
         except Undecided as refused:
             # Raise the database's error itself: its cause tells what kind it is.
             raise refused.error from cause_of(refused.error)
         except BaseException as error:
             if not is_handlers(error):
                 raise
-            if begun:
+            if arrival.begun:
                 abandon(connections[arrival.using])
-            begun = False
+            arrival.begun = False
             if not mode.transacted and is_outage(error, on):
                 # The message itself may crash the server.
                 arrival.count_again(error)
@@ -132,26 +131,25 @@ def _worked(
                 # A destination of the stage takes no messages now: not the message's
                 # fault.
                 mode.roll_back(arrival)
-                _given_back(arrival, record)
+                _given_back(arrival)
                 raise
             if conflicts.mends(error):
                 # Not the message's fault, so no attempt is counted: retried at once,
                 # then at growing intervals.
                 mode.roll_back(arrival)
                 if arrival.stop.wait(conflicts.pause):
-                    return _given_back(arrival, record)
-                message, short = _read(arrival)
+                    return _given_back(arrival)
+                _read(arrival)
                 continue
             if isinstance(error, NewerCodeNeeded):
                 # Newer code is needed not for the body, but for what the handler
                 # loaded.
-                return unreadable(arrival, error, record)
-            duration = time.monotonic() - began
-            outcome, record = failed(arrival, message, record, error, duration)
+                return unreadable(arrival, error)
+            outcome = failed(arrival, error, time.monotonic() - began)
             if outcome is not None:
                 return outcome
             # Read again: the handler may have changed the object it was given.
-            message, short = _read(arrival)
+            _read(arrival)
 
 
 def is_handlers(error: BaseException) -> bool:
@@ -161,23 +159,21 @@ def is_handlers(error: BaseException) -> bool:
     return not others
 
 
-def run(
-    arrival: Arrival, message: Message, record: InboxRecord | None, begun: bool
-) -> Processed:
-    """Run one attempt, with the stage's middlewares around its transaction. `begun`
-    means that the transaction has begun already, and has taken the message's row.
+def run(arrival: Arrival, message: Message) -> Processed:
+    """Run one attempt, with the stage's middlewares around its transaction.
 
     Raises LostRace, and whatever a middleware, the handler or a commit raises.
     """
-    outside, on = arrival.stage.outside, raw(connections[arrival.using])
+    outside = arrival.stage.outside
     with tracing.processing(message, arrival.stage.name):
         if outside is None:
-            return _in_transaction(arrival, message, record, begun)
+            return _in_transaction(arrival, message)
+        on = raw(connections[arrival.using])
         ended: list[Processed | LostRace] = []
 
         def transact(given: Message) -> None:
             try:
-                ended.append(_in_transaction(arrival, given, record, begun))
+                ended.append(_in_transaction(arrival, given))
             except LostRace as lost:
                 ended.append(lost)  # another worker processed it
 
@@ -202,13 +198,10 @@ def run(
     return ended[0]
 
 
-def _in_transaction(
-    arrival: Arrival, message: Message, record: InboxRecord | None, begun: bool
-) -> Processed:
-    stage, began = arrival.stage, time.monotonic()
-    mode = modes.of(stage)
-    employed = mode.run(arrival, message, record, begun)
-    announce_processed(stage, message, time.monotonic() - began, employed)
+def _in_transaction(arrival: Arrival, message: Message) -> Processed:
+    mode, began = arrival.mode, time.monotonic()
+    employed = mode.run(arrival, message)
+    announce_processed(arrival.stage, message, time.monotonic() - began, employed)
     return Processed(mode.transacted and arrival.parked is None)
 
 
@@ -243,17 +236,18 @@ def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
     message's fault, unless every probe finds room and this message never does."""
     if not database_health.lacks_resources(error):
         return False
-    arrival.counted.crowded += 1
-    return arrival.counted.crowded <= MAX_CROWDED
+    arrival.crowded += 1
+    return arrival.crowded <= MAX_CROWDED
 
 
-def _read(arrival: Arrival) -> tuple[Message, MemoryError | None]:
-    """Return the message, or the MemoryError of reading it. That counts as a failed
-    attempt: the body may be too large, and would hold up the others for ever."""
+def _read(arrival: Arrival) -> None:
+    """Read the message. A MemoryError of reading it counts as a failed attempt: the
+    body may be too large, and would hold up the others for ever."""
+    delivery, stage = arrival.delivery, arrival.stage
     try:
-        return decoding.read(arrival.delivery, arrival.stage), None
+        arrival.message, arrival.short = decoding.read(delivery, stage), None
     except MemoryError as error:
-        return decoding.envelope(arrival.delivery, arrival.stage), error
+        arrival.message, arrival.short = decoding.envelope(delivery, stage), error
 
 
 def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
@@ -263,24 +257,22 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     at_once = isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS
     if arrival.turn is None or at_once:
         return unreadable(arrival, error)
-    record = None if arrival.parked is None else arrival.parked.record
-    if record is None:
+    if arrival.parked is None:
         message = decoding.envelope(arrival.delivery, arrival.stage)
         rows = arrival.inbox.record(arrival.stage.name, [message], together=True)
-        record = rows[message.id]
-        arrival.count(record, attempt=False)
-        if record.settled:
+        if arrival.count(rows[message.id], attempt=False).settled:
             return Duplicate()
+    else:
+        arrival.record = arrival.parked.record
     attempts = 0 if arrival.parked is None else 1
-    mode = modes.of(arrival.stage)
-    waiting = mode.out_of_turn(arrival, record, attempts=attempts)
-    return waiting or unreadable(arrival, error, record)
+    waiting = arrival.mode.out_of_turn(arrival, attempts=attempts)
+    return waiting or unreadable(arrival, error)
 
 
-def _given_back(arrival: Arrival, record: InboxRecord | None) -> Interrupted:
+def _given_back(arrival: Arrival) -> Interrupted:
     """Uncount an attempt that is not the message's fault, and release the lease of a
     parked message."""
-    rows = arrival.inbox
+    rows, record = arrival.inbox, arrival.record
     if record is not None and arrival.token is not None:
         rows.unpark(record.id, arrival.token)
     elif record is not None:
@@ -300,78 +292,78 @@ def _adopt(arrival: Arrival) -> Outcome:
     except DispatchRejected as error:
         detail = f"it cannot go back to its queue under an id of ours: {error}"
         failure = Failure.because("rejected", detail)
-        return bury(replace(arrival, delivery=delivery), None, "rejected", failure)
+        return bury(replace(arrival, delivery=delivery), "rejected", failure)
     return SentBack()
 
 
 def _lease(arrival: Arrival) -> AbstractContextManager[object]:
     """Renew the lease of a parked message while it is processed. In mode outbox the
     lock on its row keeps others away, except while a blocking redelivery waits."""
-    stage, parked, token = arrival.stage, arrival.parked, arrival.token
-    if parked is None or token is None or modes.of(stage).locks_parked(stage):
+    parked, token = arrival.parked, arrival.token
+    if parked is None or token is None or arrival.mode.locks_parked():
         return nullcontext()
     pk, seconds = parked.record.id, parked.lease
     rows = arrival.inbox
     return Lease(arrival.using, seconds, lambda: rows.extend(pk, token, seconds))
 
 
-def _record(arrival: Arrival, message: Message) -> tuple[InboxRecord | None, bool]:
-    """Count the arrival durably, once. Returns the record of the message, and whether
-    its transaction has begun."""
-    before = _recorded(arrival)
-    if before is not None:
-        return before, False
-    return modes.of(arrival.stage).record(arrival, message)
+def _record(arrival: Arrival) -> None:
+    """Count the arrival durably, once."""
+    if not _is_recorded(arrival):
+        arrival.mode.record(arrival)
 
 
-def _recorded(arrival: Arrival) -> InboxRecord | None:
-    """Return the record of an arrival that is recorded already: a parked message by its
-    claim, and an arrival that is retried because nothing could be decided."""
-    counted, parked, inbox = arrival.counted, arrival.parked, arrival.inbox
-    if counted.row is None:
-        return None if parked is None else arrival.count(parked.record)
+def _is_recorded(arrival: Arrival) -> bool:
+    """Return whether an arrival is recorded already, and bring `arrival.record` up to
+    date: a parked message by its claim, and an arrival that is retried because nothing
+    could be decided."""
+    before, parked, inbox = arrival.record, arrival.parked, arrival.inbox
+    arrival.begun = False
+    if before is None:
+        if parked is not None:
+            arrival.count(parked.record)
+        return parked is not None
     if parked is not None and arrival.token is not None:
-        inbox.extend(counted.row, arrival.token, parked.lease)
-    record = _recalled(arrival, counted.row)
-    done = record is None or modes.of(arrival.stage).is_done(arrival, record)
-    if record is None or counted.attempt or done:
-        return record
-    return arrival.count(record.attempted(inbox.start_again(record.id, arrival.token)))
+        inbox.extend(before.id, arrival.token, parked.lease)
+    arrival.record = record = _recalled(arrival, before)
+    if record is None:
+        return False
+    if not arrival.counted and not arrival.mode.is_done(arrival, record):
+        arrival.count(record.attempted(inbox.start_again(record.id, arrival.token)))
+    return True
 
 
-def _recalled(arrival: Arrival, row: int) -> InboxRecord | None:
+def _recalled(arrival: Arrival, before: InboxRecord) -> InboxRecord | None:
     found: InboxRecord | None = arrival.inbox.recall(
-        row, arrival.stage.name, arrival.message_id
+        before.id, arrival.stage.name, arrival.message_id
     )
     return found
 
 
-def _foregone(
-    arrival: Arrival, message: Message, record: InboxRecord
-) -> Outcome | None:
+def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
     """Return the outcome of a message whose stage must not run; None to run it."""
-    mode = modes.of(arrival.stage)
+    mode = arrival.mode
     reason = mode.reason_not_to_run(arrival, record)
     if reason == "settled":
-        _ship_what_is_left(arrival, message)
+        _ship_what_is_left(arrival)
         return Duplicate()
-    waiting = mode.out_of_turn(arrival, record)
+    waiting = None if arrival.turn is None else mode.out_of_turn(arrival)
     if waiting is not None or not reason:
         return waiting
     if reason == "expired" and wire.is_request(arrival.delivery.headers):
-        return let_expire(arrival, record)
+        return let_expire(arrival)
     if reason == "expired":
         failure = Failure.because(reason, "expired before it was processed")
-    elif arrival.counted.error is not None:
-        reason, failure = "attempts_exhausted", Failure.of(arrival.counted.error)
+    elif arrival.error is not None:
+        reason, failure = "attempts_exhausted", Failure.of(arrival.error)
     else:
         failure = _worker_lost(arrival.stage)
-    return bury(arrival, record, reason, failure)
+    return bury(arrival, reason, failure)
 
 
-def _ship_what_is_left(arrival: Arrival, message: Message) -> None:
+def _ship_what_is_left(arrival: Arrival) -> None:
     """Have the dispatcher send what the first processing stored and did not send."""
-    stage = arrival.stage
+    message, stage = arrival.message, arrival.stage
     signals.announce(
         signals.message_duplicate,
         id=message.id,
@@ -381,7 +373,7 @@ def _ship_what_is_left(arrival: Arrival, message: Message) -> None:
     waiting: dict[str, list[int]] = {}
     for pk, broker in (
         OutboxMessage.objects.using(arrival.using)
-        .filter(PENDING, session_id=modes.session_id(message, stage))
+        .filter(PENDING, session_id=arrival.session_id)
         .values_list("id", "broker")
     ):
         waiting.setdefault(broker, []).append(pk)

@@ -15,11 +15,9 @@ from contextlib import contextmanager
 
 from .. import conf, wire
 from ..models import InboxMessage, StageState
-from ..models.inbox import InboxRecord
 from ..models.inbox_order import ASKED, ON_ITS_WAY, Turn
 from ..stages import Stage
-from .decoding import Arrival
-from .outcomes import Duplicate, Waiting
+from .arrival import Arrival, Duplicate, Waiting
 
 _FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)
 
@@ -75,27 +73,22 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
         yield
 
 
-def out_of_turn(
-    arrival: Arrival, record: InboxRecord, *, attempts: int = 1
-) -> Waiting | Duplicate | None:
+def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
     """Park a message whose turn has not come; return None if it has. `attempts` were
     counted for it."""
     turn = arrival.turn
     if turn is None or arrival.order.has_come(turn):
         return None
-    return _park(arrival, record, turn, attempts)
+    return _park(arrival, turn, attempts)
 
 
-def lost(
-    arrival: Arrival, record: InboxRecord | None, *, attempts: int = 1
-) -> Waiting | Duplicate:
+def lost(arrival: Arrival) -> Waiting | Duplicate:
     """Return the outcome of a message that could not be taken: settled by a copy,
     parked because another transaction has its key, or its turn has not come."""
     turn = arrival.turn
-    if turn is None or record is None:
+    if turn is None or arrival.record is None:
         return Duplicate()
-    waiting = out_of_turn(arrival, record, attempts=attempts)
-    return waiting or _park(arrival, record, turn, attempts, aside=True)
+    return out_of_turn(arrival) or _park(arrival, turn, 1, aside=True)
 
 
 def wake(arrivals: Sequence[Arrival]) -> None:
@@ -110,11 +103,11 @@ def wake(arrivals: Sequence[Arrival]) -> None:
         first.woken.set()
 
 
-def aside(arrival: Arrival, record: InboxRecord) -> None:
+def aside(arrival: Arrival) -> None:
     """Record the key of a failed message, for which its followers wait."""
     turn = arrival.turn
     if turn is not None:
-        arrival.order.aside(record.id, turn)
+        arrival.order.aside(arrival.recorded.id, turn)
 
 
 def kept_headers(arrival: Arrival) -> dict[str, str]:
@@ -202,15 +195,10 @@ def begin(stages: Collection[Stage]) -> None:
 
 
 def _park(
-    arrival: Arrival,
-    record: InboxRecord,
-    turn: Turn,
-    attempts: int,
-    *,
-    aside: bool = False,
+    arrival: Arrival, turn: Turn, attempts: int, *, aside: bool = False
 ) -> Waiting:
     at_once = arrival.order.wait(
-        record.id,
+        arrival.recorded.id,
         turn,
         headers=arrival.kept_headers,
         body=arrival.delivery.body,

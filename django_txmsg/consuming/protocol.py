@@ -192,8 +192,7 @@ class Conflicts:
     """The repetitions of work that lost a conflict: at once, then at growing
     intervals."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    _count = 0
 
     def mends(self, error: BaseException) -> bool:
         """Return whether to repeat the work that ended with this error."""

@@ -19,9 +19,8 @@ from ..errors import ConfigurationError, DecodeError
 from ..models import RateLine, StageState
 from ..stages import all_stages
 from . import batch, decoding
-from .decoding import Arrival
+from .arrival import Arrival, Outcome
 from .failure import postpone
-from .outcomes import Outcome
 from .protocol import Conflicts
 
 
@@ -53,7 +52,7 @@ def states() -> Any:
 def _takes_slot(arrival: Arrival) -> bool:
     """Return whether a message can wait, and has had no slot in an earlier try: a
     retried arrival is recorded. The stage buries one that it does not accept."""
-    if arrival.counted.row is not None or not arrival.has_identity:
+    if arrival.record is not None or not arrival.has_identity:
         return False
     try:
         decoding.checked(arrival.delivery, arrival.stage)

@@ -28,9 +28,8 @@ from ..runtime.connections import leave_blocks, open_caches, recycle
 from ..runtime.idle_clock import Activity
 from ..stages import Stage
 from . import decoding, modes, rates
+from .arrival import Arrival, Outcome, Postponed, to_acknowledge
 from .backpressure import Room
-from .decoding import Arrival
-from .outcomes import Outcome, Postponed, to_acknowledge
 from .parking import NO_SESSION, Parking
 from .recycle_limits import Allowance
 from .stage_middleware import prepared
@@ -60,7 +59,7 @@ class StageThread:
         self._ident: int | None = None
         self.stage, self.worker = prepared(stage), worker
         self.using = self.stage.definition.using
-        self._transacted = modes.of(self.stage).transacted
+        self._mode = modes.of(self.stage)
         self.paused = threading.Event()
         self._parking = Parking(self.stage)
         self.parked_due = self._parking.due
@@ -98,7 +97,7 @@ class StageThread:
                 self._close()
                 recycle(idle=True)
                 self._stopping.wait(0.2)
-            elif not self._transacted and not database_health.usable(self.using):
+            elif not self._mode.transacted and not database_health.usable(self.using):
                 database_health.wait(self.using, self._stopping)
             elif self._subscription.session is None and self._subscription.pause:
                 self._work_parked_without_broker()
@@ -250,7 +249,7 @@ class StageThread:
         arrival = self._arrival(session, decoding.from_parked(parked), parked)
         with self._throttle.turn():
             outcomes = self._decided([arrival])
-        if outcomes is None and arrival.counted.attempt:
+        if outcomes is None and arrival.counted:
             with contextlib.suppress(AnyDatabaseError):  # its lease ends by itself
                 self._parking.give_back(parked)
         for outcome in outcomes or ():
@@ -260,7 +259,7 @@ class StageThread:
     def _work_parked_without_broker(self) -> None:
         """Run parked messages of stages with an inbox while the broker is down: they do
         not need it."""
-        if not self._transacted:
+        if not self._mode.transacted:
             while not self._stopping.is_set() and self._work_parked(NO_SESSION):
                 self._parking.follows()
 
@@ -268,8 +267,8 @@ class StageThread:
         self, session: Session, delivery: Delivery, parked: Parked | None = None
     ) -> Arrival:
         return Arrival(
-            stage=self.stage,
-            delivery=decoding.recognised(delivery),
+            self._mode,
+            delivery,
             session=session,
             worker=self.worker,
             stop=self._stopping,

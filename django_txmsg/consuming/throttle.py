@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..envelope.redelivery import Dead, RedeliverAfter
-from .outcomes import Outcome, Processed
+from .arrival import Outcome, Processed
 
 log = logging.getLogger("django_txmsg.throttle")
 

@@ -27,8 +27,13 @@ from .. import conf, stages
 from ..brokers import find_broker, get_broker
 from ..brokers.base import Delivery, Session
 from ..consuming import batch, decoding, modes
-from ..consuming.decoding import Arrival
-from ..consuming.outcomes import Duplicate, Outcome, Processed, to_acknowledge
+from ..consuming.arrival import (
+    Arrival,
+    Duplicate,
+    Outcome,
+    Processed,
+    to_acknowledge,
+)
 from ..consuming.stage_middleware import Chain, prepared
 from ..envelope.handler import Handler
 from ..envelope.message import Message
@@ -194,6 +199,7 @@ class _Worker:
         else:
             outside = _Outside(ready.outside, drained)
             self._stage = dataclasses.replace(ready, outside=outside)
+        self._mode = modes.of(self._stage)
         self._drained = drained
         self._token = uuid.uuid4()
         self._outcomes = 0
@@ -202,7 +208,7 @@ class _Worker:
     def open(self) -> Iterator[None]:
         stage = self._stage
         subscriber = stage.subscriber
-        transacted = modes.of(stage).transacted
+        transacted = self._mode.transacted
         broker = get_broker(stage.broker)
         with broker.open(transacted=transacted, subscriber=subscriber) as session:
             prefetch = 1 if transacted else stage.batch
@@ -239,8 +245,8 @@ class _Worker:
 
     def _arrival(self, delivery: Delivery, parked: Parked | None = None) -> Arrival:
         return Arrival(
-            stage=self._stage,
-            delivery=decoding.recognised(delivery),
+            self._mode,
+            delivery,
             session=self._session,
             worker="drain",
             stop=_Hurry(),

@@ -15,8 +15,8 @@ import pytest
 
 from django_txmsg import stages
 from django_txmsg.brokers import get_broker
-from django_txmsg.consuming import inbox
-from django_txmsg.consuming.decoding import Arrival
+from django_txmsg.consuming import inbox, modes
+from django_txmsg.consuming.arrival import Arrival
 from django_txmsg.envelope.broker_url import split_url
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
@@ -176,8 +176,8 @@ def test_unreadable_foreign_message_is_one_dead_letter(
             with get_broker().open() as opened:
                 opened.subscribe(destination, prefetch=1)
                 delivery = wait_until(lambda: opened.receive(1))
-                stop = threading.Event()
-                inbox.process(Arrival(stage, delivery, opened, "test", stop))
+                stop, mode = threading.Event(), modes.of(stage)
+                inbox.process(Arrival(mode, delivery, opened, "test", stop))
         step(stage)
     letter = DeadLetter.objects.get()
     assert (letter.reason, letter.deaths) == ("undecodable_body", 3)

@@ -13,7 +13,7 @@ from django.db import connections, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.consuming import decoding, inbox
-from django_txmsg.consuming.outcomes import Waiting
+from django_txmsg.consuming.arrival import Waiting
 from django_txmsg.consuming.parking import NO_SESSION
 from django_txmsg.dead_letters import bulk, burial
 from django_txmsg.dead_letters.unread import bury_unread

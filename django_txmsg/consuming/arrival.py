@@ -1,0 +1,276 @@
+"""Hop 7's interface: an arrival goes in, and an outcome comes out.
+
+An `Arrival` is a delivery in the hands of one worker thread: it is read once, recorded
+once, and knows its turn. The steps of hop 7 take it. Its `Mode` has the steps in which
+`@stage(transaction=)` makes a difference; `modes.py` has the strategies.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from .. import conf, wire
+from ..brokers.base import Delivery, Session
+from ..envelope.message import Message
+from ..envelope.redelivery import Dead, RedeliverAfter
+from ..models import InboxMessage
+from ..models.inbox import InboxRecord, Parked
+from ..models.inbox_order import Turn
+from ..sending.scope import Scope, in_scope
+from ..stages import Stage
+from . import decoding
+from .protocol import guarded
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """The stage's transaction is committed."""
+
+    acknowledged: bool = False
+    """Whether the broker's own transaction has acknowledged the delivery already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """This copy only needs to be dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentBack:
+    """A foreign message without a stable identity is in its queue again, with an id of
+    ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Postponed:
+    """Parked, without counting an attempt: until newer code can read the body, because
+    its queue did not take the copy back, or until its slot by the stage's rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Parked, without counting an attempt, until its turn among the messages of its
+    key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The worker is stopping: leave the delivery to the broker, unacknowledged."""
+
+
+Outcome = (
+    Processed
+    | Duplicate
+    | RedeliverAfter
+    | Dead
+    | SentBack
+    | Postponed
+    | Waiting
+    | Interrupted
+)
+
+
+def to_acknowledge(
+    deliveries: Sequence[Delivery], outcomes: Sequence[Outcome]
+) -> list[Delivery]:
+    """Return the deliveries that are settled by an acknowledgement: all but those that
+    are settled already, and those that are left to the broker."""
+    return [
+        delivery
+        for delivery, outcome in zip(deliveries, outcomes, strict=True)
+        if not isinstance(outcome, Interrupted)
+        and not (isinstance(outcome, Processed) and outcome.acknowledged)
+    ]
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A delivery held by one worker thread, for the stage of its mode.
+
+    `parked` is set if it comes from the inbox instead of the broker; `token` is then
+    its lease. `woken` is set if it released messages that waited for it.
+    """
+
+    mode: Mode
+    delivery: Delivery
+    session: Session
+    worker: str
+    stop: threading.Event
+    parked: Parked | None = None
+    token: uuid.UUID | None = None
+    woken: threading.Event = field(default_factory=threading.Event)
+
+    #: Its reading. Read again for each attempt, since a handler may change the object.
+    message: Message = field(init=False)
+    #: The error of a body too large to read here, with a message that has no body.
+    short: MemoryError | None = field(default=None, init=False)
+    #: Its record. Kept while the arrival is retried, so that it is counted once.
+    record: InboxRecord | None = field(default=None, init=False)
+    #: Whether an attempt is counted.
+    counted: bool = field(default=False, init=False)
+    #: Whether its transaction has begun, and has taken the message's row.
+    begun: bool = field(default=False, init=False)
+    #: The previous attempt's error, if the next try must count as another attempt.
+    error: BaseException | None = field(default=None, init=False)
+    #: Attempts that ended because the database had no room for their handler's work.
+    crowded: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        mode, stage = self.mode, self.mode.stage
+        self.stage, self.using = stage, mode.using
+        self.inbox, self.order = mode.inbox, mode.order
+        #: Whether the message can be recognised when it is delivered again.
+        self.has_identity = wire.MESSAGE_ID in self.delivery.headers
+        if not self.has_identity:
+            self.delivery = decoding.recognised(self.delivery)
+            self.has_identity = decoding.has_identity(self.delivery)
+        #: Its place in the order of its key, at an ordered stage; None without a key.
+        self.turn = self._turn() if stage.ordered else None
+
+    @cached_property
+    def message_id(self) -> uuid.UUID:
+        """The message's id: its own, or the one derived for it."""
+        return decoding.identity(self.delivery, self.stage.broker)
+
+    @cached_property
+    def came_before(self) -> bool:
+        """Whether the message was delivered before."""
+        return decoding.came_before(self.delivery)
+
+    @cached_property
+    def kept_headers(self) -> dict[str, str]:
+        """The headers to keep with the message: all except the delivery's own."""
+        return decoding.kept_headers(self.delivery)
+
+    @property
+    def session_id(self) -> uuid.UUID:
+        """The session id of the messages that the stage sends for this one."""
+        service, stage = conf.get().SERVICE, self.stage.name
+        return wire.session_id(service, self.message.id, stage)
+
+    @property
+    def recorded(self) -> InboxRecord:
+        """Its record, once it has one."""
+        assert self.record is not None
+        return self.record
+
+    def _turn(self) -> Turn | None:
+        stage, headers = self.stage, self.delivery.headers
+        key = headers.get(wire.KEY, "")[:255].replace("\x00", "")
+        if not key:
+            return None
+        after_id, after_at = wire.after(headers) or (None, None)
+        return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
+
+    def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
+        """Note that the arrival is recorded as `record`, with an attempt or without."""
+        self.record, self.counted = record, attempt
+        return record
+
+    def count_again(self, error: BaseException) -> None:
+        """Count the next try as another attempt: this error may occur each time, and
+        the message must end."""
+        self.counted, self.error = False, error
+
+    def runs(self, record: InboxRecord) -> bool:
+        """Note that the arrival is recorded as `record`, and return whether its stage
+        must run."""
+        return not self.mode.reason_not_to_run(self, self.count(record))
+
+
+class Mode(ABC):
+    """How one stage's messages are processed: the steps in which the modes differ."""
+
+    #: Whether the delivery and the stage's messages are in the broker's transaction.
+    transacted: ClassVar[bool] = False
+    #: Whether a message that was processed is processed again.
+    idempotent: ClassVar[bool] = False
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.using = stage, stage.definition.using
+        self.max_begun = stage.policy.max_begun
+        #: The rows of the stage's inbox, and the order of its keys.
+        self.inbox: Any = InboxMessage.objects.db_manager(self.using)
+        self.order: Any = InboxMessage.order.db_manager(self.using)
+
+    @abstractmethod
+    def record(self, arrival: Arrival) -> None:
+        """Count the arrival durably, if this mode counts it: sets `arrival.record`, and
+        `arrival.begun` if its transaction has begun with it."""
+
+    @abstractmethod
+    def run(self, arrival: Arrival, message: Message) -> bool:
+        """Run the stage and commit. Returns whether its database was used. Raises
+        LostRace."""
+
+    def reason_not_to_run(self, arrival: Arrival, record: InboxRecord) -> str:
+        """Return why the stage must not run for this record; "" if it must."""
+        if self.is_done(arrival, record):
+            return "settled"
+        if record.attempt > self.max_begun:
+            return "worker_lost"
+        until = wire.expires(arrival.delivery.headers)
+        return "expired" if until is not None and until <= record.now else ""
+
+    def is_done(self, arrival: Arrival, record: InboxRecord) -> bool:
+        """Return whether the arrival only needs to be dropped: a copy of the message is
+        processed, buried or parked. A parked message is here to be processed."""
+        if arrival.parked is not None:
+            return False
+        processed = record.processed and not self.idempotent
+        return processed or record.dead or record.parked
+
+    def handle(self, arrival: Arrival, message: Message) -> None:
+        """Call the handler. Its scope is left before the commit, whose hooks do not
+        belong to the stage any more."""
+        with in_scope(self.scope(arrival, message)), guarded(self.using):
+            self.stage.handler(message)
+
+    def scope(self, arrival: Arrival, message: Message) -> Scope:
+        """Return the scope of the messages that the stage sends for `message`."""
+        return Scope(
+            session_id=arrival.session_id,
+            using=self.using,
+            cause=message,
+            stage=self.stage.name,
+            worker=arrival.worker,
+        )
+
+    def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
+        """Park a message whose turn has not come, and return its outcome; None if its
+        turn has come, or if the stage has no order. `attempts` were counted for it."""
+        return None
+
+    def lost(self, arrival: Arrival) -> Outcome:
+        """Return the outcome of a message that could not be taken: a copy settled
+        it."""
+        return Duplicate()
+
+    def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
+        """Run the last step of a transaction in which messages end."""
+
+    def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
+        """Record a failed message, in the transaction that parks it."""
+
+    def kept_headers(self, arrival: Arrival) -> dict[str, str]:
+        """Return the headers to keep with a failed message."""
+        return arrival.kept_headers
+
+    def roll_back(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
+        """Undo what the stage did in the broker's transaction, if there is one."""
+
+    def is_turned_away(self, error: BaseException) -> bool:
+        """Return whether the stage failed because a destination of its broker takes no
+        messages now."""
+        return False
+
+    def locks_parked(self) -> bool:
+        """Return whether a lock on the row of a parked message keeps others away while
+        it runs."""
+        return False
