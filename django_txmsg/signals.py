@@ -42,6 +42,10 @@ messages_committed = Signal()
 """Rows of the outbox were committed; wakes the dispatcher. If a savepoint was rolled
 back by hand, some of the ids have no row. Arguments: using, broker, ids (of rows)."""
 
+alert_changed = Signal()
+"""A relay has raised an alert of `TXMSG["ALERTS"]`, or ended it. Arguments: name, kind,
+status ("firing" or "resolved"), text."""
+
 lease_lost = Signal()
 """Another relay has claimed the messages of this one. Arguments: count, broker."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from django.apps import apps
 
 from . import (
+    alerts,
     audit,
     bulk,
     dead_letters,
@@ -19,6 +20,7 @@ from . import (
 )
 
 __all__ = [
+    "alerts",
     "audit",
     "bulk",
     "dead_letters",

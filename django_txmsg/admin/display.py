@@ -30,6 +30,8 @@ TONES = {
     "running": "busy",
     "paused": "warn",
     "silent": "bad",
+    "firing": "bad",
+    "resolved": "good",
     "no consumer": "bad",
     "full": "bad",
     "alive": "good",

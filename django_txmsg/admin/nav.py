@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from django.http import HttpRequest
 from django.urls import NoReverseMatch
 
+from .. import conf
 from ..flows.declaration import declarations
 from ..scheduling.timetable import recurring
 from .addresses import address
@@ -20,6 +21,7 @@ _LISTS = (
     ("schedule", "Recurring"),
     ("run", "Flows"),
     ("worker", "Workers"),
+    ("alert", "Alerts"),
     ("auditentry", "Audit"),
 )
 
@@ -41,6 +43,8 @@ def pages(request: HttpRequest) -> list[Page]:
         if name == "schedule" and not recurring():
             continue
         if name == "run" and not declarations():
+            continue
+        if name == "alert" and not conf.get().ALERTS.KINDS:
             continue
         if not request.user.has_perm(f"django_txmsg.view_{name}"):
             continue

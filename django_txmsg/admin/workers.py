@@ -18,8 +18,8 @@ class WorkerAdmin(ReadOnlyAdmin):
     """Running processes; one that stopped in an orderly way is no longer listed."""
 
     list_display = (
-        "state", "kind", "service", "host", "pid", "consumes", "in_flight", "heartbeat",
-        "started",
+        "state", "kind", "service", "version", "host", "pid", "consumes", "in_flight",
+        "heartbeat", "started",
     )  # fmt: skip
     list_filter = ("kind",)
     list_display_links = None

@@ -163,6 +163,23 @@ class PipelineSettings:
 
 
 @dataclass(frozen=True)
+class AlertSettings:
+    """Alerts that a running relay raises and ends: as rows, as signals and log lines,
+    by mail, and by the webhook whose URL is in an environment variable."""
+
+    KINDS: tuple[str, ...] = ()
+    """Kinds of alarms, as in `message_status --fail-on`, or "bad" for all but warnings.
+    If empty, no alerts are raised."""
+    AFTER: float = 60.0
+    """Seconds for which an alarm must last before it is raised, or be away before it is
+    ended."""
+    MAIL: tuple[str, ...] = ()
+    """Addresses that get a mail, from DEFAULT_FROM_EMAIL."""
+    WEBHOOK_ENV: str = "TXMSG_WEBHOOK_URL"
+    """Name of the environment variable with the webhook's URL, if there is one."""
+
+
+@dataclass(frozen=True)
 class CelerySettings:
     """Celery tasks that are called through the outbox."""
 
@@ -230,6 +247,10 @@ class Settings:
     CONSUME: ConsumeSettings = field(default_factory=ConsumeSettings)
     HTTP: HttpSettings = field(default_factory=HttpSettings)
     CELERY: CelerySettings = field(default_factory=CelerySettings)
+    ALERTS: AlertSettings = field(default_factory=AlertSettings)
+    VERSION: str = ""
+    """The version of your code, for example a commit: *Workers* shows which one each
+    process runs."""
     FLOWS: FlowSettings = field(default_factory=FlowSettings)
     REPLY_TO: tuple[str, ...] = ()
     """Destinations that requests may name for their answers, beside the steps of flows

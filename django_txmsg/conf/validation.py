@@ -15,6 +15,7 @@ from ..envelope import redelivery
 from ..envelope.cron import Cron
 from ..envelope.message import MAX_NAME_LENGTH, check_destination
 from ..errors import ConfigurationError, InvalidMessage
+from ..rules.alarm_kinds import BAD, KINDS
 from .schema import LakeSettings, RedeliverySettings, RetentionSettings, hints
 
 #: Two thousand million seconds, bytes or messages: the highest number that every column
@@ -101,6 +102,10 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
                 yield Problem(where, f"{problem}.")
         elif _is_number(value):
             yield from _number_problems(kind, name, value, where)
+        elif name == "KINDS" and (unknown := {*value} - {*KINDS, BAD}):
+            found = min(unknown)
+            hint = _did_you_mean(found, [*KINDS, BAD])
+            yield Problem(where, f"has {found!r}, which is no kind of alarm.", hint)
         elif name == "DEAD_LETTER_DESTINATIONS" and not all(value):
             yield Problem(where, "must name queues; one of its names is empty.")
 

@@ -10,6 +10,7 @@ from ..errors import ConfigurationError
 if not apps.is_installed("django_txmsg"):
     raise ConfigurationError('Add "django_txmsg" to INSTALLED_APPS.')
 
+from .alert import Alert
 from .attempt import Attempt
 from .audit_entry import AuditEntry
 from .batch import Batch
@@ -36,6 +37,7 @@ from .task_run import TaskRun
 from .worker import Worker
 
 __all__ = [
+    "Alert",
     "Attempt",
     "AuditEntry",
     "Batch",

@@ -38,6 +38,7 @@ class Worker(models.Model):
     name = models.CharField(max_length=255, unique=True)
     kind = models.CharField(max_length=16)
     service = models.CharField(max_length=255, default="", db_default="", blank=True)
+    version = models.CharField(max_length=255, default="", db_default="", blank=True)
     host = models.CharField(max_length=255)
     pid = models.PositiveIntegerField()
     stages = models.JSONField(default=list, blank=True)

@@ -31,7 +31,9 @@ class Alarm:
     what: str
     more: str = ""
     kind: str = ""
-    """One of KINDS."""
+    """One of `rules.alarm_kinds.KINDS`."""
+    about: str = ""
+    """What distinguishes it from others of its kind, for as long as it lasts."""
 
     def __str__(self) -> str:
         return f"{self.what}{self.more}"
@@ -50,6 +52,7 @@ def _unreadable(status: Status) -> Iterator[Alarm]:
         yield Alarm(
             "bad", "worker", "",
             f"Database {name} does not answer", f", and is not counted here: {first}",
+            about=name,
         )  # fmt: skip
 
 
@@ -62,6 +65,7 @@ def _nobody_consumes(status: Status) -> Iterator[Alarm]:
             "bad", "worker", "", "No consumer is running.",
             " No stage is processed: start manage.py consume, or "
             "manage.py txmsg run.",
+            about="consumer",
         )  # fmt: skip
         return
     many = len(unattended) > 1
@@ -70,6 +74,7 @@ def _nobody_consumes(status: Status) -> Iterator[Alarm]:
         f"No consumer runs {len(unattended)} stages" if many
         else f"No consumer runs stage {unattended[0]}",
         f": {_list(unattended)}." if many else ".",
+        about="consumer",
     )  # fmt: skip
 
 
@@ -83,11 +88,13 @@ def _outages(status: Status) -> Iterator[Alarm]:
             f"{one.kind[:1].upper()}{one.kind[1:]} {one.name} cannot be used",
             f", for {duration(max(status.now - one.since, dt.timedelta()))}{many}: "
             f"{one.error}",
+            about=f"{one.kind} {one.name}",
         )  # fmt: skip
     if len(found) > LINES:
         yield Alarm(
             "bad" if late else "warn", "worker", "",
             f"{len(found) - LINES} more cannot be used", ".",
+            about="more",
         )  # fmt: skip
 
 
@@ -107,6 +114,7 @@ def _outbox(status: Status) -> Iterator[Alarm]:
         f"{capped(waiting.overdue)} message{'s' * many} in the outbox "
         f"{'are' if many else 'is'} overdue",
         f"{_since(waiting, status.now)}, to {_late(late)}. {why}",
+        about="outbox",
     )  # fmt: skip
 
 
@@ -121,6 +129,7 @@ def _unrelayed(status: Status) -> Iterator[Alarm]:
             f"wait{'s' * (not many)}, and no relay of {name} is running",
             f"{_since(waiting, status.now)}. Start one. If this service was called "
             f'{name} before, add the name to TXMSG["FORMER_SERVICES"].',
+            about=name,
         )  # fmt: skip
 
 
@@ -141,6 +150,7 @@ def _queues(status: Status) -> Iterator[Alarm]:
         f"{capped(waiting.overdue)} message{'s' * many} in the embedded broker "
         f"wait{'s' * (not many)} to be consumed",
         f"{_since(waiting, status.now)}, in {_late(status.queues)}.{nobody}",
+        about="queues",
     )  # fmt: skip
 
 
@@ -154,6 +164,7 @@ def _redeliveries(status: Status) -> Iterator[Alarm]:
         f"{capped(waiting.overdue)} redeliver"
         f"{'y is' if waiting.overdue == 1 else 'ies are'} overdue",
         f"{_since(waiting, status.now)}, of {_late(late)}.",
+        about="redeliveries",
     )  # fmt: skip
 
 
@@ -166,12 +177,14 @@ def _late_ticks(status: Status) -> Iterator[Alarm]:
             f"The recurring message {one.name} was not stored when it was due",
             f": its last tick was {last} ago. Only a relay in which it is declared "
             f"stores it; the relay's log says why it could not.",
+            about=one.name,
         )  # fmt: skip
     if len(status.late_ticks) > LINES:
         yield Alarm(
             "bad", "schedule", "",
             f"{len(status.late_ticks) - LINES} more recurring messages were not stored "
             f"when they were due", ".",
+            about="more",
         )  # fmt: skip
 
 
@@ -187,6 +200,7 @@ def _deadlines(status: Status) -> Iterator[Alarm]:
         f"{'messages are' if many else 'message is'} not stored",
         f"{_since(waiting, status.now)}, of service {_late(status.deadlines)}. Only a "
         f"relay of the service in which the flow is declared stores them.",
+        about="deadlines",
     )  # fmt: skip
 
 
@@ -199,6 +213,7 @@ def _stuck(status: Status) -> Iterator[Alarm]:
             f"{'are' if many else 'is'} stuck at an undo",
             f", of {capped(one.undoing)} that are undoing their work. Redeliver its "
             f"dead letter; or undo it by hand, and discard the dead letter.",
+            about=one.flow,
         )  # fmt: skip
 
 
@@ -214,6 +229,7 @@ def _left_behind(status: Status) -> Iterator[Alarm]:
             f"need{'s' * (not many)} newer code",
             f": {newer.type} version {newer.version}, for {since}. Deploy it; or, "
             f"after a roll-back, bury these messages.",
+            about=place.label,
         )  # fmt: skip
 
 
@@ -226,6 +242,7 @@ def _full(status: Status) -> Iterator[Alarm]:
             f" since {since}: {capped(place.line.count)} messages wait there for the "
             f"ones before them, of {at_least(place.line)}. Resolve the blocked keys, "
             f'or raise TXMSG["ORDER_MAX_WAITING"] or ["ORDER_MAX_BYTES"].',
+            about=place.label,
         )  # fmt: skip
 
 
@@ -239,12 +256,14 @@ def _held_keys(status: Status) -> Iterator[Alarm]:
             f"wait{'s' * (not many)} at stage {one.stage}",
             f" for {one.waits_for}, {one.why}, since {since}. To let the key go on "
             "without it: manage.py order let_go.",
+            about=f"{one.stage} {one.key}",
         )  # fmt: skip
     if len(status.held_keys) > LINES:
         yield Alarm(
             "bad", "inboxmessage", "?state=in-line",
             f"{len(status.held_keys) - LINES} more keys wait",
             ": manage.py order list.",
+            about="more",
         )  # fmt: skip
 
 
@@ -256,11 +275,13 @@ def _lost(status: Status) -> Iterator[Alarm]:
             "bad", "worker", "",
             f"The {one.kind} on {one.host} (process {one.pid}) is silent",
             f": its last heartbeat was {ago} ago.",
+            about=one.name,
         )  # fmt: skip
     if len(lost) > LINES:
         yield Alarm(
-            "bad", "worker", "", f"{len(lost) - LINES} more workers are silent", "."
-        )
+            "bad", "worker", "", f"{len(lost) - LINES} more workers are silent", ".",
+            about="more",
+        )  # fmt: skip
 
 
 def _dead(status: Status) -> Iterator[Alarm]:
@@ -293,6 +314,7 @@ def _nobody_relays(status: Status) -> Iterator[Alarm]:
             "warn", "worker", "", "No relay is running.",
             " Messages are sent right after their commit; failed ones are not retried: "
             "start manage.py relay, or manage.py txmsg run.",
+            about="relay",
         )  # fmt: skip
 
 
@@ -305,12 +327,14 @@ def _unconsumed(status: Status) -> Iterator[Alarm]:
             f"No stage here consumes {name}",
             f", to which messages go. Was {meant} meant?" if meant else ", and "
             'TXMSG["KNOWN_DESTINATIONS"] names no other consumer.',
+            about=name,
         )  # fmt: skip
     if len(status.unconsumed) > LINES:
         yield Alarm(
             "warn", "outboxmessage", "",
             f"{len(status.unconsumed) - LINES} more destinations have no "
             f"known consumer", ".",
+            about="more",
         )  # fmt: skip
 
 
@@ -320,10 +344,15 @@ def _paused(status: Status) -> Iterator[Alarm]:
         yield Alarm(
             "warn", "stagestate", "", f"Stage {place.label} is paused.",
             _who(place, status.now),
+            about=place.label,
         )  # fmt: skip
     if len(paused) > LINES:
         yield Alarm(
-            "warn", "stagestate", "", f"{len(paused) - LINES} more stages are paused."
+            "warn",
+            "stagestate",
+            "",
+            f"{len(paused) - LINES} more stages are paused.",
+            about="more",
         )
 
 
@@ -336,12 +365,14 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
             f": it keeps a copy of each message to {one.topic}, "
             f"{capped(waiting.count)} so far. If the stage is gone for good: manage.py "
             f"subscriptions remove {one.topic} {one.subscriber}.",
+            about=f"{one.topic} {one.subscriber}",
         )  # fmt: skip
     more = len(status.abandoned) - LINES
     if more > 0:
         yield Alarm(
             "warn", "outboxmessage", "#queues",
             f"{more} more subscriptions belong to no stage here.",
+            about="more",
         )  # fmt: skip
 
 
@@ -399,6 +430,3 @@ _FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]]], ...] = (
     ("paused", _paused),
     ("subscription", _abandoned),
 )
-
-#: The values of `--fail-on`.
-KINDS = tuple(dict.fromkeys(kind for kind, _ in _FINDERS))

@@ -48,6 +48,7 @@ class Presence:
                     name=self.name,
                     kind=self._kind,
                     service=self._service,
+                    version=conf.get().VERSION[:255],
                     stages=self._stages,
                     **said,
                 )

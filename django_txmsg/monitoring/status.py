@@ -153,6 +153,9 @@ class Status:
     """The destinations without a known consumer, each with the name that was perhaps
     meant."""
     subscriptions: list[Subscription] = field(default_factory=list)
+    errors: list[tuple[str, dead.Dead]] = field(default_factory=list)
+    """The open dead letters that are not muted, by place and error, each with its
+    database."""
     held_keys: list[HeldKey] = field(default_factory=list)
     """The keys of ordered stages whose messages have waited for too long."""
     attendance: Attendance = field(init=False)
@@ -367,6 +370,7 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
         if one.muted:
             place.muted += one.count
             continue
+        status.errors.append((using, one))
         place.dead += one.count
         place.oldest_dead = min(filter(None, (place.oldest_dead, one.first)))
     for waiting in in_queues(using, held_queues(paused)):

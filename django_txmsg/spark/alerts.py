@@ -9,18 +9,17 @@ The measures are how late a service's messages are, and how many die.
 from __future__ import annotations
 
 import datetime as dt
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..rules import inbox, outbox
+from ..wire.webhook import Webhook, alert_message
 from .connection import Connection
 from .databases import open_database
 from .databases.sqlite import instant_text, read_instant
 from .spec import SourceSpec, hidden
-from .webhook import Webhook
 
 _ALERTS = "django_txmsg_pipelinealert"
 _COLUMNS = "name, value, bound, firing, since, summary, told"
@@ -53,22 +52,15 @@ class Alert:
 
     def message(self) -> dict[str, Any]:
         """Return the message for the webhook."""
-        since = self.since.isoformat() if self.since else ""
-        place = f"{self.service}/{self.name}"
-        return {
-            "version": 1,
-            "id": hashlib.sha256(f"{place} {since}".encode()).hexdigest()[:32],
-            "fingerprint": place,
-            "status": self.status,
-            "service": self.service,
-            "alert": self.name,
-            "value": self.value,
-            "limit": self.bound,
-            "since": since,
-            "at": dt.datetime.now(UTC).isoformat(),
-            "summary": self.summary,
-            "text": f"[{self.status}] {place}: {self.summary}",
-        }
+        return alert_message(
+            self.service,
+            self.name,
+            firing=self.firing,
+            since=self.since,
+            summary=self.summary,
+            value=self.value,
+            limit=self.bound,
+        )
 
 
 class Alerts:

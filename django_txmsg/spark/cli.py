@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from itertools import chain
 
-from . import webhook
+from ..wire.webhook import VARIABLE as WEBHOOK_URL
 from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden, password_variable
 
@@ -313,7 +313,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     )
     _add_external(follow)
     follow.add_argument(
-        "--webhook-env", default=webhook.VARIABLE, metavar="NAME",
+        "--webhook-env", default=WEBHOOK_URL, metavar="NAME",
         help="the environment variable that holds the webhook's address",
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import re
 import prometheus_client
 import promql_parser
 import pytest
+from django.core.management import call_command
 
 from django_txmsg import metrics
 from django_txmsg.monitoring import gauges
@@ -53,6 +54,16 @@ def _labels(name: str) -> set[str]:
         "pipeline": {"alert", "service"},
     }
     return kinds.get(name.partition("_")[0], {"stage", "database"})
+
+
+def test_the_command_exports_the_rules_of_the_page(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call_command("txmsg", "alerts", "export")
+    comment, _, rules = capsys.readouterr().out.partition("\n")
+
+    assert comment.startswith("# ")
+    assert f"```yaml\n{rules}```" in PAGE
 
 
 def test_there_are_alerts_and_panels() -> None:

@@ -28,7 +28,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from django_txmsg import metrics
 from django_txmsg.spark import alerts
-from django_txmsg.spark import webhook as webhooks
 from django_txmsg.spark.alerts import Alert, Alerts
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.jobs.follow import Follower, FollowOptions
@@ -39,7 +38,8 @@ from django_txmsg.spark.noted import Noted
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.transforms.reconcile import LOST
-from django_txmsg.spark.webhook import Webhook
+from django_txmsg.wire import webhook as webhooks
+from django_txmsg.wire.webhook import NoWebhook, Webhook
 from tests.faults import Proxy, wait_until
 from tests.services.certificates import Certificates
 from tests.spark.archives import assert_moved_once, delta_rows, hashes_in
@@ -541,7 +541,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
     "url", ["ftp://host/x", "https:///secret", "https://u:p@host", "one"]
 )
 def test_malformed_webhook_address_is_refused_and_not_printed(url: str) -> None:
-    with pytest.raises(UsageError, match="is not understood") as refused:
+    with pytest.raises(NoWebhook, match="is not understood") as refused:
         Webhook(url)
 
     assert url not in str(refused.value)

@@ -22,6 +22,7 @@ from ...consuming.consumer import Consumer
 from ...errors import ConfigurationError, TxmsgError
 from ...flows.deadlines import Deadlines
 from ...models import Worker
+from ...monitoring.alerting import Alerting
 from ...monitoring.databases import with_tables
 from ...monitoring.presence import Presence
 from ...monitoring.pruning import Pruner
@@ -125,7 +126,9 @@ class Service:
         self._group.add("txmsg-relay", self.relay.run)
         self._group.add("txmsg-consumer", self._consume)
         self._group.add("txmsg-pruning", Pruner(databases, self._stop).run)
-        self._time_loops = [Timekeeper(databases), Deadlines(databases)]
+        self._time_loops = [
+            Timekeeper(databases), Deadlines(databases), Alerting(databases),
+        ]  # fmt: skip
         for loop in self._time_loops:
             loop.add_to(self._group)
 

@@ -18,12 +18,13 @@ from ...monitoring.lengths import duration
 from ...monitoring.status import Place, Status
 from ...monitoring.turns import at_least
 from ...monitoring.waiting import CAP, Waiting, capped
+from ...rules.alarm_kinds import BAD, KINDS
 from ..tables import require_tables
 from ..terminal import printable
 
 #: The kinds of alarms about messages that do not move, or a database that does not
-#: answer; and the word for all alarms that are not warnings.
-STUCK, BAD = frozenset({"database", "newer-code", "order", "outage", "overdue"}), "bad"
+#: answer.
+STUCK = frozenset({"database", "newer-code", "order", "outage", "overdue"})
 
 
 class Command(BaseCommand):
@@ -36,7 +37,7 @@ class Command(BaseCommand):
         parser.add_argument(
             "--fail-on", metavar="KINDS", type=_kinds, default=STUCK,
             help="exit 1 for these kinds of alarms, with commas between them, warnings "
-            f"included: {', '.join(alarms.KINDS)}; or for all but warnings: bad "
+            f"included: {', '.join(KINDS)}; or for all but warnings: bad "
             f"(default: {','.join(sorted(STUCK))}, without warnings)",
         )  # fmt: skip
         parser.add_argument(
@@ -116,7 +117,7 @@ class Command(BaseCommand):
 
 def _kinds(text: str) -> frozenset[str]:
     kinds = frozenset(kind.strip() for kind in text.split(","))
-    if unknown := kinds - {*alarms.KINDS, BAD}:
+    if unknown := kinds - {*KINDS, BAD}:
         raise argparse.ArgumentTypeError(f"{min(unknown)!r} is not a kind of alarm")
     return kinds
 

@@ -14,6 +14,7 @@ from ... import conf
 from ...errors import TxmsgError
 from ...flows.deadlines import Deadlines
 from ...models import Worker
+from ...monitoring.alerting import Alerting
 from ...monitoring.databases import left_out, with_tables
 from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
@@ -71,7 +72,8 @@ class Command(BaseCommand):
             stack.enter_context(probed(options, self.stderr))
             stack.enter_context(beating)
             if not options["once"]:
-                stack.enter_context(keeping_time(time_loops, relay.stop))
+                loops = [*time_loops, Alerting(databases)]
+                stack.enter_context(keeping_time(loops, relay.stop))
             if options["verbosity"] > 0 and not options["once"]:
                 self.stderr.write(
                     f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. "

@@ -9,6 +9,7 @@ from django.core.management import get_commands, load_command_class
 from django.core.management.base import BaseCommand
 
 from ... import __name__ as package
+from ..alerts import Command as Alerts
 from ..alive import Command as Alive
 from ..audit import Command as Audit
 from ..bulk import Command as Bulk
@@ -34,6 +35,7 @@ class Command(BaseCommand):
             dest="verb", required=True, metavar="VERB", parser_class=VerbParser
         )
         self._verbs: dict[str, BaseCommand] = {
+            "alerts": Alerts(),
             "alive": Alive(),
             "audit": Audit(),
             "bulk": Bulk(),

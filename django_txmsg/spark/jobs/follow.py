@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...wire.webhook import KEY_VARIABLE, NoWebhook, Webhook
 from .. import alerts
 from ..alerts import Alert, Alerts, Telling
 from ..connection import Connection, connect_plain
@@ -29,7 +30,6 @@ from ..runs import Run, progressed, recorded
 from ..schemas import TABLES
 from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
-from ..webhook import Webhook
 from .archive import ArchiveOptions, Archiver, ages, waiting
 from .outcome import Outcome, options_of
 from .reconcile import Reconciling
@@ -411,9 +411,13 @@ def follow_command(
     spec.lake_spec()
     if given.dry_run:
         return _would(spec, options)
-    webhook = Webhook.from_environment(given.webhook_env)
-    # Tasks and child processes of ours do not need it.
-    os.environ.pop(given.webhook_env, None)
+    try:
+        webhook = Webhook.from_environment(given.webhook_env)
+    except NoWebhook as error:
+        raise UsageError(str(error)) from error
+    # Tasks and child processes of ours do not need them.
+    for name in (given.webhook_env, KEY_VARIABLE):
+        os.environ.pop(name, None)
     stop = threading.Event()
     follower = Follower(spec, options, webhook, stop, recorded_options=recorded)
     run_until_stopped(follower.work, stop, follower.reconciling.stop)

@@ -1,11 +1,15 @@
-"""Calls a webhook: one POST of JSON, tried a few times.
+"""Calls a webhook with alerts: one POST of JSON, tried a few times.
 
 The URL usually contains a secret: it comes from the environment, and no text of ours
-shows more of it than the host. TLS is verified; redirections are not followed.
+shows more of it than the host. TLS is verified; redirections are not followed. The app
+and the pipeline send their alerts this way.
 """
 
 from __future__ import annotations
 
+import datetime as dt
+import hashlib
+import hmac
 import json
 import os
 import re
@@ -21,32 +25,70 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
-from .errors import UsageError
-
 #: The default environment variable with the URL.
 VARIABLE = "TXMSG_WEBHOOK_URL"
+#: The environment variable with the key that signs the calls; without it, they are not
+#: signed.
+KEY_VARIABLE = "TXMSG_WEBHOOK_SECRET"
+#: The header with the signature: the hexadecimal HMAC-SHA256 of "TIME.BODY", where TIME
+#: is the number of seconds since 1970.
+SIGNATURE = "Txmsg-Signature"
 #: Seconds that an attempt may take, and seconds between two attempts.
 TIMEOUT = 10.0
 PAUSES = (1.0, 3.0)
+
+
+class NoWebhook(ValueError):
+    """The environment names no webhook that could be called."""
+
+
+def alert_message(
+    service: str,
+    name: str,
+    *,
+    firing: bool,
+    since: dt.datetime | None,
+    summary: str,
+    **facts: Any,
+) -> dict[str, Any]:
+    """Return the message about the beginning or the end of an alert. The id is the same
+    for both, and for every repetition."""
+    began = since.astimezone(dt.timezone.utc).isoformat() if since else ""
+    place, status = f"{service}/{name}", "firing" if firing else "resolved"
+    return {
+        "version": 1,
+        "id": hashlib.sha256(f"{place} {began}".encode()).hexdigest()[:32],
+        "fingerprint": place,
+        "status": status,
+        "service": service,
+        "alert": name,
+        "since": began,
+        "at": dt.datetime.now(dt.timezone.utc).isoformat(),
+        "summary": summary,
+        "text": f"[{status}] {place}: {summary}",
+        **facts,
+    }
 
 
 class Webhook:
     """The receiver of alerts. `error` is why the last alert did not arrive; `taken` and
     `failed` count the accepted and the failed ones."""
 
-    def __init__(self, url: str, *, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, url: str, *, timeout: float = TIMEOUT, key: str | None = None
+    ) -> None:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError:
             host, port, parts = None, None, urlsplit("")
         if parts.scheme not in ("http", "https") or not host or "@" in parts.netloc:
-            raise UsageError(
+            raise NoWebhook(
                 "The webhook's address is not understood. It is an http:// or https:// "
                 "URL without a user."
             )
         self.shown = f"{parts.scheme}://{host}" + (f":{port}" if port else "")
-        self._url, self._timeout = url, timeout
+        self._url, self._timeout, self._key = url, timeout, key
         self._opener = urllib.request.build_opener(
             _NoRedirection,
             _Http,
@@ -58,17 +100,18 @@ class Webhook:
     @classmethod
     def from_environment(cls, name: str) -> Webhook | None:
         """Return the webhook at the URL in this environment variable, or None if the
-        default variable is unset. Raises UsageError if the name is invalid, the named
+        default variable is unset. Raises NoWebhook if the name is invalid, the named
         variable is unset, or its URL is malformed."""
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise UsageError(
-                "--webhook-env takes the name of the environment variable that holds "
-                "the webhook's address, not the address itself."
+            raise NoWebhook(
+                "The webhook's setting takes the name of the environment variable that "
+                "holds its address, not the address itself."
             )
         url = os.environ.get(name, "").strip()
         if not url and name != VARIABLE:
-            raise UsageError(f"The environment variable {name} is not set.")
-        return cls(url) if url else None
+            raise NoWebhook(f"The environment variable {name} is not set.")
+        key = os.environ.get(KEY_VARIABLE)
+        return cls(url, key=key) if url else None
 
     def post(self, message: Mapping[str, Any], stop: threading.Event) -> bool:
         """Send a message, and return whether it was accepted. Retries failures that may
@@ -88,10 +131,15 @@ class Webhook:
 
     def _post(self, body: bytes) -> bool:
         """Try once. Returns whether another try may succeed."""
+        headers = {"Content-Type": "application/json", "User-Agent": "django_txmsg"}
+        if self._key:
+            now = int(time.time())
+            signed = b"%d.%b" % (now, body)
+            digest = hmac.new(self._key.encode(), signed, hashlib.sha256).hexdigest()
+            headers[SIGNATURE] = f"t={now},v1={digest}"
         request = urllib.request.Request(  # noqa: S310 - http or https, see above
-            self._url, data=body, method="POST",
-            headers={"Content-Type": "application/json", "User-Agent": "django_txmsg"},
-        )  # fmt: skip
+            self._url, data=body, method="POST", headers=headers
+        )
         started = time.monotonic()
         try:
             # It has been accepted; the content of the response does not matter.

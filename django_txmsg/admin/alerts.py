@@ -1,0 +1,35 @@
+"""Alerts: what relays have raised and ended, newest first."""
+
+from __future__ import annotations
+
+from django.contrib import admin
+from django.utils.safestring import SafeString
+
+from ..models import Alert
+from . import display
+from .base import ReadOnlyAdmin
+
+
+@admin.register(Alert)
+class AlertAdmin(ReadOnlyAdmin):
+    """What was wrong, from when to when."""
+
+    list_display = ("state", "kind", "text", "began", "ended", "service")
+    list_display_links = None
+    list_filter = ("kind",)
+    ordering = ("-id",)
+
+    @admin.display(description="state")
+    def state(self, alert: Alert) -> SafeString:
+        """Firing or resolved."""
+        return display.badge(alert.status)
+
+    @admin.display(description="began")
+    def began(self, alert: Alert) -> SafeString:
+        """When it was raised."""
+        return display.ago(alert.since)
+
+    @admin.display(description="ended")
+    def ended(self, alert: Alert) -> SafeString | str:
+        """When it ended."""
+        return "-" if alert.ended_at is None else display.ago(alert.ended_at)

@@ -1,0 +1,101 @@
+"""What was wrong, from when to when, and whether it was reported.
+
+A problem has one row for each time that it occurs. Rows without an end are open.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable
+from typing import Any
+
+from django.db import IntegrityError, models, transaction
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from .fields import Later
+
+#: Seconds for which one process has the delivery of an alert. Then it is tried again.
+LEASE = 60.0
+#: How long ended alerts are kept.
+KEPT = dt.timedelta(days=90)
+
+
+class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of an alert. Each belongs to the one process that makes it."""
+
+    def begin(self, service: str, name: str, kind: str, text: str) -> bool:
+        """Open an alert. False if it is open already."""
+        self.filter(ended_at__lt=Later(-KEPT.total_seconds())).delete()
+        try:
+            with transaction.atomic(using=self.db):
+                self.create(
+                    service=service, name=name[:255], kind=kind, text=text[:2000]
+                )
+        except IntegrityError:
+            return False
+        return True
+
+    def end(self, pk: int) -> bool:
+        """End an open alert. False if it has ended."""
+        ended = self.filter(pk=pk, ended_at=None).update(
+            ended_at=Now(), lease_until=None
+        )
+        return bool(ended)
+
+    def undelivered(self, service: str) -> Iterable[Alert]:
+        """Return the alerts whose beginning or end is to be delivered, and that no
+        process is delivering. An end without a beginning is not delivered."""
+        begun = Q(ended_at=None, delivered="")
+        ended = Q(ended_at__isnull=False, delivered="firing")
+        free = Q(lease_until=None) | Q(lease_until__lt=Now())
+        rows: Any = self.filter(begun | ended, free, service=service)
+        return list(rows.order_by("pk"))
+
+    def claim(self, alert: Alert) -> bool:
+        """Take the delivery of an alert for LEASE seconds. False if another process
+        has it."""
+        free = Q(lease_until=None) | Q(lease_until__lt=Now())
+        claimed = self.filter(free, pk=alert.pk, delivered=alert.delivered).update(
+            lease_until=Later(LEASE)
+        )
+        return bool(claimed)
+
+    def delivered(self, alert: Alert) -> None:
+        """Record that the state of this alert was delivered."""
+        self.filter(pk=alert.pk).update(delivered=alert.status, lease_until=None)
+
+
+class Alert(models.Model):
+    """One occurrence of a problem. Its name is its kind and what it is about."""
+
+    id = models.BigAutoField(primary_key=True)
+    service = models.CharField(max_length=255)
+    name = models.CharField(max_length=255)
+    kind = models.CharField(max_length=32)
+    text = models.TextField(default="", blank=True)
+    since = models.DateTimeField(db_default=Now())
+    ended_at = models.DateTimeField(null=True, blank=True)
+    delivered = models.CharField(
+        max_length=16, default="", blank=True, help_text="What its receivers know."
+    )
+    lease_until = models.DateTimeField(null=True, blank=True)
+
+    objects = AlertManager()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["service", "name"],
+                condition=Q(ended_at__isnull=True),
+                name="txmsg_alert_open",
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.service}"
+
+    @property
+    def status(self) -> str:
+        """The state: firing or resolved."""
+        return "firing" if self.ended_at is None else "resolved"

@@ -1,0 +1,11 @@
+"""The kinds of alarms, worst first: what `--fail-on` and `ALERTS["KINDS"]` may name."""
+
+from __future__ import annotations
+
+KINDS = (
+    "database", "nobody", "outage", "overdue", "newer-code", "undo-stuck", "order",
+    "silent", "dead", "unconsumed", "paused", "subscription",
+)  # fmt: skip
+
+#: All alarms but warnings.
+BAD = "bad"

@@ -1,0 +1,242 @@
+"""Alerts: each raised once and ended once, by whatever process, over every channel."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from django.core import mail
+from django.core.management import call_command
+from django.test import Client, override_settings
+
+from django_txmsg import checks, signals
+from django_txmsg.models import Alert, DeadLetter, StageState, Worker
+from django_txmsg.monitoring import alarms, alerting
+from django_txmsg.monitoring.alerting import Alerting
+from django_txmsg.rules.alarm_kinds import KINDS
+from django_txmsg.wire import webhook as webhooks
+from tests import factories
+from tests.faults import ManageProcess, wait_until
+from tests.running import IMPATIENT, committing, txmsg
+
+MAIL = "ops@example.com"
+
+
+class Receiver(ThreadingHTTPServer):
+    """A webhook that records its calls. `answers` are the statuses to answer with: 0
+    for none at all; then 204."""
+
+    daemon_threads = True
+
+    def __init__(self, *answers: int) -> None:
+        super().__init__(("127.0.0.1", 0), Call)
+        self.answers, self.over = [*answers], threading.Event()
+        self.calls: list[dict[str, Any]] = []
+        self.signatures: list[tuple[str, bytes]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/hook"
+
+
+class Call(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.calls.append(json.loads(body))
+        signature = self.headers.get(webhooks.SIGNATURE, "")
+        self.server.signatures.append((signature, body))
+        answer = self.server.answers.pop(0) if self.server.answers else 204
+        if not answer:
+            self.server.over.wait()
+        self.send_response(answer)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    monkeypatch.setattr(webhooks, "PAUSES", ())
+    with Receiver() as server:
+        monkeypatch.setenv("TXMSG_WEBHOOK_URL", server.url)
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield server
+        server.over.set()
+        server.shutdown()
+
+
+def alerts(*kinds: str, **more: Any) -> override_settings:
+    return txmsg(ALERTS={"KINDS": kinds, "AFTER": 0, **more})
+
+
+@pytest.mark.django_db
+def test_each_error_is_raised_once_and_ended_once(receiver: Receiver) -> None:
+    heard: list[str] = []
+
+    def hear(*, name: str, status: str, **_: Any) -> None:
+        heard.append(f"{status} {name}")
+
+    signals.alert_changed.connect(hear)
+    with alerts("dead", MAIL=[MAIL]):
+        first, second = Alerting(["default"]), Alerting(["default"])
+        one = factories.DeadLetterFactory(fingerprint="a" * 16)
+        for loop in (first, second, first):
+            loop.tick()
+        factories.DeadLetterFactory.create_batch(2, fingerprint="b" * 16)
+        factories.DeadLetterFactory(fingerprint="c" * 16)
+        factories.FailureNoteFactory(fingerprint="c" * 16, note="known", muted=True)
+        for loop in (second, first):
+            loop.tick()
+        DeadLetter.objects.filter(pk=one.pk).delete()
+        for loop in (first, second, first):
+            loop.tick()
+    signals.alert_changed.disconnect(hear)
+
+    names = [f"dead/{'a' * 16} orders.place", f"dead/{'b' * 16} orders.place"]
+    assert heard == [f"firing {names[0]}", f"firing {names[1]}", f"resolved {names[0]}"]
+    assert [f"{call['status']} {call['alert']}" for call in receiver.calls] == heard
+    assert receiver.calls[0]["id"] == receiver.calls[2]["id"] != receiver.calls[1]["id"]
+    assert receiver.calls[1]["summary"].startswith("2 dead letters of orders.place")
+    assert [message.to for message in mail.outbox] == [[MAIL]] * 3
+    assert mail.outbox[2].subject.startswith("[resolved] ")
+    assert Alert.objects.filter(ended_at=None).count() == 1
+
+
+@pytest.mark.django_db
+def test_what_lasts_for_a_moment_is_not_raised(receiver: Receiver) -> None:
+    with alerts("dead", AFTER=60):
+        loop = Alerting(["default"])
+        factories.DeadLetterFactory()
+        loop.tick()
+        DeadLetter.objects.all().delete()
+        loop.tick()
+        assert not Alert.objects.exists()
+
+        factories.DeadLetterFactory()
+        loop.tick()
+        loop._first_seen = {name: at - 60 for name, at in loop._first_seen.items()}
+        loop.tick()
+
+    assert [call["status"] for call in receiver.calls] == ["firing"]
+
+
+@pytest.mark.django_db
+def test_a_refused_alert_is_delivered_later_and_its_end_only_after_it(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.answers = [500]
+    with alerts("dead", "paused"):
+        loop = Alerting(["default"])
+        factories.DeadLetterFactory()
+        loop.tick()
+        loop.tick()
+        assert len(receiver.calls) == 1  # the next try is not at once
+        Alert.objects.update(lease_until=factories.ago(seconds=1))
+        loop.tick()
+        loop.tick()
+        assert [call["id"] for call in receiver.calls] == [receiver.calls[0]["id"]] * 2
+
+        # An end whose beginning nobody has heard of is not delivered.
+        receiver.answers = [500]
+        StageState.objects.pause("orders.place")
+        loop.tick()
+        StageState.objects.resume("orders.place")
+        loop.tick()
+        loop.tick()
+    assert [call["alert"] for call in receiver.calls[2:]] == ["paused/orders.place"]
+
+
+@pytest.mark.django_db
+def test_calls_are_signed(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TXMSG_WEBHOOK_SECRET", "s3cr3t")
+    with alerts("dead"):
+        factories.DeadLetterFactory()
+        Alerting(["default"]).tick()
+
+    ((signature, body),) = receiver.signatures
+    at, _, digest = signature.removeprefix("t=").partition(",v1=")
+    signed = f"{at}.".encode() + body
+    assert digest == hmac.new(b"s3cr3t", signed, hashlib.sha256).hexdigest()
+
+
+@pytest.mark.django_db
+def test_an_alert_keeps_its_name_while_its_numbers_change() -> None:
+    def names() -> set[str]:
+        return set(alerting.wanted(alerting.status.read(), KINDS))
+
+    for minutes in (5, 6):
+        late = factories.ago(minutes=minutes)
+        factories.OutboxMessageFactory(due_at=late, service="shop")
+        factories.InboxMessageFactory(parked=True, due_at=late)
+        factories.DeadLetterFactory()
+        if minutes == 5:
+            StageState.objects.pause("mail.send", by="grace")
+            factories.WorkerFactory(host="gone", heartbeat_at=late)
+            before = names()
+
+    assert names() == before
+    assert {"overdue/outbox", "overdue/redeliveries", "paused/mail.send"} <= before
+    assert len(before) == len(list(alarms.of(alerting.status.read())))
+    assert {kind for kind, _ in alarms._FINDERS} == set(KINDS)
+
+
+def test_an_unknown_kind_is_an_error_of_check() -> None:
+    with txmsg(ALERTS={"KINDS": ["overdue", "deaf"]}):
+        (error,) = checks.check()
+
+    assert "'deaf', which is no kind of alarm" in error.msg
+    assert "newer-code" in (error.hint or "")
+
+
+@pytest.mark.django_db
+def test_alerts_have_a_page_and_a_command(
+    admin_client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with alerts("dead"):
+        factories.DeadLetterFactory()
+        Alerting(["default"]).tick()
+        page = admin_client.get("/admin/django_txmsg/alert/").content.decode()
+    assert ">firing<" in page
+    assert "1 dead letter of orders.place" in page
+    call_command("txmsg", "alerts", "list", "--firing", "--json")
+    (row,) = json.loads(capsys.readouterr().out)["alerts"]
+    assert (row["kind"], row["status"]) == ("dead", "firing")
+    call_command("txmsg", "alerts", "list")
+    assert "firing    " in capsys.readouterr().out
+
+
+@committing
+@pytest.mark.once
+@pytest.mark.parametrize("command", ["relay", "txmsg run"])
+def test_a_killed_relays_alert_is_delivered_by_another(
+    command: str, receiver: Receiver
+) -> None:
+    receiver.answers = [0]
+    alert = {"KINDS": ["paused"], "AFTER": 0}
+    settings = {**IMPATIENT, "ALERTS": alert, "VERSION": "4f2a"}
+    StageState.objects.pause("mail.send")
+    with ManageProcess(*command.split(), txmsg=settings) as relay:
+        wait_until(lambda: receiver.calls, deadline=60, message=lambda: relay.output)
+        assert {one.version for one in Worker.objects.all()} == {"4f2a"}
+        relay.kill()
+    Alert.objects.update(lease_until=factories.ago(seconds=1))
+    with ManageProcess(*command.split(), txmsg=settings) as relay:
+        wait_until(
+            lambda: Alert.objects.filter(delivered="firing").exists(),
+            deadline=60,
+            message=lambda: relay.output,
+        )
+
+    first, second = receiver.calls
+    assert first["id"] == second["id"]
+    assert Alert.objects.count() == 1
