@@ -170,8 +170,11 @@ def _session(request: HttpRequest) -> OutboxSession | None:
 def _note(request: HttpRequest, error: Exception) -> None:
     """Record an exception of a view or its template, however outer middlewares handle
     it."""
-    if _session(request) is not None:
+    session = _session(request)
+    if session is not None:
         request._txmsg_error = error  # type: ignore[attr-defined]  # kept on the request
+        if isinstance(error, OperationalError) and session.refused_to_write(error):
+            _take_lock_from_now_on(request)  # its template has written
 
 
 def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> View:
@@ -192,9 +195,7 @@ def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> 
             if not session.refused_to_write(error):
                 raise
             log.info("%s writes after it has read: it runs again: %s", view, error)
-        assert request.resolver_match is not None  # `view` may be in wrappers by now
-        with contextlib.suppress(TypeError):  # not every callable can be remembered
-            _writing.add(request.resolver_match.func)
+        _take_lock_from_now_on(request)
         _begin_again(request, session)
         return mine(request, *args, **kwargs)
 
@@ -204,6 +205,12 @@ def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> 
 #: Views whose GET turned out to write: on SQLite their transactions begin with the
 #: write lock.
 _writing: WeakSet[View] = WeakSet()
+
+
+def _take_lock_from_now_on(request: HttpRequest) -> None:
+    assert request.resolver_match is not None  # the view may be in wrappers by now
+    with contextlib.suppress(TypeError):  # not every callable can be remembered
+        _writing.add(request.resolver_match.func)
 
 
 def _begin_again(request: HttpRequest, session: OutboxSession) -> None:

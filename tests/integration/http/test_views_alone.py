@@ -94,6 +94,14 @@ def late_write(request: HttpRequest) -> HttpResponse:
     return HttpResponse(status=201)
 
 
+def late_template(request: HttpRequest) -> HttpResponse:
+    """Like late_write(), but the template writes."""
+    template = engines["django"].from_string("{{ write }}")
+    return TemplateResponse(
+        request, template, {"write": lambda: late_write(request).status_code}
+    )
+
+
 LOCKED: list[str] = []
 
 
@@ -191,6 +199,7 @@ urlpatterns = [
     path("read", read),
     path("writing_get", writing_get),
     path("late_write", late_write),
+    path("late_template", late_template),
     path("locked_elsewhere", locked_elsewhere),
     path("inner", inner),
     path("tries_again", tries_again),
@@ -374,6 +383,16 @@ def test_a_get_that_writes_after_it_has_read_works_beside_a_writer(
     ours = Order.objects.exclude(note="theirs").values_list("number", flat=True)
     assert sorted(ours) == numbers
     assert OutboxMessage.objects.count() == 2 * len(numbers)
+
+
+@pytest.mark.sqlite
+def test_a_template_that_writes_after_it_has_read_fails_once(client, writer) -> None:
+    """The view is not run again, but from then on its transaction locks first."""
+    middleware._writing.clear()
+    paths = [f"/late_template?number={number}" for number in range(3)]
+    assert [client.get(path).status_code for path in paths] == [500, 200, 200]
+    assert Order.objects.exclude(note="theirs").count() == 2
+    assert OutboxMessage.objects.count() == 4
 
 
 @pytest.mark.sqlite
