@@ -167,9 +167,10 @@ def django_db_setup(
     A process killed a moment ago may still have its session on the server, which
     would refuse to drop the database.
     """
-    from tests.emptying import delete_where_little_is
+    from tests.emptying import delete_where_little_is, keep_permissions
 
     delete_where_little_is()
+    keep_permissions()
     yield
     with django_db_blocker.unblock(), connection.cursor() as cursor:
         if connection.vendor == "postgresql":

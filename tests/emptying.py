@@ -1,14 +1,18 @@
-"""How the tables are emptied after a test that commits, on PostgreSQL."""
+"""How the tables are emptied after a test that commits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from django.core.management.commands import flush
 from django.db.backends.postgresql.operations import DatabaseOperations
 
 #: Bytes of a table that is truncated.
 LARGE = 1 << 20
+
+#: What migrations fill, and no test changes.
+FILLED = {"auth_permission", "django_content_type"}
 
 _sql_flush = DatabaseOperations.sql_flush
 
@@ -18,6 +22,23 @@ def delete_where_little_is() -> None:
     lock. TRUNCATE creates new files for each table and all its indexes, and syncs
     them."""
     DatabaseOperations.sql_flush = sql_flush
+
+
+def keep_permissions() -> None:
+    """Let Django keep the rows of permissions and content types, instead of making them
+    anew: that took a quarter of a second of each test."""
+    flush.sql_flush = flush_statements
+    flush.emit_post_migrate_signal = lambda *_, **__: None
+
+
+def flush_statements(style: Any, connection: Any, **how: Any) -> list[str]:
+    """Return the statements that empty the other tables."""
+    names = connection.introspection.django_table_names(
+        only_existing=True, include_views=False
+    )
+    tables = [name for name in names if name not in FILLED]
+    statements: list[str] = connection.ops.sql_flush(style, tables, **how)
+    return statements
 
 
 def sql_flush(

@@ -13,13 +13,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from . import starter
 from .proxy import ANSWERS, BOTH, REQUESTS, Proxy
 from .services.keeper import KEEPER
 
@@ -89,21 +89,14 @@ class ManageProcess:
         self._lines: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", str(ROOT / "tests" / "manage.py"), *arguments],
-            cwd=ROOT,
-            env={
+        self.process = starter.start(
+            arguments,
+            {
                 **os.environ,
                 "TXMSG_TEST_HOOK": hook or "",
                 "TXMSG_TEST_SETTINGS": json.dumps(txmsg or {}),
                 **(env or {}),
             },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
         )
         KEEPER.watch(self.process.pid, signal.SIGKILL)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -179,11 +172,7 @@ class ManageProcess:
 
     def pause(self) -> None:
         """SIGSTOP: the process is stopped while its lease runs out."""
-        self.process.send_signal(signal.SIGSTOP)
-        # The status of the process is its main thread's; the parent hears of it when
-        # all threads have stopped.
-        _, status = os.waitpid(self.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status), self
+        self.process.pause()
 
     def resume(self) -> None:
         """SIGCONT, after `pause()`."""
@@ -198,7 +187,6 @@ class ManageProcess:
         self._reader.join(10)
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         with self.process.stdout as stream:
             for line in stream:
                 with self._changed:
