@@ -46,6 +46,7 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("ordered", [], ["--messages", "100", "--rounds", "1", "--followers", "5000"]),
     ("wakeups", [], ["--part", "commits", "--rounds", "1"]),
     ("typed", [], ["--messages", "300", "--rounds", "2"]),
+    ("flows", [], ["--flows", "50", "--rounds", "1", "--sizes", "1"]),
     ("http_outbox", [], ["--seconds", "1", "--rounds", "2"]),
     ("http_outbox", ["--apart"], []),
     ("jms_send", [], ["--messages", "2000", "--rounds", "1"]),

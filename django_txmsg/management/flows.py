@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import threading
 import uuid
 from typing import Any
@@ -23,8 +22,6 @@ from ..monitoring.lengths import duration
 from . import operator
 from .ages import read_age
 from .terminal import local, printable
-
-log = logging.getLogger("django_txmsg.flows")
 
 
 class Command(BaseCommand):
@@ -132,7 +129,6 @@ class Command(BaseCommand):
             except TxmsgError as error:
                 left.append(str(error))
                 continue
-            log.info("%s By %s", text, operator.name())
             self.stdout.write(text)
         if left:
             raise CommandError("\n".join(left))

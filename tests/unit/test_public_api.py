@@ -119,6 +119,7 @@ PUBLIC = {
 
 LOGGERS = {
     "django_txmsg.arrival",
+    "django_txmsg.audit",
     "django_txmsg.breaker",
     "django_txmsg.brokers.database",
     "django_txmsg.bulk",
