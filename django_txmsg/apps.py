@@ -19,7 +19,7 @@ class TxmsgConfig(AppConfig):
     def ready(self) -> None:
         from . import checks, conf, errors, stages  # noqa: F401 - checks register
         from .relaying import dispatcher  # noqa: F401 - as does the dispatcher
-        from .tasks_backend import checking, declared  # noqa: F401 - likewise
+        from .tasks_backend import declared
 
         conf.hide_passwords()
         stages.provide(declared.stages)

@@ -1,4 +1,8 @@
-"""The stages that the TASKS setting declares: one for each queue of our backends."""
+"""Our backends in the TASKS setting: their stages, a queue each, and their checks.
+
+The checks are here and not in the backend's own `check()`: the backport calls that only
+if it is installed as an app.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from django.conf import settings
+from django.core.checks import CheckMessage, Error, register
 from django.utils.module_loading import import_string
 
+from .. import conf
 from ..stages import Stage
 
 if TYPE_CHECKING:
@@ -42,3 +48,19 @@ def _is_ours(path: str) -> bool:
     from .backend import TransactionalBackend
 
     return isinstance(found, type) and issubclass(found, TransactionalBackend)
+
+
+@register("txmsg")
+def check(**_: object) -> list[CheckMessage]:
+    """Return what is wrong with options and names."""
+    return [] if conf.problems() else list(_found())
+
+
+def _found() -> Iterator[CheckMessage]:
+    for backend in backends():
+        for name, why in backend.problems():
+            yield Error(
+                f"{name} {why}.",
+                hint="See docs/how-to/django-tasks.md for the options.",
+                id="txmsg.E040",
+            )
