@@ -82,7 +82,7 @@ PUBLIC = {
     "django_txmsg.metrics": "Collector install metrics uninstall",
     "django_txmsg.middleware": "OutboxMiddleware no_outbox",
     "django_txmsg.models": """
-        Attempt AuditEntry Batch Branch BulkOperation DatabaseIdentity DeadLetter
+        Alert Attempt AuditEntry Batch Branch BulkOperation DatabaseIdentity DeadLetter
         FailureNote FlowStep FlowUndo IdempotencyKey InboxMessage KeyTail OutboxMessage
         PeriodCount QueueMessage QueueSubscription RateLine Run Schedule SessionRecord
         StageState StopRequest TaskRun Worker
@@ -118,6 +118,7 @@ PUBLIC = {
 }
 
 LOGGERS = {
+    "django_txmsg.alerts",
     "django_txmsg.arrival",
     "django_txmsg.audit",
     "django_txmsg.breaker",
@@ -127,7 +128,6 @@ LOGGERS = {
     "django_txmsg.consumer",
     "django_txmsg.control",
     "django_txmsg.control_thread",
-    "django_txmsg.threads",
     "django_txmsg.deadline",
     "django_txmsg.demarcation",
     "django_txmsg.dispatcher",
@@ -148,6 +148,7 @@ LOGGERS = {
     "django_txmsg.outage",
     "django_txmsg.pending",
     "django_txmsg.pruning",
+    "django_txmsg.rates",
     "django_txmsg.relay",
     "django_txmsg.session",
     "django_txmsg.stage_middleware",
@@ -156,6 +157,7 @@ LOGGERS = {
     "django_txmsg.supervisor",
     "django_txmsg.tasks",
     "django_txmsg.testing.peer",
+    "django_txmsg.threads",
     "django_txmsg.throttle",
     "django_txmsg.timekeeper",
 }
