@@ -282,6 +282,11 @@ class StompSession(Session):
     def _message(self, outgoing: Outgoing) -> jms.Message:
         headers, body = dict(outgoing.headers), outgoing.body
         dialect = self._session.link.dialect
+        back = headers.get(wire.REPLY_TO, "")
+        if back and headers.get(wire.JMS_REPLY_TO) == back:  # not a client's address
+            del headers[wire.JMS_REPLY_TO]
+            if dialect.serves_jms:
+                headers[wire.JMS_REPLY_TO] = dialect.address(destinations.parse(back))
         if dialect.serves_jms:
             body = java.for_java(headers, body)
         given = headers.get(wire.CORRELATION_ID, "")

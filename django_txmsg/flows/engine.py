@@ -97,7 +97,8 @@ def go_on(declared: Declaration, message: Message) -> None:
     given = message.conversation
     if wire.UNDOES in given:
         return _cancelled(declared, message)
-    text = given.get(wire.TICKET, "")
+    # A consumer that is not of this package returns it as JMS does.
+    text = given.get(wire.TICKET) or message.correlation_id or ""
     if text.startswith(f"{SIGNAL};"):
         return _signalled(declared, message)
     try:

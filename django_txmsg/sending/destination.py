@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 
 from ..envelope.message import Message
 from ..models.outbox_store import OnConflict, UniqueUntil
+from . import typed_name
 from .outbox import send_message
 from .typed_name import Body, TypedName
 
@@ -31,21 +32,36 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
     `orders_place = Destination("orders.place", PlaceOrder)`: `orders_place.send(…)`
     takes a PlaceOrder, for a type checker and at run time; `@stage(orders_place)`
     passes one to the handler. `reply` is the type of what its stage answers to a flow
-    that asks. Both may be unions. Raises InvalidMessage for a name that some broker
-    cannot carry.
+    that asks. Both may be unions. `foreign`: its consumer is not of this package;
+    requests of flows have JMS's `reply-to` and `correlation-id`, which the consumer
+    copies to its answer. Raises InvalidMessage for a name that some broker cannot
+    carry.
     """
 
     @overload
     def __init__(
-        self: Destination[Body, None], name: str, body: TypeForm[Body]
+        self: Destination[Body, None],
+        name: str,
+        body: TypeForm[Body],
+        *,
+        foreign: bool = False,
     ) -> None: ...
     @overload
     def __init__(
-        self, name: str, body: TypeForm[Body], *, reply: TypeForm[Reply]
+        self,
+        name: str,
+        body: TypeForm[Body],
+        *,
+        reply: TypeForm[Reply],
+        foreign: bool = False,
     ) -> None: ...
-    def __init__(self, name: str, body: Any, *, reply: Any = None) -> None:
+    def __init__(
+        self, name: str, body: Any, *, reply: Any = None, foreign: bool = False
+    ) -> None:
         super().__init__(name, body)
         self.reply: Any = reply
+        if foreign:
+            typed_name.foreign.add(name)
         _declared.append(self)
 
     if not TYPE_CHECKING:

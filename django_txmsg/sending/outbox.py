@@ -32,7 +32,7 @@ from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage, OnConflict, Origin, UniqueUntil
 from .scope import current_scope
 from .storing import as_sent, store
-from .typed_name import TypedName
+from .typed_name import TypedName, foreign
 from .unique import check_until, store_unique
 
 
@@ -124,7 +124,7 @@ def send_part(
         expires=expires,
         broker=broker,
     )
-    row.headers |= conversation
+    _join(row, conversation)
     return _send([row], using)[0]
 
 
@@ -140,9 +140,18 @@ def send_parts(
     rows: list[NewMessage] = []
     for given, conversation in parts:
         row = _from_dict(given, broker)
-        row.headers |= conversation
+        _join(row, conversation)
         rows.append(row)
     return _send(rows, using)
+
+
+def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
+    """Make a message part of a conversation, also for a consumer that is not of this
+    package."""
+    row.headers |= conversation
+    if row.destination in foreign and wire.is_request(row.headers):
+        row.headers[wire.JMS_REPLY_TO] = row.headers[wire.REPLY_TO]
+        row.correlation_id = row.headers[wire.TICKET]
 
 
 def _send(rows: list[NewMessage], using: str | None) -> list[Message]:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Body = TypeVar("Body")
 
+#: The names of destinations whose consumers know the headers of JMS alone.
+foreign: set[str] = set()
+
 
 class TypedName(Generic[Body]):
     """The part of `Destination` that does not send."""

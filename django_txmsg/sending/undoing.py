@@ -105,7 +105,8 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
     for one in same.only("stage", "message_id", "headers"):
         # Requests without a deadline are those of a batch, which outlive its end.
         waits = wire.EXPIRES in one.headers or wire.REPLY_TO not in one.headers
-        if one.headers.get(wire.TICKET, "").partition("/")[0] == ticket and waits:
+        given = one.headers.get(wire.TICKET) or one.headers.get(wire.CORRELATION_ID, "")
+        if given.partition("/")[0] == ticket and waits:
             _close(letters.filter(pk=one.pk))
             if one.stage:
                 inbox = InboxMessage.objects.db_manager(using)

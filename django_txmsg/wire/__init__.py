@@ -17,6 +17,7 @@ from typing import Any
 from .conversation import EXPIRES as EXPIRES
 from .conversation import FLOW as FLOW
 from .conversation import HOP as HOP
+from .conversation import JMS_REPLY_TO as JMS_REPLY_TO
 from .conversation import OWN_WORK as OWN_WORK
 from .conversation import PROP as PROP
 from .conversation import REPLY_TO as REPLY_TO
@@ -112,7 +113,7 @@ RESERVED_HEADERS = OF_A_DELIVERY | {
     CONTENT_TYPE,
     "expires",
     "expiration",
-    "reply-to",  # RabbitMQ replaces its value
+    JMS_REPLY_TO,  # RabbitMQ replaces its value
     "cc",  # RabbitMQ reads these two as lists of further queues
     "bcc",
 }

@@ -12,6 +12,9 @@ from .instants import format_instant, parse_instant
 
 #: Where the answer to a request goes. Not `reply-to`, whose value RabbitMQ replaces.
 REPLY_TO = "txmsg-reply-to"
+#: Beside it for consumers that are not of this package: the name that JMS knows. Their
+#: answers return the ticket as `correlation-id`.
+JMS_REPLY_TO = "reply-to"
 #: The part that the answer returns: the waiting run, and its turn.
 TICKET = "txmsg-ticket"
 #: The id of the first run, which has caused all the others.
@@ -57,8 +60,9 @@ def is_request(headers: Mapping[str, str]) -> bool:
 def conversation(headers: Mapping[str, str]) -> dict[str, str]:
     """Return what a message's headers say of the conversation that it is part of."""
     found = {name: value for name, value in headers.items() if of_conversation(name)}
-    if is_request(headers) and EXPIRES in headers:
-        found[EXPIRES] = headers[EXPIRES]
+    for name in (EXPIRES, JMS_REPLY_TO):
+        if name in headers and is_request(headers):
+            found[name] = headers[name]
     return found
 
 

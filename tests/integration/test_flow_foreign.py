@@ -1,0 +1,141 @@
+"""A plain STOMP client, which knows nothing of this package, answers a flow."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from django.db import transaction
+
+from django_txmsg import Destination, stages
+from django_txmsg.envelope.broker_url import split_url
+from django_txmsg.flows import Answers, Dead, Flow, Next, TimedOut, start, step
+from django_txmsg.models import Run
+from django_txmsg.testing.frames import Frame
+from tests.faults import wait_until
+from tests.raw_client import RawClient
+from tests.running import IMPATIENT, committing, running, ship, txmsg
+from tests.services.stomp_server import PASSWORD, USER, StompServer
+from tests.shelved_flows import at_hand, shelved
+
+pytestmark = [committing, pytest.mark.postgresql]
+
+#: The brokers outlive the tests.
+HERE = f"foreign{os.getpid()}"
+
+
+@dataclass
+class Ask:
+    amount: int
+
+
+@dataclass
+class Priced:
+    amount: int
+
+
+price = Destination(f"{HERE}.price", Ask, reply=Priced, foreign=True)
+forget = Destination(f"{HERE}.forget", Ask, foreign=True)
+
+
+@shelved
+class Quote(Flow[Ask, int], name=f"{HERE}.quote", within=dt.timedelta(hours=1)):
+    @step
+    def start(self, ask: Ask) -> Next[int]:
+        if ask.amount < 0:
+            both = [self.branch(price, Ask(one)) for one in (1, 2)]
+            return self.gather(both, then=self.gathered)
+        return self.ask(
+            price, ask, then=self.priced, undo=forget, otherwise=self.given_up
+        )
+
+    @step
+    def priced(self, reply: Priced) -> Next[int]:
+        return self.fail(0) if reply.amount == 0 else reply.amount
+
+    @step
+    def gathered(self, answers: Answers[Priced]) -> Next[int]:
+        return sum(one.amount for one in answers if isinstance(one, Priced))
+
+    @step
+    def given_up(self, why: TimedOut | Dead) -> Next[int]:
+        return self.fail(-1)
+
+
+@pytest.fixture(
+    params=["activemq", pytest.param("rabbitmq", marks=pytest.mark.soak)],
+)
+def client(request: pytest.FixtureRequest) -> Iterator[RawClient]:
+    server: StompServer = request.getfixturevalue(request.param)
+    port = split_url(server.url()).port
+    assert port is not None
+    with (
+        txmsg(**{**IMPATIENT, "BROKERS": {"default": {"URL": server.url()}}}),
+        at_hand(Quote),
+        RawClient(("127.0.0.1", port), login=USER, passcode=PASSWORD) as opened,
+    ):
+        for number, one in enumerate((price, forget)):
+            opened.send(
+                "SUBSCRIBE", {"destination": f"/queue/{one}", "id": str(number)}
+            )
+        yield opened
+
+
+def asked(amount: int) -> Run:
+    with transaction.atomic():
+        return start(Quote, Ask(amount))
+
+
+def all_wait() -> bool:
+    """Return whether all runs have asked, and let their requests leave."""
+    ship()
+    return not Run.objects.filter(waits_for="start").exists() and not ship()
+
+
+def answer(client: RawClient, request: Frame, body: object) -> None:
+    """Copy two headers, and send the JSON."""
+    # RabbitMQ would replace JMS's header.
+    to = request.headers.get("reply-to") or f"/queue/{request['txmsg-reply-to']}"
+    client.send(
+        "SEND",
+        {
+            "destination": to,
+            "correlation-id": request["correlation-id"],
+            "persistent": "true",
+        },
+        json.dumps(body).encode(),
+        receipt="sent",
+    )
+    client.expect_receipt("sent")
+
+
+def test_a_plain_client_answers_by_copying_two_headers(client: RawClient) -> None:
+    run, failing, both = asked(7), asked(8), asked(-1)
+    with running(stages.find([f"{HERE}.quote"])[0]):
+        wait_until(all_wait)
+    frames = [client.expect("MESSAGE") for _ in range(4)]
+    requests = {json.loads(one.body)["amount"]: one for one in frames}
+    assert sorted(requests) == [1, 2, 7, 8]
+    with running(stages.find([f"{HERE}.quote.steps"])[0]):
+        for _ in range(2):  # the second one is late
+            answer(client, requests[7], {"amount": 70})
+        answer(client, requests[1], {"amount": 10})
+        answer(client, requests[2], {"amount": 20})
+        answer(client, requests[8], {"amount": 0})
+        wait_until(lambda: Run.objects.get(pk=failing.pk).waits_for == "undo")
+        ship()
+        undo = client.expect("MESSAGE")
+        assert undo["destination"] == f"/queue/{forget}"
+        assert json.loads(undo.body) == {"amount": 8}
+        answer(client, undo, None)
+        wait_until(lambda: not Run.objects.filter(ended_at=None).exists())
+    answers = {one.pk: (one.outcome, one.answer) for one in Run.objects.all()}
+    assert answers == {
+        run.pk: ("answered", "70"),
+        failing.pk: ("failed", "0"),
+        both.pk: ("answered", "30"),
+    }
