@@ -73,6 +73,7 @@ class GroupPages:
         if not may_note or not self._admin.has_view_permission(request):
             raise PermissionDenied
         using = router.db_for_write(FailureNote)
+        above = request.POST.get("above", "")[:9]
         try:
             with audited(using):
                 note = FailureNote.objects.db_manager(using).keep(
@@ -80,12 +81,15 @@ class GroupPages:
                     note=plain(request.POST.get("note", "")),
                     muted=request.POST.get("muted") == "1",
                     duration=MUTES.get(request.POST.get("for", "")),
+                    above=int(above) if above.isdecimal() else None,
                     by=request.user.get_username(),
                     seen=request.POST.get("seen"),
                 )
                 muted = "Muted" if note.muted else "Noted on"
                 if note.muted_until:
                     muted += f" until {note.muted_until:%Y-%m-%d %H:%M} UTC"
+                if note.muted_above is not None:
+                    muted += f" up to {note.muted_above:,} open"
                 said = f"{muted} failures {note.fingerprint}: {note.note}"
                 audit(request, note, said)
         except TxmsgError as error:

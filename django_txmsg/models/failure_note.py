@@ -28,10 +28,12 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
         muted: bool | None = None,
         seen: str | None = None,
         duration: dt.timedelta | None = None,
+        above: int | None = None,
     ) -> FailureNote:
         """Store a note, and whether its error is muted. None leaves a value unchanged.
 
-        A mute ends after `duration`, by the database's clock; None means never.
+        A mute ends after `duration`, by the database's clock; None means never. It does
+        not apply while more than `above` dead letters of the error are open.
         `seen` is the `version` of the note that the operator read. Raises TxmsgError
         if another one has been written since, for a muted error without a note that
         gives the reason, and for a fingerprint that no dead letter has.
@@ -58,6 +60,7 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
             if muted is not None:
                 row.muted = muted
                 ends = muted and duration is not None
+                row.muted_above = above if muted else None
                 row.muted_until = Later(duration.total_seconds()) if ends else None  # type: ignore[union-attr]  # it is not None
             if row.muted and not row.note:
                 raise TxmsgError("Say in the note why this error is muted.")
@@ -77,6 +80,11 @@ class FailureNote(models.Model):
     muted = models.BooleanField(default=False)
     muted_until = models.DateTimeField(
         null=True, blank=True, help_text="When the mute ends; empty: never."
+    )
+    muted_above = models.PositiveIntegerField(
+        null=True,
+        blank=True,
+        help_text="The mute does not apply while more dead letters are open.",
     )
     noted_by = models.CharField(max_length=255, default="", blank=True)
     noted_at = models.DateTimeField(db_default=Now())

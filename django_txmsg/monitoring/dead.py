@@ -7,6 +7,7 @@ groups and filters of the admin.
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class Dead:
     deaths: int
     """The highest number of deaths of one of them."""
     muted: bool
+    """Whether the error is muted, and not more of it are open than its mute allows."""
 
     @property
     def place(self) -> str:
@@ -45,9 +47,10 @@ def by_error(using: str) -> list[Dead]:
     connection: Any = connections[using]
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT found.*, note.id IS NOT NULL FROM (SELECT stage, destination,"  # noqa: S608 - constants only
-            " fingerprint, reason, COUNT(*) AS number, MIN(created_at),"
-            " MAX(created_at), MAX(id), MAX(deaths) FROM django_txmsg_deadletter"
+            "SELECT found.*, note.id IS NOT NULL, note.muted_above FROM ("  # noqa: S608 - constants only
+            "SELECT stage, destination, fingerprint, reason, COUNT(*) AS number,"
+            " MIN(created_at), MAX(created_at), MAX(id), MAX(deaths)"
+            " FROM django_txmsg_deadletter"
             f" WHERE {dead_letters.OPEN.sql()}"
             " GROUP BY stage, destination, fingerprint, reason) AS found"
             " LEFT JOIN django_txmsg_failurenote note"
@@ -57,13 +60,17 @@ def by_error(using: str) -> list[Dead]:
             [],
         )
         found = cursor.fetchall()
+    totals: Counter[str] = Counter()
+    for row in found:
+        totals[row[2]] += row[4]
     return [
         Dead(
             stage, destination, fingerprint, reason, count, read_instant(first),
-            read_instant(last), example, deaths, bool(muted),
+            read_instant(last), example, deaths,
+            bool(muted) and (above is None or totals[fingerprint] <= above),
         )
         for (
             stage, destination, fingerprint, reason, count, first, last, example,
-            deaths, muted,
+            deaths, muted, above,
         ) in found
     ]  # fmt: skip

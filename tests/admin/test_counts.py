@@ -26,6 +26,7 @@ from django_txmsg.admin.groups import grouped
 from django_txmsg.management.commands import message_status
 from django_txmsg.metrics import Collector
 from django_txmsg.models import (
+    AuditEntry,
     FailureNote,
     InboxMessage,
     OutboxMessage,
@@ -373,6 +374,34 @@ def test_one_replacement_stands_for_one_process() -> None:
     factories.WorkerFactory(stages=["x"], started_at=ago(minutes=19))
 
     assert len(status.read().attendance.lost) == 1
+
+
+def test_a_mute_does_not_hide_more_than_it_allows(admin_client: Client) -> None:
+    url = "/admin/django_txmsg/deadletter/"
+    factories.DeadLetterFactory.create_batch(2, fingerprint=MUTED)
+    note = {"fingerprint": MUTED, "muted": "1", "note": "Ticket 7.", "above": "3"}
+    admin_client.post(f"{url}note/", note)
+    factories.DeadLetterFactory(fingerprint=MUTED, stage="mail.send")
+    facts, _ = told("--fail-on", "dead")
+    assert (facts["dead"]["count"], facts["dead"]["muted"]) == (0, 3)
+    assert ">muted<" in admin_client.get(url).content.decode()
+
+    factories.DeadLetterFactory(fingerprint=MUTED)
+
+    facts, code = told("--fail-on", "dead")
+    assert (facts["dead"]["count"], facts["dead"]["muted"], code) == (4, 0, 1)
+    assert sum(gauges("stage_dead").values()) == 4
+    page = admin_client.get(url).content.decode()
+    assert "more than the 3 that are muted" in page
+    assert f"auditentry/?q={MUTED}" in page
+    out = StringIO()
+    call_command("dead_letters", "groups", stdout=out)
+    assert "(muted)" not in out.getvalue()
+    (entry,) = AuditEntry.objects.all()
+    assert entry.text == f"Muted up to 3 open failures {MUTED}: Ticket 7."
+    mute = ("dead_letters", "mute", "--fingerprint", MUTED, "--above")
+    call_command(*mute, "4", stdout=out)
+    assert told()[0]["dead"]["muted"] == 4
 
 
 def test_a_mute_ends_by_itself(admin_client: Client) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, OutputWrapper
 from django.db import router, transaction
 from django.db.models import Count, Max, Min
-from django.db.models.functions import Now
 from django.utils import timezone
 
 from ... import conf, wire
@@ -26,9 +25,7 @@ from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk_operation import BulkKind, BulkState
 from ...models.dead_letter import Resolution
-from ...models.holds import Holds
-from ...monitoring import turns
-from ...rules import failure_note
+from ...monitoring import dead, turns
 from ...stages import all_stages
 from .. import operator
 from ..ages import read_age
@@ -76,14 +73,14 @@ class Report:
             .filter(pk__in=[group["example"] for group in groups])
             .values_list("pk", "exception")
         )
-        muted = Holds(failure_note.MUTED, now=Now())
-        rows = FailureNote.objects.using(letters.db).annotate(mutes=muted)
+        muted = {one.fingerprint for one in dead.by_error(letters.db) if one.muted}
+        rows = FailureNote.objects.using(letters.db)
         notes: dict[str, Any] = {note.fingerprint: note for note in rows}
         for group in groups:
             group["exception"] = errors.get(group.pop("example"), "")
             note = notes.get(group["fingerprint"])
             group["note"] = note.note if note else ""
-            group["muted"] = note is not None and note.mutes
+            group["muted"] = group["fingerprint"] in muted
         if self._as_json:
             self._print(groups)
             return
@@ -209,6 +206,10 @@ class Command(BaseCommand):
             help="of mute: it ends after 8h, 7d",
         )
         parser.add_argument(
+            "--above", type=_count, metavar="N",
+            help="of mute: it does not apply while more than N are open",
+        )  # fmt: skip
+        parser.add_argument(
             "--older-than", metavar="AGE", help="buried so long ago: 30m, 12h, 7d"
         )
         parser.add_argument(
@@ -331,11 +332,14 @@ class Command(BaseCommand):
                 note=options["text"],
                 muted=None if action == "note" else action == "mute",
                 duration=read_age(options["duration"]) if options["duration"] else None,
+                above=options["above"],
                 by=f"command: {operator.name()}",
             )
             verb = {"note": "Noted on", "mute": "Muted", "unmute": "Unmuted"}[action]
             operator.record(using, f"{verb} failures {note.fingerprint}: {note.note}")
         until = f" until {note.muted_until:%Y-%m-%d %H:%M}" if note.muted_until else ""
+        if note.muted_above is not None:
+            until += f" up to {note.muted_above:,} open"
         muted = f" (muted{until})" if note.muted else ""
         self.stdout.write(f"Noted on {note.fingerprint}{muted}: {note.note}")
 
