@@ -32,7 +32,7 @@
 - A request that is given up answers at once:
   `test_a_request_that_is_refused_is_answered_at_once_and_revoked`,
   `test_a_request_that_an_operator_discards_is_answered`,
-  `test_no_copy_of_a_revoked_request_is_executed`.
+  `test_no_copy_of_a_revoked_request_is_executed`, and one here.
 - The state has a version: `test_what_waits_for_newer_code_continues_with_it`, one here.
 - A step's name is an address:
   `test_a_step_that_this_code_does_not_have_waits_for_code_that_has`, and one here.
@@ -325,6 +325,28 @@ def test_a_dead_letter_whose_flow_has_gone_on_is_closed_by_it(
         bulk.finish(bulk.start("restore", {}))
         drain()
     assert not DeadLetter.objects.filter(resolution="open").exists()
+
+
+def test_a_request_that_is_unreadable_is_answered_at_once_and_revoked(
+    undone: list[int],
+) -> None:
+    done: list[str] = []
+
+    def reads_otherwise(remark: Remark) -> Ruled:
+        done.append(remark.text)
+        return Ruled(1)
+
+    run = begun()
+    with declared(reads_otherwise, ask_for.name, name="rules.do"):
+        drain()
+        assert outcome(run) == Outcome.FAILED, "without its deadline"
+        (letter,) = DeadLetter.objects.all()
+        assert letter.reason == "invalid_body"
+        row = InboxMessage.objects.get(message_id=letter.message_id, stage="rules.do")
+        assert row.revoked_at is not None
+        bulk.finish(bulk.start("redeliver", {}))
+        drain()
+    assert (done, undone) == ([], [])
 
 
 def test_a_dead_request_does_not_disarm_the_deadline(undone: list[int]) -> None:
