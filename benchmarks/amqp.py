@@ -56,7 +56,7 @@ def main() -> None:
     count, lanes = options.messages, options.lanes
     port = by_amqp.port
     if options.only != "consume":
-        bare(port, count, lanes)  # whoever comes first meets the server at its slowest
+        bare(port, count, lanes)  # the first run meets a cold server
         figures = stand.turns(
             {
                 "bare py-amqp, confirms in a window": lambda: bare(port, count, lanes),

@@ -222,7 +222,7 @@ def size() -> str:
     """Print the size of the two tables and their indexes."""
     from django.db import connection
 
-    told = []
+    sizes = []
     with connection.cursor() as cursor:
         for table in TABLES:
             cursor.execute(
@@ -231,8 +231,8 @@ def size() -> str:
                 [table, table],
             )
             heap, of_indexes = cursor.fetchone()
-            told.append(f"{table} {heap} and {of_indexes} of indexes")
-    return ", ".join(told)
+            sizes.append(f"{table} {heap} and {of_indexes} of indexes")
+    return ", ".join(sizes)
 
 
 def since(began: float) -> str:

@@ -56,7 +56,7 @@ def main() -> None:
     unit = "µs of the server's process a message"
     stand.table("stored and written twice by one connection", times, WAYS[0], unit)
     for name, (work, count) in works.items():
-        work()  # whoever comes first is slowest
+        work()  # the first run is the slowest
         rates: dict[str, list[float]] = {way: [] for way in WAYS}
         costs: dict[str, list[float]] = {way: [] for way in WAYS}
         for number in range(options.rounds):

@@ -32,7 +32,7 @@ from . import stand
 
 BATCH = 500
 LANES = RelaySettings().LANES
-#: Rounds that nobody measures; after them the broker compiles next to nothing.
+#: Rounds that are not measured; after them the broker compiles next to nothing.
 WARMING = 6
 BODY = b"x" * 300
 

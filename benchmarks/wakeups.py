@@ -81,7 +81,7 @@ def latency(url: str, count: int) -> None:
 
     for role, what in (("run", "handler"), ("relay", "dispatch by a relay")):
         for notify in (True, False):
-            # A relay has something to do where nobody dispatches after the commit.
+            # A relay has something to do where no process dispatches after its commit.
             mode = "off" if role == "relay" else "thread"
             django_settings.TXMSG = settings(notify=notify, DISPATCH_ON_COMMIT=mode)
             from django_txmsg import conf

@@ -229,20 +229,21 @@ def stage(
     (default: the destination) is the inbox's key together with the message id: keep it
     when you rename the function. `transaction`: "outbox" (exactly-once effects),
     "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no database) or
-    "none" (nothing is open while it runs, so it may call other services, and be a
-    coroutine function; at least once, and what it sends once). `using` and `isolation`
-    define the database transaction (default: TXMSG["TRANSACTION_DEFINITION"], else
-    "default" and its own level); `concurrency` is the number of threads in each
-    process; `batch` messages share one transaction, each in a savepoint. `timeout`:
-    seconds for one execution of the handler. Then its query is cancelled, it can run no
-    other, and the attempt fails with StageTimedOut. `ordered`: messages of one key run
-    one at a time, in the order in which they left; a dead one blocks its followers
-    ("block") or does not ("skip"). `rate` ("10/s", "900/m"; also h and d) limits how
-    many messages all processes handle together, for each value of the header `per`;
-    messages over the rate wait in the inbox. What the handler returns is the answer, if
-    a flow has asked for one. `undoes` is the destination of the requests that this
-    stage undoes. It runs once if the request was processed here; otherwise it does not
-    run, and the request never will.
+    "none" (no transaction is open while it runs, so it may call other services, and may
+    be a coroutine function; it runs at least once, and what it sends is sent once).
+    `using` and `isolation` define the database transaction (default:
+    TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency` is
+    the number of threads in each process; `batch` messages share one transaction, each
+    in a savepoint. `timeout`: seconds for one execution of the handler. Then its query
+    is cancelled, it can run no other, and the attempt fails with StageTimedOut.
+    `ordered`: messages of one key run one at a time, in the order in which they left; a
+    dead one blocks its followers ("block") or does not ("skip"). `rate` ("10/s",
+    "900/m"; also h and d) limits how many messages all processes handle together, for
+    each value of the header `per`; messages over the rate wait in the inbox. What the
+    handler returns is the answer, if a flow has asked for one. `undoes` is the
+    destination of the requests that this stage undoes. The handler runs once if the
+    request was processed here. If not, it does not run, and neither does a request that
+    arrives later.
 
     Raises ConfigurationError if the name is taken, an option is unknown or the options
     contradict each other.

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 HERE = Path(__file__).resolve().parent
-#: A file that is made anew; another one can be given as the argument.
+#: A file that is created again; another one can be given as the argument.
 DATABASE = Path(sys.argv[1] if len(sys.argv) > 1 else HERE / "demo.sqlite3").resolve()
 MANAGE = [sys.executable, "-u", str(HERE / "manage.py")]
 USER = PASSWORD = "demo"
@@ -385,7 +385,7 @@ def _seconds(since: datetime, until: str) -> float:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on just now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -408,7 +408,7 @@ def indented(text: str) -> str:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    raise Failed("it was told to stop")
+    raise Failed("it was asked to stop")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ make_folders() {
         printf '#!/bin/sh\nexit 101\n' >"$roots/$folder/usr/sbin/policy-rc.d"
         chmod +x "$roots/$folder/usr/sbin/policy-rc.d"
         install_in "$folder" install -y --no-install-recommends ca-certificates
-        # Whoever stands between this machine and the package index is trusted there too.
+        # A proxy between this machine and the package index is trusted there too.
         for file in /etc/ssl/certs/ca-certificates.crt /etc/pip.conf; do
             [ -e "$file" ] && cp "$file" "$roots/$folder$file"
         done

@@ -130,7 +130,7 @@ def places(
     """Yield each row and version that a test says something of."""
     yield "Python with Django", f"{run['python']} with {run['django']}"
     for server in used:
-        # A worker that crashed has not told its servers' versions.
+        # A worker that crashed has not recorded its servers' versions.
         if version := run["servers"].get(server):
             yield ROWS[server], version
     if test.startswith("tests/spark/"):

@@ -44,19 +44,19 @@ def audit(request: HttpRequest, subject: Model, text: str) -> None:
 
 
 class WhenFilter(AgeFilter):
-    """By when it was done."""
+    """Filters by the time of the act."""
 
     title, column = "when", "at"
 
 
 class WhenBetweenFilter(BetweenFilter):
-    """By when it was done."""
+    """Filters by the time of the act."""
 
     column = "at"
 
 
 class SourceFilter(admin.SimpleListFilter):
-    """By whether a page or a command was used."""
+    """Filters by source: a page or a command."""
 
     title, parameter_name = "source", "via"
 

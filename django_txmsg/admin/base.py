@@ -95,7 +95,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return answer
 
     def page_context(self, request: HttpRequest, title: str) -> dict[str, Any]:
-        """Return the context shared by every page of ours."""
+        """Return the context that all pages of the console share."""
         return {
             **self.admin_site.each_context(request),
             "opts": self.opts,

@@ -68,9 +68,9 @@ class FingerprintFilter(DeadFilter):
         letters = model_admin.get_queryset(request).filter(
             pk__in=[counts["newest"][value] for value in counts[self.column]]
         )
-        said = dict(letters.values_list("fingerprint", "exception").order_by())
+        exceptions = dict(letters.values_list("fingerprint", "exception").order_by())
         for value, number in counts[self.column].items():
-            text = display.cut(display.first_line(said.get(value, "")), 60)
+            text = display.cut(display.first_line(exceptions.get(value, "")), 60)
             yield value, f"{text or value} ({number})", None
 
 
@@ -115,7 +115,7 @@ class AgainFilter(admin.SimpleListFilter):
 
 
 class DiedFilter(BetweenFilter):
-    """By when it died, the last time."""
+    """Filters by the time of the last burial."""
 
     title = "time of death"
 
@@ -138,8 +138,8 @@ FILTERS = (
 
 
 def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, Any]]:
-    """Return the open dead letters by each filtered column, most first, and under
-    "newest" the latest one's key of each fingerprint: one query a page."""
+    """Count the open dead letters by each filtered column, the largest first, in one
+    query a page. "newest" has the primary key of the latest one of each fingerprint."""
     kept: dict[str, dict[str, Any]] | None = getattr(request, "_txmsg_counts", None)
     if kept is not None:
         return kept

@@ -25,7 +25,7 @@ TONES = {
     "redelivering": "warn",
     "overdue": "bad",
     "needs newer code": "warn",
-    "in line": "warn",
+    "blocked": "warn",
     "in flight": "busy",
     "running": "busy",
     "paused": "warn",

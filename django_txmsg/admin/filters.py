@@ -71,7 +71,8 @@ class StateFilter(CountingFilter):
 
 
 class PlaceFilter(CountingFilter):
-    """By the column of the parameter's name, with the values of the newest rows."""
+    """Filters by a column, which `parameter_name` names. Its choices are the values in
+    the newest rows."""
 
     @staticmethod
     def newest(using: str) -> dict[str, int]:

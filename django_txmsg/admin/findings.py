@@ -31,7 +31,7 @@ class FindingAdmin(ReadOnlyAdmin):
 
     list_display = (
         "verdict", "message", "destination", "sender", "consumer", "sent", "age",
-        "seen", "said",
+        "seen", "acknowledged",
     )  # fmt: skip
     list_filter = ("verdict", ("acknowledged_at", admin.EmptyFieldListFilter))
     search_fields = ("message_id",)
@@ -40,7 +40,7 @@ class FindingAdmin(ReadOnlyAdmin):
     actions = ("acknowledge", "reopen")
     fields = (
         "verdict", "message", "destination", "sender", "consumer", "sent", "age",
-        "seen", "service", "said",
+        "seen", "service", "acknowledged",
     )  # fmt: skip
     readonly_fields = fields
 
@@ -164,7 +164,7 @@ class FindingAdmin(ReadOnlyAdmin):
         return display.ago(finding.seen_at)
 
     @admin.display(description="acknowledged")
-    def said(self, finding: Finding) -> SafeString:
+    def acknowledged(self, finding: Finding) -> SafeString:
         """Who acknowledged it, when, and the note."""
         if finding.acknowledged_at is None:
             return display.badge("new")

@@ -90,8 +90,8 @@ class GroupPages:
                     muted += f" until {note.muted_until:%Y-%m-%d %H:%M} UTC"
                 if note.muted_above is not None:
                     muted += f" up to {note.muted_above:,} open"
-                said = f"{muted} failures {note.fingerprint}: {note.note}"
-                audit(request, note, said)
+                entry = f"{muted} failures {note.fingerprint}: {note.note}"
+                audit(request, note, entry)
         except TxmsgError as error:
             messages.error(request, str(error))
         else:

@@ -29,8 +29,8 @@ class InboxStateFilter(StateFilter):
     def conditions() -> dict[str, Q]:
         """Return the condition of each choice."""
         return {
-            "redelivering": Q(Holds(inbox.PARKED & ~inbox.IN_LINE)),
-            "in-line": Q(Holds(inbox.IN_LINE)),
+            "redelivering": Q(Holds(inbox.PARKED & ~inbox.BLOCKED)),
+            "blocked": Q(Holds(inbox.BLOCKED)),
             "overdue": Q(is_overdue()),
             "newer": Q(Holds(inbox.NEEDS_NEWER_CODE)),
             "processed": Q(Holds(inbox.PROCESSED)),
@@ -51,14 +51,14 @@ class StageFilter(PlaceFilter):
 
 
 class ReceivedFilter(AgeFilter):
-    """By the last receipt."""
+    """Filters by the time of the last delivery."""
 
     title = "received"
     column = "last_received_at"
 
 
 class ReceivedBetweenFilter(BetweenFilter):
-    """By the last receipt."""
+    """Filters by the time of the last delivery."""
 
     title = "time of receipt"
     column = "last_received_at"

@@ -139,17 +139,17 @@ class MessagePages:
         )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Let a pending message leave in that many minutes from now."""
+        """Reschedule a pending message to leave in the entered number of minutes."""
         user: Any = request.user
         if not user.has_perm("django_txmsg.reschedule_outboxmessage"):
             raise PermissionDenied
         allowed(request)
         given = request.POST.get("minutes", "")
-        said = f"due in {given or 0} minutes"
+        entry = f"due in {given or 0} minutes"
         try:
             delay = dt.timedelta(minutes=float(given or 0))
             return self._done(
-                request, message_id, "Rescheduled", said,
+                request, message_id, "Rescheduled", entry,
                 lambda: reschedule_message(message_id, delay=delay),
             )  # fmt: skip
         except (InvalidMessage, OverflowError, ValueError):
@@ -187,9 +187,9 @@ class MessagePages:
             done = deed()
             if done:
                 rows = of.objects.using(using).filter(message_id=message_id)
-                said = f"{verb} message {message_id}"
-                said += f": {detail}" if detail else "."
-                audit(request, rows.order_by("-pk")[0], said)
+                entry = f"{verb} message {message_id}"
+                entry += f": {detail}" if detail else "."
+                audit(request, rows.order_by("-pk")[0], entry)
         if done:
             messages.success(request, f"{verb} the message.")
         else:

@@ -50,7 +50,7 @@ class OutboxStateFilter(StateFilter):
 
 
 class DestinationFilter(PlaceFilter):
-    """By destination."""
+    """Filters by destination."""
 
     title = parameter_name = "destination"
     newest = staticmethod(recent.destinations)

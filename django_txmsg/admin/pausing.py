@@ -79,12 +79,12 @@ class PausableAdmin(ReadOnlyAdmin):
                 if row is not None:
                     audit(request, row, f"{verb} {self.noun} {name}{because}")
         except LookupError:
-            said = f"There is no {self.noun} {display.cut(name)!r} here."
-            messages.error(request, said)
+            refusal = f"There is no {self.noun} {display.cut(name)!r} here."
+            messages.error(request, refusal)
         else:
             if row is None:
-                said = f"{shown[:1].upper()}{shown[1:]} is {verb.lower()} already."
-                messages.warning(request, said)
+                refusal = f"{shown[:1].upper()}{shown[1:]} is {verb.lower()} already."
+                messages.warning(request, refusal)
             else:
                 messages.success(request, f"{verb} {shown}.{self.follows}")
         return led(request, f"admin:django_txmsg_{self.opts.model_name}_changelist")

@@ -67,7 +67,7 @@ class PipelineRunAdmin(RecordAdmin):
 
     @admin.display(description="counts")
     def counted(self, run: PipelineRun) -> SafeString:
-        """What it found."""
+        """The counts of the run."""
         return format_html("<pre>{}</pre>", json.dumps(run.counts, indent=2))
 
 

@@ -40,7 +40,7 @@ def shown_state(row: InboxMessage) -> str:
     """Return the shown state for a row of with_state()."""
     if row.due_at is not None:
         if row.waits_for is not None:
-            return "in line"
+            return "blocked"
         if row.needs_version is not None:
             return "needs newer code"
         return "overdue" if getattr(row, "overdue", False) else "redelivering"

@@ -145,7 +145,7 @@ class DatabaseSession(Session):
         self._cramped = False
         self._enlisted: list[Outgoing] = []
         #: Topics to notify other processes of.
-        self._told: set[str] = set()
+        self._to_notify: set[str] = set()
         self._closed = threading.Event()
         self._wakeup: notifications.Wakeup | None = None
         self._keeping = Lease(using, lease, self._extend)
@@ -160,7 +160,7 @@ class DatabaseSession(Session):
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
         try:
-            self._asked(lambda: self._insert(batch))
+            self._query(lambda: self._insert(batch))
             self._tell()
         except DataError:
             # PostgreSQL takes no NUL in JSON, say: only that message is refused.
@@ -176,7 +176,7 @@ class DatabaseSession(Session):
             self._durable = subscriber is not None
             name = subscriber or str(self._token)
             self._queue = queue_name(destination, name)
-            self._asked(lambda: self._subscriptions.add(destination, name))
+            self._query(lambda: self._subscriptions.add(destination, name))
         self._share = Share()
         self._wakeup = notifications.Wakeup(
             self._using, notifications.queue(self._queue)
@@ -195,7 +195,7 @@ class DatabaseSession(Session):
             soon = max(1, int(self.AHEAD / max(self._pace, 1e-4)))
             room = min(soon, self._prefetch - len(self._held))
             if room > 0 and (wakeup.due() or self._cramped):
-                self._buffer.extend(self._asked(partial(self._claim, room)))
+                self._buffer.extend(self._query(partial(self._claim, room)))
                 if self._buffer:
                     wakeup.ring()  # there may be more
             left = deadline - time.monotonic()
@@ -213,7 +213,7 @@ class DatabaseSession(Session):
         return self._buffer.popleft()
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        self._asked(lambda: self._delete(deliveries))
+        self._query(lambda: self._delete(deliveries))
 
     def enlist(self, outgoing: Outgoing) -> None:
         self._enlisted.append(outgoing)
@@ -229,7 +229,7 @@ class DatabaseSession(Session):
                 self._insert(self._enlisted)
 
         try:
-            self._asked(settle)
+            self._query(settle)
             self._tell()
         finally:
             self._enlisted = []
@@ -242,7 +242,7 @@ class DatabaseSession(Session):
             with connections[self._using].cursor() as cursor:
                 cursor.execute("SELECT 1")
 
-        self._asked(ask)
+        self._query(ask)
 
     def close(self) -> None:
         self._closed.set()
@@ -255,12 +255,12 @@ class DatabaseSession(Session):
             with contextlib.suppress(BrokerUnavailable):
                 # Without a name, a subscription cannot be resumed.
                 topic, name = self._destination, str(self._token)
-                self._asked(lambda: self._subscriptions.remove(topic, name))
+                self._query(lambda: self._subscriptions.remove(topic, name))
         elif self._held:
             try:
                 held = list(self._held)
-                self._asked(lambda: self._rows.release(held, self._token))
-                self._told.add(notifications.queue(self._queue))
+                self._query(lambda: self._rows.release(held, self._token))
+                self._to_notify.add(notifications.queue(self._queue))
                 self._tell()
             except BrokerUnavailable:
                 log.info(
@@ -269,7 +269,7 @@ class DatabaseSession(Session):
 
     def _insert_alone(self, outgoing: Outgoing) -> BrokerError | None:
         try:
-            self._asked(lambda: self._insert([outgoing]))
+            self._query(lambda: self._insert([outgoing]))
             self._tell()
         except DataError as error:
             return DispatchRejected(f"the database cannot hold this message: {error}")
@@ -295,14 +295,16 @@ class DatabaseSession(Session):
         ]
         self._rows.bulk_create(rows, batch_size=500)
         shed(self._using, sum(len(row.body) for row in rows))
-        self._told |= {notifications.queue(row.queue) for row in rows}
-        self._told |= {notifications.later(one.delay) for one in batch if one.delay}
+        self._to_notify |= {notifications.queue(row.queue) for row in rows}
+        self._to_notify |= {
+            notifications.later(one.delay) for one in batch if one.delay
+        }
 
     def _tell(self) -> None:
         """Wake processes that wait for what was just committed."""
-        told, self._told = self._told, set()
-        if told and conf.get().NOTIFY:
-            notify(self._using, told)
+        topics, self._to_notify = self._to_notify, set()
+        if topics and conf.get().NOTIFY:
+            notify(self._using, topics)
 
     def _claim(self, limit: int) -> list[Delivery]:
         assert self._share is not None, "subscribe first"
@@ -357,9 +359,9 @@ class DatabaseSession(Session):
         if held := list(self._held):
             self._rows.extend(held, self._token, self._lease)
 
-    def _asked(self, question: Callable[[], Result]) -> Result:
+    def _query(self, query: Callable[[], Result]) -> Result:
         try:
-            return question()
+            return query()
         except AnyDatabaseError as error:
             if not database_health.may_pass(error):
                 raise

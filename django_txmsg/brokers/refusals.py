@@ -37,9 +37,9 @@ def by_amqp(code: int, text: str) -> BrokerError:
     return DispatchRejected(text)
 
 
-def by_stomp(said: str, text: str) -> BrokerError:
-    """Return the outcome of an ERROR frame for one message. `said` is the broker's
+def by_stomp(short: str, text: str) -> BrokerError:
+    """Return the outcome of an ERROR frame for one message. `short` is the broker's
     short message, `text` all that is known."""
-    if _OVER_STOMP.search(said):
-        return DestinationUnavailable(said.partition("\n")[0])
+    if _OVER_STOMP.search(short):
+        return DestinationUnavailable(short.partition("\n")[0])
     return DispatchRejected(text)

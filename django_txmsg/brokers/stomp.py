@@ -132,10 +132,10 @@ _WORDLESS = (
 )
 
 
-def asked(question: Callable[[], Result]) -> Result:
+def answered(request: Callable[[], Result]) -> Result:
     """Return the client's answer. Raises BrokerUnavailable if there is none."""
     try:
-        return question()
+        return request()
     except jms.MessagingError as error:
         raise BrokerUnavailable(str(error)) from error
 
@@ -150,7 +150,7 @@ def outcome(
     if isinstance(error, jms.SendHeldBackError):
         return DispatchHeld(str(error))
     if isinstance(error, jms.SendRejectedError):
-        return refusals.by_stomp(error.broker_said, str(error))
+        return refusals.by_stomp(error.broker_message, str(error))
     about_the_message = (
         jms.InvalidDestinationError,
         jms.MessageFormatError,
@@ -161,9 +161,9 @@ def outcome(
     hung_up = isinstance(error, jms.ConnectionLostError) and not error.silent
     written = getattr(error, "written", True)
     if alone and hung_up and written:
-        if dialect == "rabbitmq" and not error.broker_said:
+        if dialect == "rabbitmq" and not error.broker_message:
             return DestinationUnavailable(f"{_WORDLESS} {error}")
-        found = refusals.by_stomp(error.broker_said, str(error))
+        found = refusals.by_stomp(error.broker_message, str(error))
         if isinstance(found, DestinationUnavailable):
             return found
     return DispatchUnknown(str(error), written=written, hung_up=hung_up)
@@ -270,7 +270,7 @@ class StompSession(Session):
         heads = Heads(self._session, self._mortal)
         messages = [heads.item(one) for one in batch]
         keys = [one.headers.get(wire.KEY, "") for one in batch]
-        outcomes = asked(
+        outcomes = answered(
             lambda: self._session.send_batch(
                 messages, isolate=isolate, keys=keys, timeout=timeout
             )
@@ -307,8 +307,8 @@ class StompSession(Session):
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = []
-        with asked(self._connection.create_session) as session:
-            producer = asked(session.create_producer)
+        with answered(self._connection.create_session) as session:
+            producer = answered(session.create_producer)
             dialect = session.link.dialect.name
             for one in batch:
                 delay = jms.Delivery(delay=dt.timedelta(seconds=one.delay))
@@ -330,7 +330,7 @@ class StompSession(Session):
         # The destination at which a copy reaches only this subscriber. Without a name,
         # the subscription ends with its session, and nothing is redelivered.
         self._home = (subscriber or "") if topic else destination
-        self._consumer = asked(
+        self._consumer = answered(
             lambda: self._session.create_consumer(
                 destination,
                 prefetch=prefetch,
@@ -341,15 +341,15 @@ class StompSession(Session):
     def end_subscription(self) -> None:
         """Delete this session's durable subscription."""
         assert self._consumer is not None, "subscribe() first"
-        asked(partial(self._session.unsubscribe, self._consumer))
+        answered(partial(self._session.unsubscribe, self._consumer))
 
     def receive(self, timeout: float) -> Delivery | None:
         assert self._consumer is not None, "subscribe() first"
         consumer = self._consumer
-        message = asked(consumer.receive_nowait)
+        message = answered(consumer.receive_nowait)
         if message is None:
             self._send_acks()
-            message = asked(partial(consumer.receive, timeout))
+            message = answered(partial(consumer.receive, timeout))
         if message is None:
             if self._connection.closed:
                 raise BrokerUnavailable("the connection to the broker has ended")
@@ -388,7 +388,7 @@ class StompSession(Session):
         if self._transacted:
             self.commit([delivery])
         else:
-            asked(partial(self._session.acknowledge, delivery.handle))
+            answered(partial(self._session.acknowledge, delivery.handle))
         self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
@@ -434,13 +434,13 @@ class StompSession(Session):
         self._acknowledged_at = time.monotonic()
         unsent, self._unsent_acks = self._unsent_acks, []
         for handle in unsent:
-            asked(partial(self._session.acknowledge, handle))
+            answered(partial(self._session.acknowledge, handle))
 
     def enlist(self, outgoing: Outgoing) -> None:
         if self._producer is None:
-            self._producer = asked(self._session.create_producer)
+            self._producer = answered(self._session.create_producer)
         producer = self._producer
-        asked(
+        answered(
             lambda: producer.send(
                 self._message(outgoing), destination=outgoing.destination
             )
@@ -468,10 +468,10 @@ class StompSession(Session):
 
     def rollback(self) -> None:
         self._enlisted.clear()
-        asked(partial(self._session.rollback, redeliver=False))
+        answered(partial(self._session.rollback, redeliver=False))
 
     def ping(self) -> None:
-        asked(self._connection.ping)
+        answered(self._connection.ping)
 
     def close(self) -> None:
         with contextlib.suppress(BrokerUnavailable):

@@ -64,7 +64,7 @@ def enter(run: Run | None) -> None:
 
 
 def without_asking(app: Any) -> None:
-    """In this thread, let only callers that wait contact the app's result backend."""
+    """Let only callers that wait contact the app's result backend, in this thread."""
     backend = app.backend
     if getattr(backend, "is_async", False) and not hasattr(backend, "txmsg"):
         backend.txmsg = _Patience(backend)
@@ -85,7 +85,8 @@ class _Patience:
         backend.iter_native = self.iter_native
 
     def on_task_call(self, producer: Any, task_id: str) -> Any:
-        """A task is called; it is only stored if its producer is our stand-in."""
+        """Handle the call of a task. It is stored as a row only if Celery passes the
+        producer that stands for our outbox."""
         return {} if hasattr(producer, "published") else self._call(producer, task_id)
 
     def add_pending_result(self, result: Any, **options: Any) -> Any:

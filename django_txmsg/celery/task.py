@@ -64,8 +64,9 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """The same with `apply_async()`'s arguments. If no row can be stored, as in
-        another database's transaction, or eagerly, do what Celery's does."""
+        """Like `delay_on_commit()`, with the arguments of `apply_async()`. Where no row
+        can be stored (in another database's transaction, or with `task_always_eager`),
+        Celery's own method runs."""
         eager = self._get_app().conf.task_always_eager
         if eager or not (stores(kwargs.get("using")) or requires(self._get_app())):
             super().apply_async_on_commit(*args, **kwargs)

@@ -167,13 +167,13 @@ def _pipeline() -> Iterator[CheckMessage]:
 
 
 def _middleware() -> Iterator[CheckMessage]:
-    """Find what only the middleware does, asked for without it. Without these settings
+    """Find what only the middleware does, but is set without it. Without these settings
     its absence loses nothing: a send outside a transaction raises an error."""
     http = conf.get().HTTP
-    asked = [name for name in ("IDEMPOTENCY", "ROLLBACK_ON_4XX") if getattr(http, name)]
-    if asked and not any(map(_is_ours, django_settings.MIDDLEWARE)):
+    needs = [name for name in ("IDEMPOTENCY", "ROLLBACK_ON_4XX") if getattr(http, name)]
+    if needs and not any(map(_is_ours, django_settings.MIDDLEWARE)):
         yield Warning(
-            f'TXMSG["HTTP"] has {" and ".join(asked)}, which does nothing: the '
+            f'TXMSG["HTTP"] has {" and ".join(needs)}, which does nothing: the '
             f"middleware is not in MIDDLEWARE.",
             hint=f"Add {MIDDLEWARE!r} to MIDDLEWARE, as the last one.",
             id="txmsg.W011",

@@ -55,8 +55,8 @@ class Postponed:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Parked, without counting an attempt, until its turn among the messages of its
-    key."""
+    """The message is parked, without counting an attempt, until the message before it
+    of its key has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Room:
         #: The last count, and the messages that this process has parked since.
         self._count, self._bytes = 0, 0
         self._look_at = 0.0
-        self._told: bool | None = None
+        self._reported: bool | None = None
         self._pause, self._next_at = FIRST_PAUSE, 0.0
         self.full = False
 
@@ -92,9 +92,9 @@ class Room:
                 self.full = False
                 log.info("ordered stage %r receives again", self._stage)
             full = self.full
-        if self._told is not full:
+        if self._reported is not full:
             StageState.objects.db_manager(self._using).full(self._stage, full)
-            self._told = full
+            self._reported = full
 
     def _fills(self, share: float = 1.0) -> bool:
         return (

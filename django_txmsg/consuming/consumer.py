@@ -99,8 +99,8 @@ BEATS = 6
 
 
 class Consumer:
-    """Runs stages until stopped. `concurrency` overrides that of the stages,
-    `max_messages` and `max_memory` those of the settings."""
+    """Runs stages until stopped. `concurrency` overrides the option of the stages;
+    `max_messages` and `max_memory` override the settings."""
 
     def __init__(
         self,

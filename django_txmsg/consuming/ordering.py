@@ -74,8 +74,8 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
 
 
 def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
-    """Park a message whose turn has not come; return None if it has. `attempts` were
-    counted for it."""
+    """Park a message whose predecessor has not ended; return None if it has. `attempts`
+    were counted for the message."""
     turn = arrival.turn
     if turn is None or arrival.order.has_come(turn):
         return None
@@ -170,7 +170,7 @@ def ask(stage: Stage, received: bool = True) -> None:
     rows = InboxMessage.order.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:
-        rows.despair(
+        rows.expire_waits(
             stage.name,
             skips=skips,
             patience=conf.get().ORDER_PATIENCE,

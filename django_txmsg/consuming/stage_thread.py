@@ -74,8 +74,10 @@ class StageThread:
         #: For an ordered stage: whether it may receive messages that would wait.
         self.room = room or (Room(self.stage) if self.stage.ordered else None)
         self._settings = conf.get()
-        said = f"stage {self.stage.name!r}: nothing could be decided about a message, "
-        self._undecided = database_health.Retry(self.using, f"{said}which is kept")
+        summary = (
+            f"stage {self.stage.name!r}: nothing could be decided about a message, "
+        )
+        self._undecided = database_health.Retry(self.using, f"{summary}which is kept")
         self._looking = database_health.Retry(
             self.using, f"stage {self.stage.name!r}: cannot look for messages"
         )
@@ -132,8 +134,7 @@ class StageThread:
 
     def has_received(self, seconds: float) -> bool:
         """Return whether the stage has received everything that was in its queue:
-        nothing is left there, or the stage has been subscribed for that many
-        seconds."""
+        nothing is left there, or the stage has been subscribed for `seconds`."""
         reading = self.dry or self._subscription.age >= seconds
         return reading and not self.paused.is_set()
 

@@ -57,7 +57,7 @@ class _Builder:
             self._operate("send", f"send.{one}", str(one), types)
         for stage in all_stages():
             if wire.is_task(stage.destination):
-                continue  # nobody else sends what the service enqueues
+                continue  # no other service sends what this one enqueues
             reader = stage.reader
             self._operate(
                 "receive",

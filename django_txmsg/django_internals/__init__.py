@@ -123,8 +123,8 @@ def _is_consequence(error: BaseException) -> bool:
 def refuses_durable(error: BaseException) -> bool:
     """Return whether this is Django's error about `atomic(durable=True)` in a block."""
     # Not by its text: the text of a handler's own error may raise.
-    said = error.args[0] if type(error) is RuntimeError and error.args else None
-    return type(said) is str and "durable atomic" in said
+    text = error.args[0] if type(error) is RuntimeError and error.args else None
+    return type(text) is str and "durable atomic" in text
 
 
 def hear_rollbacks(connection: Any, hear: Callable[[bool], None]) -> Callable[[], None]:

@@ -29,14 +29,16 @@ def wrap_views(
     place before every process_exception(), and around only the view.
     """
     usual = BaseHandler.make_view_atomic
-    asking = BaseHandler.process_exception_by_middleware
+    usual_handler = BaseHandler.process_exception_by_middleware
     if hasattr(usual, "txmsg"):
         return
 
-    @functools.wraps(asking)
-    def asked(handler: BaseHandler, error: Exception, request: HttpRequest) -> Any:
+    @functools.wraps(usual_handler)
+    def process_exception(
+        handler: BaseHandler, error: Exception, request: HttpRequest
+    ) -> Any:
         hear(request, error)
-        return asking(handler, error, request)
+        return usual_handler(handler, error, request)
 
     @functools.wraps(usual)
     def made_atomic(handler: BaseHandler, view: View) -> View:
@@ -54,4 +56,4 @@ def wrap_views(
     made_atomic.txmsg = True  # type: ignore[attr-defined]  # a mark on a function
     handlers: Any = BaseHandler
     handlers.make_view_atomic = made_atomic
-    handlers.process_exception_by_middleware = asked
+    handlers.process_exception_by_middleware = process_exception

@@ -73,13 +73,15 @@ def hurry(url: str, timeout: float) -> str:
     """Return the URL with short time-outs where it sets none: each host gets its share
     of `timeout`, so that a silent host leaves time for the next."""
     parts = split_url(url)
-    said = dict(parse_qsl(parts.query, keep_blank_values=True))
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
     limits = {
         "connect_timeout": timeout / len(parts.netloc.split(",")),
         "send_timeout": timeout,
         "close_timeout": timeout,
     }
-    more = [f"{name}={limit:g}" for name, limit in limits.items() if name not in said]
+    more = [
+        f"{name}={limit:g}" for name, limit in limits.items() if name not in options
+    ]
     return parts._replace(query="&".join(filter(None, [parts.query, *more]))).geturl()
 
 

@@ -41,7 +41,7 @@ class Failure:
         numbers, so that it survives an edit."""
         name = _name(type(error))
         text = f"{name}: {text_of(error)}".rstrip(": ")
-        trace = _asked(lambda: "".join(tb.format_exception(error)))
+        trace = _foreign_text(lambda: "".join(tb.format_exception(error)))
         trace = trace or "".join([*tb.format_tb(_traceback_of(error)), text])
         where = _application_frame(error)
         digest = hashlib.sha256(f"2|{name}|{where}".encode()).hexdigest()
@@ -63,7 +63,7 @@ class Failure:
 
 def text_of(error: BaseException) -> str:
     """Return an exception's text, or the name of the error that its text raised."""
-    return _asked(lambda: str(error), "<str() raised {}>")
+    return _foreign_text(lambda: str(error), "<str() raised {}>")
 
 
 def class_name(error: BaseException) -> str:
@@ -90,17 +90,17 @@ def _traceback_of(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def _asked(question: Callable[[], str], otherwise: str = "") -> str:
+def _foreign_text(call: Callable[[], str], otherwise: str = "") -> str:
     """Return the result of foreign code as plain text, or `otherwise` with the name of
     the exception it raised."""
     try:
-        return "".join([question()])
+        return "".join([call()])
     except BaseException as failed:
         return otherwise.format(_name(type(failed)))
 
 
 def _name(kind: type[BaseException]) -> str:
-    name = _asked(lambda: f"{kind.__module__}.{kind.__qualname__}")
+    name = _foreign_text(lambda: f"{kind.__module__}.{kind.__qualname__}")
     return (name or _bare_name(kind)).removeprefix("builtins.")
 
 

@@ -128,8 +128,8 @@ def _arguments(handler: Callable[..., Any]) -> int:
         needed = [one for one in _taken(own) if one.default is one.empty]
         return max(len(needed), 1)
     # A decorator's function that passes on its arguments, and may add some.
-    asked = [one.annotation for one in needed[1:2]]
-    return 2 if asked and (asked[0] in _THE_MESSAGE or _named_message(asked[0])) else 1
+    second = needed[1].annotation if len(needed) > 1 else None
+    return 2 if second in _THE_MESSAGE or _named_message(second) else 1
 
 
 def _own_signature(handler: Callable[..., Any]) -> inspect.Signature | None:

@@ -93,8 +93,8 @@ class Message:
         """Return whether the handler should end: an operator stops the message, or the
         `timeout` of its stage has passed. Always False at a stage without a timeout,
         and in threads that the handler starts."""
-        asked = should_end.get(None)
-        return asked is not None and asked()
+        ends = should_end.get(None)
+        return ends is not None and ends()
 
     def __reduce__(self) -> Any:
         values = {name: getattr(self, name) for name in self.__slots__}

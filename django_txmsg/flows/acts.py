@@ -29,9 +29,9 @@ BY_OPERATOR = "answered_as_failed"
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What an operator has entered. `value` is the JSON of a step's argument, `type`
-    the name of its type where the step takes several, `to` the name of a step, or the
-    number of its row in the history."""
+    """An operator's input. `value` is the JSON of a step's argument; `type` names its
+    type if the step takes several; `to` is the name of a step, or the number of its row
+    in the history."""
 
     why: str = ""
     value: str = ""

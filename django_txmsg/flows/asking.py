@@ -62,7 +62,7 @@ async def aask(
     within: float | dt.timedelta,
     key: str | None = None,
 ) -> Out | TimedOut | Dead | Cancelled:
-    """Do what ask() does, in a coroutine: the event loop goes on meanwhile."""
+    """The coroutine of ask(): the event loop goes on while it waits."""
     run = await sync_to_async(_started)(flow, body, key)
     for pause in _pauses(within):
         await asyncio.sleep(pause)
@@ -90,7 +90,7 @@ def _started(flow: type[Flow[In, Any]], body: In, key: str | None) -> Run:
 
 
 def awaited(run: Run, within: float | dt.timedelta) -> Run | None:
-    """Wait until a run has ended, and return what `ended()` does; None if it has not
+    """Wait until a run has ended, and return it as `ended()` does; None if it has not
     ended in time."""
     for pause in _pauses(within):
         threading.Event().wait(pause)

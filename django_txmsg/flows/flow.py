@@ -286,7 +286,7 @@ class Flow(Generic[In, Out]):
     def sleep(
         self, duration: dt.timedelta, *, then: Callable[[], Out | Continuation]
     ) -> Sleep:
-        """Continue after a time, in a transaction of its own."""
+        """Continue with the step `then` after a time, in a transaction of its own."""
         return self._note(Sleep(duration, self._step(then)))
 
     @overload
@@ -296,7 +296,7 @@ class Flow(Generic[In, Out]):
         self, then: Callable[[Body], Out | Continuation], value: Body
     ) -> Later: ...
     def later(self, then: Any, value: Any = None) -> Later:
-        """Continue at once, in a transaction of its own."""
+        """Continue at once with the step `then`, in a transaction of its own."""
         return self._note(Later(self._step(then), value))
 
     def hand_over(self, flow: type[Flow[Body, Out]], body: Body) -> HandOver:

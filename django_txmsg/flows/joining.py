@@ -125,8 +125,8 @@ def store(
 def answered(
     declared: Declaration, message: Message, turn: uuid.UUID, branch: str
 ) -> bool:
-    """Write an answer to its branch, and have the run continued if it may be the last.
-    Returns False if it is late, or has come before.
+    """Write an answer to its branch, and continue the run if that answer may be the
+    last. Returns False if the answer is late, or is a copy.
 
     Raises DecodeError for an answer that the step cannot read; the branch stays open.
     """
@@ -168,10 +168,9 @@ def ended(
     *,
     timed_out: bool,
 ) -> Answers[Any] | None:
-    """End the join that a run waits for, undo what it leaves over, and return the
-    answers. None if it has not ended: an answer was rolled back, and will come again.
-
-    The run does not wait for these undos.
+    """End the join that a run waits for, undo its unanswered requests, and return the
+    answers. The run does not wait for these undos. None if the join has not ended: an
+    answer was rolled back, and will be delivered again.
     """
     using = declared.using
     assert run.turn is not None  # it waits

@@ -24,7 +24,7 @@ class Unread:
 
     @property
     def type(self) -> str:
-        """The name of its type, "" if its headers have none."""
+        """The name of the body's type, "" if the headers name none."""
         return "" if self.header is None else TypeHeader.parse(self.header).name
 
     def read(self, reader: BodyReader) -> Any:

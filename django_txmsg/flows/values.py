@@ -141,7 +141,7 @@ class Sleep(Continuation):
 
 @dataclass(frozen=True)
 class Later(Continuation):
-    """Continue at once, in a transaction of its own."""
+    """Continue at once with the step `then`, in a transaction of its own."""
 
     then: str
     value: Any = None

@@ -23,8 +23,8 @@ MAX_WAIT = 30.0
 
 class FlowView(View):
     """Answers GET with the JSON of a run: `run_id`, `key`, `step`, `waits_for`,
-    `outcome` ("" while it is open) and `answer`. `?wait=20` waits for its end, for
-    that many seconds, and for 30 at most.
+    `outcome` ("" while it is open) and `answer`. `?wait=20` waits up to 20 seconds for
+    its end; the most is 30.
 
     `path("orders/<uuid:run_id>/", FlowView.as_view(flow=Checkout))`. All who know the
     address see the answer: add a mixin such as LoginRequiredMixin, and narrow `runs()`
@@ -42,7 +42,7 @@ class FlowView(View):
         return cast("Callable[..., HttpResponseBase]", view)
 
     def runs(self) -> models.QuerySet[Run]:
-        """Return the runs that may be seen: those of the flow."""
+        """Return the runs that may be seen: by default, all of the flow."""
         assert self.flow is not None, "Write FlowView.as_view(flow=…)."
         declared = self.flow._declaration
         runs: models.QuerySet[Run] = Run.objects.using(declared.using).filter(

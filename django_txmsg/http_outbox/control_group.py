@@ -189,7 +189,7 @@ class Groups:
 
     def _open_next(self) -> None:
         with self._lock:
-            # Read anew with the next session: otherwise a clock that was ahead once
+            # Read again with the next session: otherwise a clock that was ahead once
             # would delay the end of every later group.
             newest, self._newest = self._newest, None
         assert newest is not None

@@ -35,7 +35,7 @@ from .control_message import ControlMessage
 #: Seconds, beyond the longest lease, after which committed messages that cannot be sent
 #: are left to the relay.
 PATIENCE = 60.0
-#: Number of messages whose checks are remembered. A forgotten one starts anew.
+#: Number of messages whose checks are remembered. A forgotten one starts again.
 REMEMBERED = 10_000
 
 
@@ -106,8 +106,8 @@ LOOK_AT_GROUPS_EVERY = 1.0
 
 
 class LookAgain(Exception):
-    """The session's outcome is not known yet: keep the delivery, and check again
-    `after` that many seconds. `control` is the control message."""
+    """The session's outcome is not known yet: keep the delivery, and check again in
+    `after` seconds. `control` is the control message."""
 
     def __init__(self, after: float = 0.0, hold: float | None = None) -> None:
         #: Never at once: other messages are waiting, and so may be a stop.

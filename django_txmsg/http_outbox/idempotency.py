@@ -106,7 +106,7 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
             )
             return None
     except (IntegrityError, OperationalError) as error:
-        if not _somebody_is_faster(error):
+        if not _is_taken(error):
             raise
         return _in_progress()
     if stored.fingerprint != fingerprint:
@@ -181,7 +181,7 @@ def _alone(using: str, caller: str, key: str) -> bool:
     return bool(alone)
 
 
-def _somebody_is_faster(error: Exception) -> bool:
+def _is_taken(error: Exception) -> bool:
     """Whether this error means that another request has the key: from the unique
     constraint, SQLite's lock or PostgreSQL's isolation."""
     if isinstance(error, IntegrityError) or "database is locked" in str(error):

@@ -240,7 +240,7 @@ def _ended(
         error = ConnectionLostError(
             f"The message {text}: {rolled_back}",
             written=False,
-            broker_said=link.error.broker_said,
+            broker_message=link.error.broker_message,
             silent=link.error.silent,
         )
     except ConnectionLostError as lost:

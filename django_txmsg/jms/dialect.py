@@ -71,7 +71,7 @@ class Dialect:
                 )
         return f"/topic/{name}" if destination.is_topic else f"/queue/{name}"
 
-    def told(self, existing: str) -> Dialect:
+    def with_existing(self, existing: str) -> Dialect:
         """Return a dialect that does not declare the queues that match these
         patterns."""
         return self
@@ -96,7 +96,7 @@ class Dialect:
         """Return the SEND header that makes the message survive a restart, or not."""
         return b"persistent:true\n" if persistent else b"persistent:false\n"
 
-    def blames_frame(self, said: str) -> bool:
+    def blames_frame(self, broker_message: str) -> bool:
         """Return whether an ERROR without a receipt id is about a frame, rather than
         about the end of the connection."""
         return True
@@ -202,7 +202,7 @@ class RabbitMQDialect(Dialect):
                     f"{MAX_PROPERTY}."
                 )
 
-    def told(self, existing: str) -> Dialect:
+    def with_existing(self, existing: str) -> Dialect:
         """Use ``/amq/queue/`` for these queues, which declares nothing; ``/queue/``
         declares a classic queue, and fails if the queue has another type."""
         return replace(self, existing=tuple(filter(None, existing.split(","))))
@@ -226,12 +226,14 @@ class RabbitMQDialect(Dialect):
         declare the queue as exclusive to this connection, and delete it at its end."""
         return b"persistent:true\n" if persistent else b""
 
-    def blames_frame(self, said: str) -> bool:
+    def blames_frame(self, broker_message: str) -> bool:
         """An ERROR may also mean that an operator closes the connection."""
-        code = re.search(r"server_initiated_close,\s*(\d+)", said)
+        code = re.search(r"server_initiated_close,\s*(\d+)", broker_message)
         if code is not None:
             return code[1] in _CODES_OF_A_FRAME
-        return not re.search("died|connection_forced|internal_error", said, re.I)
+        return not re.search(
+            "died|connection_forced|internal_error", broker_message, re.I
+        )
 
     def delayed(
         self, destination: Destination, delay_ms: int, *, transacted: bool

@@ -59,14 +59,14 @@ class ConnectionFailedError(MessagingError, ConnectionError):
 class RequestRejectedError(MessagingError):
     """The broker answered a frame with ERROR.
 
-    ``broker_said`` holds the ERROR frame's ``message`` header and the start of its
+    ``broker_message`` holds the ERROR frame's ``message`` header and the start of its
     body.
     """
 
-    def __init__(self, text: str, *, broker_said: str = "") -> None:
+    def __init__(self, text: str, *, broker_message: str = "") -> None:
         """Keep the broker's message separately from the error's text."""
         super().__init__(text)
-        self.broker_said = broker_said
+        self.broker_message = broker_message
 
 
 class SendRejectedError(RequestRejectedError):
@@ -81,9 +81,10 @@ class SendOutcomeUnknownError(MessagingError):
     """It is unknown whether the message is stored.
 
     Send it again with the same message id; the receiver's inbox drops the copy.
-    ``written`` is false if the frame certainly never left this process. ``broker_said``
-    is the ERROR frame that ended the connection, if one did: then one of the messages
-    in flight was probably refused, and sending them one at a time shows which.
+    ``written`` is false if the frame certainly never left this process.
+    ``broker_message`` is the ERROR frame that ended the connection, if one did: then
+    one of the messages in flight was probably refused, and sending them one at a time
+    shows which.
     ``silent`` is true if the broker did not end the connection, but stopped reading or
     answering.
     """
@@ -93,13 +94,13 @@ class SendOutcomeUnknownError(MessagingError):
         text: str,
         *,
         written: bool = True,
-        broker_said: str = "",
+        broker_message: str = "",
         silent: bool = False,
     ) -> None:
         """Record whether the frame was written, and the broker's ERROR."""
         super().__init__(text)
         self.written = written
-        self.broker_said = broker_said
+        self.broker_message = broker_message
         self.silent = silent
 
 

@@ -269,7 +269,7 @@ def _read_headers(block: bytes) -> tuple[str, dict[str, str], str | None]:
         text = block.decode(errors="replace")
     if "\x00" in text:
         problem = problem or "a header holds NUL"
-        text = text.replace("\x00", "\ufffd")  # which nobody further on could store
+        text = text.replace("\x00", "\ufffd")  # which PostgreSQL cannot store
     command, *lines = text.replace("\r\n", "\n").split("\n")
     headers: dict[str, str] = {}
     for line in lines:

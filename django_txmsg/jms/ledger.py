@@ -47,11 +47,12 @@ class Owner(Protocol):
     def committing(self) -> Pending | None:
         """The COMMIT frame, once it is queued."""
 
-    def spoil(self, said: str) -> None:
-        """Handle an ERROR frame that can only be about one of its frames."""
+    def spoil(self, broker_message: str) -> None:
+        """Handle an ERROR frame that can only be about one of the transaction's
+        frames."""
 
     def fail(self, error: MessagingError) -> None:
-        """Record that one of its frames has failed."""
+        """Record that one of the transaction's frames has failed."""
 
 
 class Pending:
@@ -165,7 +166,12 @@ class Ledger:
         self.settle(entry, ACKED, None)
 
     def error(
-        self, receipt: str, said: str, *, names_receipts: bool, blames: bool = True
+        self,
+        receipt: str,
+        broker_message: str,
+        *,
+        names_receipts: bool,
+        blames: bool = True,
     ) -> bool:
         """Handle an ERROR frame; return False if it cannot be attributed.
 
@@ -182,37 +188,39 @@ class Ledger:
             if entry is None:
                 self.ignored += 1
             else:
-                self._reject(entry, said)
+                self._reject(entry, broker_message)
             return True
         open_owners = [entry.owner for entry in self.open.values()]
         loose_owners = [owner for _, owner in self._loose]
         if names_receipts:
             # ActiveMQ's ERROR for a frame without receipt may even arrive after the
             # receipt of a later one: then the transaction that still waits is meant.
-            if not self._spoil(self.refused or loose_owners or open_owners, said):
-                self._unclaimed = (self._sequence, said)
+            if not self._spoil(
+                self.refused or loose_owners or open_owners, broker_message
+            ):
+                self._unclaimed = (self._sequence, broker_message)
             self.ignored += 1
             return True
         if not blames:
             return False
         if len(open_owners) == 1 and not loose_owners:
-            self._reject(next(iter(self.open.values())), said)
+            self._reject(next(iter(self.open.values())), broker_message)
             return True
         return len({*map(id, open_owners), *map(id, loose_owners)}) == 1 and bool(
-            self._spoil(open_owners or loose_owners, said)
+            self._spoil(open_owners or loose_owners, broker_message)
         )
 
-    def _spoil(self, owners: list[Owner | None], said: str) -> int:
+    def _spoil(self, owners: list[Owner | None], broker_message: str) -> int:
         """Make the transactions among the owners roll back; return their number."""
         spoilt = {id(owner): owner for owner in owners if owner is not None}
         for owner in spoilt.values():
-            owner.spoil(said)
+            owner.spoil(broker_message)
         return len(spoilt)
 
-    def _reject(self, entry: Pending, said: str) -> None:
+    def _reject(self, entry: Pending, broker_message: str) -> None:
         kind = SendRejectedError if entry.is_send else RequestRejectedError
-        text = f"{self._describe()} refused {entry.what}: {said}"
-        self.settle(entry, State.REJECTED, kind(text, broker_said=said))
+        text = f"{self._describe()} refused {entry.what}: {broker_message}"
+        self.settle(entry, State.REJECTED, kind(text, broker_message=broker_message))
         if entry.owner is not None and entry.owner.committing is entry:
             self.refused.append(entry.owner)
             came_at, reason = self._unclaimed
@@ -253,7 +261,7 @@ class Ledger:
         deadlines = [entry.deadline for entry in self.open.values()]
         self.next_deadline = min(deadlines, default=float("inf"))
 
-    def lose(self, reason: str, said: str, *, silent: bool = False) -> None:
+    def lose(self, reason: str, broker_message: str, *, silent: bool = False) -> None:
         """Mark every frame as outcome unknown, in the order of sending."""
         for entry in list(self.open.values()):
             written = entry.state is not State.QUEUED
@@ -265,7 +273,10 @@ class Ledger:
                 entry,
                 State.UNKNOWN,
                 ConnectionLostError(
-                    f"{text} {fate}.", written=written, broker_said=said, silent=silent
+                    f"{text} {fate}.",
+                    written=written,
+                    broker_message=broker_message,
+                    silent=silent,
                 ),
             )
         self._loose.clear()

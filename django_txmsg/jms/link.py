@@ -82,7 +82,9 @@ class Link:
         """
         self.address = address
         self.options = options
-        self.dialect = BY_NAME[options.dialect or "activemq"].told(options.existing)
+        self.dialect = BY_NAME[options.dialect or "activemq"].with_existing(
+            options.existing
+        )
         self.server = ""
         self.lock = threading.RLock()
         #: Notified when room, an outcome or an end may concern a waiting thread.
@@ -104,7 +106,7 @@ class Link:
         self._routes: dict[str, tuple[Deliver, threading.Condition]] = {}
         self._connected = threading.Event()
         self._refusal = ""
-        self._said = ""
+        self._broker_message = ""
         self._leaving = False
         self._send_every: float | None = None
         self._transport = Transport(
@@ -142,7 +144,7 @@ class Link:
             raise ConnectionLostError(
                 text,
                 written=False,
-                broker_said=self._said,
+                broker_message=self._broker_message,
                 silent=self.error.silent,
             )
         if self.closed:
@@ -219,7 +221,7 @@ class Link:
     def _on_connected(self, headers: dict[str, str]) -> None:
         self.server = headers.get("server", "")
         if self.options.dialect is None:
-            self.dialect = recognize(self.server).told(self.options.existing)
+            self.dialect = recognize(self.server).with_existing(self.options.existing)
         version = headers.get("version", "1.0")
         if version != "1.2":
             self._refusal = f"it speaks STOMP {version}, not 1.2"
@@ -237,20 +239,22 @@ class Link:
 
     def _on_error(self, frame: frames.Frame) -> None:
         body = frame.body[:400].decode(errors="replace").strip()
-        said = ": ".join(filter(None, (frame.headers.get("message"), body)))
+        broker_message = ": ".join(filter(None, (frame.headers.get("message"), body)))
         if not self._connected.is_set():
-            self._refusal = said or "ERROR"
+            self._refusal = broker_message or "ERROR"
             self._connected.set()
             return
         receipt = frame.headers.get("receipt-id", "")
         names = self.dialect.errors_name_receipts
-        blames = self.dialect.blames_frame(said)
-        if not self.ledger.error(receipt, said, names_receipts=names, blames=blames):
-            self._said = said
-            self.lose(f"the broker answered ERROR: {said}")
+        blames = self.dialect.blames_frame(broker_message)
+        if not self.ledger.error(
+            receipt, broker_message, names_receipts=names, blames=blames
+        ):
+            self._broker_message = broker_message
+            self.lose(f"the broker answered ERROR: {broker_message}")
         elif not receipt:
             self.changed.notify_all()
-            line = f"{self.description} answered ERROR: {said}"
+            line = f"{self.description} answered ERROR: {broker_message}"
             # A full queue sends one for each frame.
             if line not in self._to_log and line != self._logged:
                 self._to_log.append(line)
@@ -289,17 +293,17 @@ class Link:
             if self.closed or self._refusal or self.error is not None:
                 return
             if self._leaving:  # after DISCONNECT the broker may well be the first to go
-                self.ledger.lose(reason, self._said, silent=silent)
+                self.ledger.lose(reason, self._broker_message, silent=silent)
                 return
             self.error = ConnectionLostError(
                 f"Connection to {self.description} is lost: {reason}. "
                 "Make a new one with the factory.",
-                broker_said=self._said,
+                broker_message=self._broker_message,
                 silent=silent,
             )
             self._to_log.append(str(self.error))
             self.writer.stop()
-            self.ledger.lose(reason, self._said, silent=silent)
+            self.ledger.lose(reason, self._broker_message, silent=silent)
             self._transport.disconnect_socket()
             self.wake_all()
             tell = self._on_lost()
@@ -406,7 +410,7 @@ class Link:
                 request = self.ask("DISCONNECT", {}, timeout=self.options.close_timeout)
                 self._leaving = True
             request.wait()
-        except MessagingError as error:  # an unanswered goodbye harms nobody
+        except MessagingError as error:  # an unanswered DISCONNECT does no harm
             logger.debug("DISCONNECT was not answered: %s", error)
 
     def drop(self) -> None:
@@ -418,7 +422,7 @@ class Link:
         with self.lock:
             self.closed = True
             self.writer.stop()
-            self.ledger.lose("the connection was closed", self._said)
+            self.ledger.lose("the connection was closed", self._broker_message)
             self.wake_all()
         self._transport.disconnect_socket()
         self.writer.join(5.0)

@@ -24,7 +24,7 @@ from .errors import (
 )
 from .message import Message
 from .sending import SendingSession
-from .sends import ToldSend, WaitedSend
+from .sends import AsyncSend, WaitedSend
 
 
 class MessageProducer(Closing):
@@ -74,7 +74,7 @@ class MessageProducer(Closing):
         send.receipt = link.ledger.new_receipt()
         frame = encoded.frame(send.receipt)
         with link.lock:
-            self._wait_for_room(message, encoded, for_room, told=False)
+            self._wait_for_room(message, encoded, for_room, listened=False)
             try:  # link.whole, at less cost
                 sends.take(encoded.size)
                 link.put(frame, send, at_once=True)
@@ -99,9 +99,9 @@ class MessageProducer(Closing):
         stays full until the timeout: then the message was not written and the listener
         is not called. The message is not accessible until the listener is called.
         """
-        told = completion.as_listener(listener)
+        called = completion.as_listener(listener)
         self._check_place()
-        self._send_told(message, told, destination, delivery, timeout)
+        self._send_async(message, called, destination, delivery, timeout)
 
     def submit(
         self,
@@ -114,29 +114,29 @@ class MessageProducer(Closing):
         """Like ``send_async``, with a future that can be waited for or awaited."""
         future = CompletionFuture(self.session)
         self._check_place()
-        send = self._send_told(message, future, destination, delivery, timeout)
+        send = self._send_async(message, future, destination, delivery, timeout)
         future._withdraw = send.withdraw
         return future
 
     # -- implementation -----------------------------------------------------------
 
-    def _send_told(
+    def _send_async(
         self,
         message: Message,
         listener: CompletionListener,
         destination: str | Destination | None,
         delivery: Delivery | None,
         timeout: float | None,
-    ) -> ToldSend:
+    ) -> AsyncSend:
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
         what = f"message {encoded.message_id}"
         for_room, for_receipt = self._timeouts(timeout)
         sends, size, scope = session.sends, encoded.size, (link, session, self)
-        send = ToldSend(what, for_receipt, sends, message, listener, size, scope)
+        send = AsyncSend(what, for_receipt, sends, message, listener, size, scope)
         send.receipt = link.ledger.new_receipt()
         with link.lock:
-            self._wait_for_room(message, encoded, for_room, told=True)
+            self._wait_for_room(message, encoded, for_room, listened=True)
             try:
                 sends.take(size)
                 if not session.transacted:
@@ -169,7 +169,7 @@ class MessageProducer(Closing):
                 message._provided = encoded.provided
 
     def _put_in_transaction(
-        self, encoded: EncodedMessage, what: str, told: ToldSend | None
+        self, encoded: EncodedMessage, what: str, send: AsyncSend | None
     ) -> None:
         """Queue a SEND of the session's transaction, with the lock held.
 
@@ -182,26 +182,31 @@ class MessageProducer(Closing):
         transaction = self.session.transaction()
         transaction.begin()
         name = transaction.name
-        if told is not None:
-            told.owner = transaction
+        if send is not None:
+            send.owner = transaction
         if not link.dialect.commit_proves_sends:
             confirm = transaction.new_confirm(what)
             link.put(encoded.frame(confirm.receipt, name), confirm)
-            if told is not None:
-                link.put_barrier(told)
-        elif told is None:
+            if send is not None:
+                link.put_barrier(send)
+        elif send is None:
             transaction.loose(encoded.frame(transaction=name))
         else:
-            link.put(encoded.frame(told.receipt, name), told)
+            link.put(encoded.frame(send.receipt, name), send)
 
     def _wait_for_room(
-        self, message: Message, encoded: EncodedMessage, seconds: float, *, told: bool
+        self,
+        message: Message,
+        encoded: EncodedMessage,
+        seconds: float,
+        *,
+        listened: bool,
     ) -> None:
         self._check_accepts(message)
         sends = self.session.sends
-        if not sends.has_room(encoded.size, told=told):
+        if not sends.has_room(encoded.size, listened=listened):
             check = partial(self._check_accepts, message)
-            sends.wait_for_room(encoded.size, seconds, check, told=told)
+            sends.wait_for_room(encoded.size, seconds, check, listened=listened)
 
     def _timeouts(self, timeout: float | None) -> tuple[float, float]:
         """Return the seconds to wait for room, and then for the receipt."""

@@ -24,7 +24,7 @@ from .link import Link, Request
 from .message import Message
 
 #: How many listeners may be outstanding, in windows, before sends with one block.
-_UNTOLD_WINDOWS = 4
+_UNCOMPLETED_WINDOWS = 4
 #: How much callbacks themselves may send beyond the window before it is an error, ...
 _HARD_CAP = 65_536
 #: ... and their bytes, in windows.
@@ -44,8 +44,8 @@ class Window:
         self._link = link
         self._messages = messages
         self._max_bytes = max_bytes
-        self._most_untold = _UNTOLD_WINDOWS * messages
-        self._untold_bytes = 0
+        self._most_uncompleted = _UNCOMPLETED_WINDOWS * messages
+        self._uncompleted_bytes = 0
         self._in_flight_bytes = 0
         #: Sends without an outcome.
         self.in_flight = 0
@@ -56,12 +56,12 @@ class Window:
         self.waiters = 0
 
     @property
-    def untold(self) -> int:
+    def uncompleted(self) -> int:
         """Sends whose callback has not returned."""
         return self.accepted - self.finished
 
     def wait_for_room(
-        self, size: int, timeout: float, check: Callable[[], None], *, told: bool
+        self, size: int, timeout: float, check: Callable[[], None], *, listened: bool
     ) -> None:
         """Wait until there is room for a send of that size.
 
@@ -71,8 +71,8 @@ class Window:
         """
         if completion.is_running_for(self._link):
             most = max(16 * self._messages, _HARD_CAP)
-            held = self._in_flight_bytes + self._untold_bytes
-            if self.in_flight + self.untold >= most or (
+            held = self._in_flight_bytes + self._uncompleted_bytes
+            if self.in_flight + self.uncompleted >= most or (
                 held and held + size > _HARD_CAP_WINDOWS * self._max_bytes
             ):
                 raise WindowFullError(
@@ -81,13 +81,13 @@ class Window:
                 )
             return
         give_up = time.monotonic() + timeout
-        while not self.has_room(size, told=told):
+        while not self.has_room(size, listened=listened):
             left = give_up - time.monotonic()
             if left <= 0:
                 raise WindowFullError(
-                    f"{self.in_flight} messages are in flight, {self.untold} wait for "
-                    "their callbacks, and too few finished in time. This message was "
-                    "not written; send it again later."
+                    f"{self.in_flight} messages are in flight, {self.uncompleted} wait "
+                    "for their callbacks, and too few finished in time. This message "
+                    "was not written; send it again later."
                 )
             self.waiters += 1
             try:
@@ -96,8 +96,8 @@ class Window:
                 self.waiters -= 1
             check()
 
-    def has_room(self, size: int, *, told: bool) -> bool:
-        """Return whether a send of that size fits. ``told`` is whether the send has
+    def has_room(self, size: int, *, listened: bool) -> bool:
+        """Return whether a send of that size fits. ``listened`` is whether the send has
         a listener."""
         # A message larger than the window is sent alone.
         in_flight = self.in_flight
@@ -106,9 +106,10 @@ class Window:
             or self._in_flight_bytes + size > self._max_bytes
         ):
             return False
-        untold = self.accepted - self.finished if told else 0
-        return not untold or (
-            untold < self._most_untold and self._untold_bytes + size <= self._max_bytes
+        uncompleted = self.accepted - self.finished if listened else 0
+        return not uncompleted or (
+            uncompleted < self._most_uncompleted
+            and self._uncompleted_bytes + size <= self._max_bytes
         )
 
     def take(self, size: int) -> None:
@@ -165,7 +166,7 @@ class WaitedSend(Request):
         super().on_settled()
 
 
-class ToldSend(Pending):
+class AsyncSend(Pending):
     """A send whose listener is called, in order, with the outcome."""
 
     __slots__ = ("_listener", "_message", "_scope", "_sends", "size")
@@ -231,23 +232,23 @@ class Sends(Window):
     def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
         """Limit in-flight messages and bytes."""
         super().__init__(link, messages, max_bytes)
-        self._order: deque[ToldSend] = deque()
+        self._order: deque[AsyncSend] = deque()
         self._telling = False
         self._runs_in: threading.Thread | None = None
         self._awaited: list[int] = []
 
     # -- callbacks ----------------------------------------------------------------
 
-    def enqueue(self, send: ToldSend) -> int:
+    def enqueue(self, send: AsyncSend) -> int:
         """Give the send its place, and return its number; with the lock held."""
         self._order.append(send)
-        self._untold_bytes += send.size
+        self._uncompleted_bytes += send.size
         self.accepted += 1
         if send.state >= ACKED:
             self.completed()
         return self.accepted
 
-    def withdraw(self, send: ToldSend, message: Message) -> bool:
+    def withdraw(self, send: AsyncSend, message: Message) -> bool:
         """Cancel a send, if its frame has not been taken for writing."""
         with self._link.lock:
             if send.state is not QUEUED or send.owner is not None:
@@ -266,7 +267,7 @@ class Sends(Window):
 
     def _tell(self) -> None:
         """Run the callbacks at the head of the order, on a pool thread."""
-        send: ToldSend | None = None
+        send: AsyncSend | None = None
         order, thread = self._order, threading.current_thread()
         for _ in range(_IN_A_ROW):
             with self._link.lock:
@@ -284,10 +285,10 @@ class Sends(Window):
                 self._finish(send)
         self._link.pool.submit(self._tell)
 
-    def _finish(self, send: ToldSend) -> None:
+    def _finish(self, send: AsyncSend) -> None:
         self.finished += 1
-        self._untold_bytes -= send.size
-        has_room = self.untold == self._most_untold - 1
+        self._uncompleted_bytes -= send.size
+        has_room = self.uncompleted == self._most_uncompleted - 1
         if self.finished in self._awaited or (self.waiters and has_room):
             self._link.changed.notify_all()
 

@@ -88,13 +88,13 @@ class Transaction:
         """Record why it cannot be committed."""
         self.error = self.error or error
 
-    def spoil(self, said: str) -> None:
+    def spoil(self, broker_message: str) -> None:
         """Handle an ERROR frame that can only be about one of its frames."""
         self.fail(
             SendRejectedError(
                 f"{self.link.description} refused a frame of transaction "
-                f"{self.name}: {said}",
-                broker_said=said,
+                f"{self.name}: {broker_message}",
+                broker_message=broker_message,
             )
         )
 

@@ -6,7 +6,7 @@ to subclasses, because of faults that its users meet and our tests show:
 
 - one transport object for each connection, since a second connect may never return;
 - sockets are non-blocking for TCP and TLS alike: a write has a deadline, a peer that
-  went away is noticed, and a write error reaches whoever has to know;
+  went away is noticed, and a write error reaches the code that has to know;
 - the I/O thread only reads: it never writes, and never runs a user's code;
 - our own parser and encoder: nothing is decoded with "replace", no header escapes.
 """

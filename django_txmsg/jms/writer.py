@@ -118,7 +118,7 @@ class Writer:
                     data, timeout=self._write_timeout, tick=self._on_tick
                 )
         except OSError:
-            pass  # the transport has told the connection
+            pass  # the transport has informed the connection
         except BaseException as error:
             # Without this thread, no deadline would ever be checked.
             self._on_fault(f"a fault of this client: {error!r}")

@@ -19,7 +19,7 @@ def tell_briefly(error: Exception) -> None:
     `error`, which was raised while Django started.
 
     Python's whole traceback stays with `--traceback`, in servers and tests, and where
-    somebody else, as Sentry, reports what nothing has caught.
+    another tool, such as Sentry, reports uncaught errors.
     """
     starts_command = any(
         frame.f_globals.get("__name__") == "django.core.management"
@@ -29,27 +29,27 @@ def tell_briefly(error: Exception) -> None:
     if not starts_command or not own_hook or "--traceback" in sys.argv:
         return
 
-    told = _told(error)
+    report = _report(error)
 
     def ended(
         kind: type[BaseException], raised: BaseException, trace: TracebackType | None
     ) -> None:
         if raised is error:
-            sys.stderr.write(told)
+            sys.stderr.write(report)
         else:
             sys.__excepthook__(kind, raised, trace)
 
     def thread_ended(ending: threading.ExceptHookArgs) -> None:
         # `runserver` raises it again in its thread, and waits until it is mended.
         if ending.exc_value is error:
-            sys.stderr.write(told)
+            sys.stderr.write(report)
         else:
             threading.__excepthook__(ending)
 
     sys.excepthook, threading.excepthook = ended, thread_ended
 
 
-def _told(error: Exception) -> str:
+def _report(error: Exception) -> str:
     """Return the last line of the project that ran, the error, and what to do."""
     paths = sysconfig.get_paths()
     others = ("<", _PACKAGE, paths["stdlib"], paths["purelib"], paths["platlib"])
@@ -58,11 +58,11 @@ def _told(error: Exception) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(others)
     ]
-    said = "".join(
+    raised_at = "".join(
         [*traceback.format_list(own[-1:]), *traceback.format_exception_only(error)]
     )
     return (
         "Django cannot start, because a module of stages cannot be imported:\n"
-        f"{printable_lines(said)}"
+        f"{printable_lines(raised_at)}"
         "Mend that line. --traceback shows all of Python's traceback.\n"
     )

@@ -77,8 +77,8 @@ class Command(BaseCommand):
         if options["database"]:
             broken += backlog.waiting(before, now, options["database"])
         if options["json"]:
-            told = [one._asdict() for one in broken]
-            self.stdout.write(json.dumps({"breaking": told}, indent=2))
+            changes = [one._asdict() for one in broken]
+            self.stdout.write(json.dumps({"breaking": changes}, indent=2))
         else:
             for one in broken:
                 self.stdout.write(self.style.ERROR(str(one)))

@@ -41,9 +41,9 @@ class _PerMessage(BaseCommand):
             with transaction.atomic(using=using):
                 done = self.change(message_id, options)
                 if done:
-                    said = f"{self.done.capitalize()} message {message_id}"
+                    entry = f"{self.done.capitalize()} message {message_id}"
                     why = options.get("why")
-                    operator.record(using, f"{said}: {why}" if why else f"{said}.")
+                    operator.record(using, f"{entry}: {why}" if why else f"{entry}.")
             if done:
                 log.info("message %s: %s by %s", message_id, self.done, operator.name())
                 self.stdout.write(f"{self.done.capitalize()} {message_id}.")

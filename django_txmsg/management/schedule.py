@@ -46,15 +46,15 @@ class Command(BaseCommand):
     def _list(self, as_json: bool) -> None:
         found = schedule.read()
         if as_json:
-            rows = [_told(one) for one in found]
+            rows = [_as_json(one) for one in found]
             self.stdout.write(json.dumps({"recurring": rows}, indent=2))
             return
         for one in found:
-            told = _told(one)
+            shown = _as_json(one)
             self.stdout.write(
-                f"{one.name}  {told['every'] or 'unknown here'} {told['tz']}  "
-                f"to {told['destination'] or '-'}  last {told['last'] or '-'}  "
-                f"next {told['next'] or '-'}{_state(one)}"
+                f"{one.name}  {shown['every'] or 'unknown here'} {shown['tz']}  "
+                f"to {shown['destination'] or '-'}  last {shown['last'] or '-'}  "
+                f"next {shown['next'] or '-'}{_state(one)}"
             )
         if not found:
             self.stdout.write("Nothing recurs here: no every(), and no SCHEDULE.")
@@ -75,11 +75,11 @@ class Command(BaseCommand):
                 operator.record(using, f"{verb} recurring message {name}{because}")
         if changed:
             log.info("recurring message %r: %s by %s %s", name, verb, user, why)
-        said = f"{verb} {name}." if changed else f"{name} is {verb.lower()} already."
-        self.stdout.write(said)
+        entry = f"{verb} {name}." if changed else f"{name} is {verb.lower()} already."
+        self.stdout.write(entry)
 
 
-def _told(one: Timing) -> dict[str, Any]:
+def _as_json(one: Timing) -> dict[str, Any]:
     declared, row = one.recurring, one.row
     return {
         "name": one.name,

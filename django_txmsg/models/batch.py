@@ -112,7 +112,7 @@ class Batch(models.Model):
         with transaction.atomic(using=open_rows.db):
             free = open_rows.select_for_update(skip_locked=True, no_key=True)
             ended = len(free[: spare + 1]) <= spare
-            # Nobody waits for these rows until this transaction ends.
+            # No other transaction waits for these rows until this transaction ends.
             transaction.set_rollback(True, using=open_rows.db)
         return ended
 

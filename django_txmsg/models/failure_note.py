@@ -51,9 +51,9 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
             )
             if seen is not None and seen != row.version:
                 raise TxmsgError(
-                    f"Nothing is saved: {row.noted_by or 'somebody'} has written a "
-                    f"note on this error in the meantime: {row.note!r}. Read it, then "
-                    "write again."
+                    f"Nothing is saved: {row.noted_by or 'another operator'} has "
+                    "written a note on this error in the meantime: "
+                    f"{row.note!r}. Read it, then write again."
                 )
             if note is not None:
                 row.note = note.strip()[:2000]

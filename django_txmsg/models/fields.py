@@ -74,8 +74,8 @@ class MessageKey(models.Func):
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
         """Use the function: SQLite before 3.38 does not know the operator."""
-        said = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
-        return self.as_sql(compiler, connection, template=said, **context)
+        template = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
+        return self.as_sql(compiler, connection, template=template, **context)
 
 
 def later_value(connection: Any, seconds: float) -> float | str:

@@ -23,12 +23,12 @@ class Holds(models.Func):
     def as_sql(  # type: ignore[override]  # it has no function and no template
         self, compiler: Any, connection: Any, *_: Any, **context: Any
     ) -> tuple[str, list[Any]]:
-        said, parameters = [], list[Any]()
+        parts, parameters = [], list[Any]()
         given = iter(self.get_source_expressions())
         for text, name in self.rule.parts():
-            said.append(text)
+            parts.append(text)
             if name:
                 sql, values = compiler.compile(next(given))
-                said.append(sql)
+                parts.append(sql)
                 parameters += values
-        return f"({''.join(said)})", parameters
+        return f"({''.join(parts)})", parameters

@@ -53,7 +53,7 @@ RECORD_COLUMNS = (
     "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
 )
 #: The error of a revoked message, which counts as dead.
-REVOKED = "revoked: nobody waits for it any more"
+REVOKED = "revoked: no flow waits for it any more"
 
 
 @dataclass(frozen=True, slots=True)

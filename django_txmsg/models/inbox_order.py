@@ -26,7 +26,7 @@ from typing import Any
 
 from django.db import connections, models, transaction
 
-from ..rules.inbox import IN_LINE, OPEN
+from ..rules.inbox import BLOCKED, OPEN
 from .fields import (
     began_sql,
     ids_sql,
@@ -97,7 +97,7 @@ def waits_sql(row: str) -> str:
     """Return the condition that a row waits for its turn: it names its predecessor, and
     no worker holds it. Once it is claimed, its transaction may already have released
     its followers."""
-    return f"{IN_LINE.sql(row)} AND {row}.lease_token IS NULL AND {OPEN.sql(row)}"
+    return f"{BLOCKED.sql(row)} AND {row}.lease_token IS NULL AND {OPEN.sql(row)}"
 
 
 def size_sql(connection: Any) -> str:
@@ -159,8 +159,8 @@ def turn_sql(
         return "", []
     if len(conditions) == 1:
         return f" AND {conditions[0]}", parameters
-    asked, locked = conditions
-    return f" AND CASE WHEN {asked} THEN {locked} ELSE FALSE END", parameters
+    is_due, locked = conditions
+    return f" AND CASE WHEN {is_due} THEN {locked} ELSE FALSE END", parameters
 
 
 def _dead_sql(skips: bool) -> str:
@@ -413,7 +413,7 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             )
             return int(cursor.rowcount)
 
-    def despair(
+    def expire_waits(
         self,
         stage: str,
         *,

@@ -87,7 +87,8 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 self._move(cursor, "i.stage = %s", [stage])
 
     def no_more(self, stage: str) -> None:
-        """Let what waits in the lines of a stage go on now: it has no rate any more."""
+        """Release the messages that wait in the lines of a stage, which has no rate any
+        more."""
         waiting = InboxMessage.objects.using(self.db).filter(
             stage=stage, slot__isnull=False, due_at__isnull=False
         )

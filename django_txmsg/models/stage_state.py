@@ -25,16 +25,16 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         paused = self.filter(stage=stage, paused_at=None).update(
             paused_at=Now(), paused_by=by[:255], paused_why=why[:255]
         )
-        return self._told(paused)
+        return self._notified(paused)
 
     def resume(self, stage: str) -> bool:
         """Let the stage's consumers go on. False if it was not paused."""
         resumed = self.filter(stage=stage, paused_at__isnull=False).update(
             paused_at=None, paused_by="", paused_why=""
         )
-        return self._told(resumed)
+        return self._notified(resumed)
 
-    def _told(self, changed: int) -> bool:
+    def _notified(self, changed: int) -> bool:
         """Wake the consumers, which read the state."""
         if changed and conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})
@@ -46,14 +46,14 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         changed = self.filter(stage=stage).update(
             rate=rate, rate_until=Now() + period, rate_by=by[:255]
         )
-        self._told(changed)
+        self._notified(changed)
 
     def unlimit(self, stage: str) -> bool:
         """Give a stage its declared rate back. False if it has it."""
         changed = self.filter(stage=stage, rate_until__gt=Now()).update(
             rate="", rate_until=None, rate_by=""
         )
-        return self._told(changed)
+        return self._notified(changed)
 
     def rates(self) -> dict[str, tuple[str, float]]:
         """Return the changed rates that hold now, each with the seconds left."""

@@ -56,7 +56,7 @@ def _unreadable(status: Status) -> Iterator[Alarm]:
         )  # fmt: skip
 
 
-def _nobody_consumes(status: Status) -> Iterator[Alarm]:
+def _unconsumed_stages(status: Status) -> Iterator[Alarm]:
     unattended = status.unattended
     if not unattended:
         return
@@ -143,13 +143,13 @@ def _queues(status: Status) -> Iterator[Alarm]:
         for label, one in status.queues.items()
         if one.overdue and one.name not in consumed and not wire.is_control(one.name)
     ]
-    nobody = f" No stage here consumes {_list(strange)}." if strange else ""
+    unknown = f" No stage here consumes {_list(strange)}." if strange else ""
     many = waiting.overdue != 1
     yield Alarm(
         "bad", "outboxmessage", "#queues",
         f"{capped(waiting.overdue)} message{'s' * many} in the embedded broker "
         f"wait{'s' * (not many)} to be consumed",
-        f"{_since(waiting, status.now)}, in {_late(status.queues)}.{nobody}",
+        f"{_since(waiting, status.now)}, in {_late(status.queues)}.{unknown}",
         about="queues",
     )  # fmt: skip
 
@@ -237,7 +237,7 @@ def _full(status: Status) -> Iterator[Alarm]:
     for place in status.full[:LINES]:
         since = duration(status.now - place.full_since) if place.full_since else ""
         yield Alarm(
-            "bad", "inboxmessage", "?state=in-line",
+            "bad", "inboxmessage", "?state=blocked",
             f"Stage {place.label} receives nothing",
             f" since {since}: {capped(place.line.count)} messages wait there for the "
             f"ones before them, of {at_least(place.line)}. Resolve the blocked keys, "
@@ -251,7 +251,7 @@ def _held_keys(status: Status) -> Iterator[Alarm]:
         many = one.count != 1
         since = duration(status.now - one.since)
         yield Alarm(
-            "bad", "inboxmessage", "?state=in-line",
+            "bad", "inboxmessage", "?state=blocked",
             f"{capped(one.count)} message{'s' * many} of key {one.key} "
             f"wait{'s' * (not many)} at stage {one.stage}",
             f" for {one.waits_for}, {one.why}, since {since}. To let the key go on "
@@ -260,7 +260,7 @@ def _held_keys(status: Status) -> Iterator[Alarm]:
         )  # fmt: skip
     if len(status.held_keys) > LINES:
         yield Alarm(
-            "bad", "inboxmessage", "?state=in-line",
+            "bad", "inboxmessage", "?state=blocked",
             f"{len(status.held_keys) - LINES} more keys wait",
             ": manage.py order list.",
             about="more",
@@ -308,7 +308,7 @@ def _in(status: Status) -> str:
     return "; " + ", ".join(f"{n:,} in database {name}" for name, n in found.items())
 
 
-def _nobody_relays(status: Status) -> Iterator[Alarm]:
+def _no_relay(status: Status) -> Iterator[Alarm]:
     if not status.attendance.relayed and not status.outbox.overdue:
         yield Alarm(
             "warn", "worker", "", "No relay is running.",
@@ -411,8 +411,8 @@ def _list(names: list[str]) -> str:
 #: Each with its kind, worst first.
 _FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]]], ...] = (
     ("database", _unreadable),
-    ("nobody", _nobody_consumes),
-    ("nobody", _unrelayed),
+    ("no-worker", _unconsumed_stages),
+    ("no-worker", _unrelayed),
     ("outage", _outages),
     ("overdue", _outbox),
     ("overdue", _queues),
@@ -425,7 +425,7 @@ _FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]]], ...] = (
     ("order", _held_keys),
     ("silent", _lost),
     ("dead", _dead),
-    ("nobody", _nobody_relays),
+    ("no-worker", _no_relay),
     ("unconsumed", _unconsumed),
     ("paused", _paused),
     ("subscription", _abandoned),

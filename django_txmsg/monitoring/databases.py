@@ -31,7 +31,8 @@ def in_use() -> dict[str, str]:
 
 
 def with_tables() -> list[str]:
-    """Return those of `in_use()` that may have our tables, the outbox's own first."""
+    """Return the databases in use that may have our tables, that of the outbox
+    first."""
     return [
         alias
         for alias in in_use()
@@ -42,11 +43,11 @@ def with_tables() -> list[str]:
 def left_out() -> list[str]:
     """Return other aliases that may have our tables: any code can store a message there
     with `using=`, which cannot be known beforehand."""
-    asked = {*in_use(), conf.get().LISTEN_DATABASE}  # the last: another route to one
+    known = {*in_use(), conf.get().LISTEN_DATABASE}  # the last: another route to one
     return [
         alias
         for alias in connections
-        if alias not in asked
+        if alias not in known
         and connections[alias].vendor in VENDORS
         and router.allow_migrate_model(alias, OutboxMessage)
     ]

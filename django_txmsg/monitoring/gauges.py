@@ -21,9 +21,9 @@ TEXTS = {
     "stage_dead": "Open dead letters of the stage, without muted errors.",
     "stage_muted": "Open dead letters of the stage, of muted errors.",
     "stage_paused": "1 while an operator has paused the stage.",
-    "stage_in_line": "Messages that wait for their predecessors, capped.",
-    "stage_in_line_bytes": "Their bytes, of as many as were counted.",
-    "stage_in_line_oldest_age_seconds": "How long the first has been waiting.",
+    "stage_blocked": "Messages that wait for their predecessors, capped.",
+    "stage_blocked_bytes": "Their bytes, of as many as were counted.",
+    "stage_blocked_oldest_age_seconds": "How long the first has been waiting.",
     "stage_held_keys": "Keys whose messages wait for longer than ORDER_PATIENCE.",
     "stage_full": "1 while an ordered stage receives nothing: too many wait.",
     "stage_workers": "Live processes that run the stage, if it is declared here.",
@@ -77,8 +77,8 @@ class Gauges:
         """For an ordered stage: set the messages that wait for their predecessors."""
         line = place.line
         age = (now - line.since).total_seconds() if line.since else 0.0
-        self.set("stage_in_line", line.count, **labels)
-        self.set("stage_in_line_bytes", line.size, **labels)
-        self.set("stage_in_line_oldest_age_seconds", max(age, 0.0), **labels)
+        self.set("stage_blocked", line.count, **labels)
+        self.set("stage_blocked_bytes", line.size, **labels)
+        self.set("stage_blocked_oldest_age_seconds", max(age, 0.0), **labels)
         self.set("stage_held_keys", line.held, **labels)
         self.set("stage_full", int(place.full_since is not None), **labels)

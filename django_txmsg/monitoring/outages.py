@@ -34,7 +34,7 @@ class Known:
         return f"{self.kind} {self.name}"
 
 
-def told(outages: Sequence[Outage]) -> list[dict[str, Any]]:
+def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
     """Return the outages for the worker's row: the seconds that each had lasted at the
     heartbeat. From those the database's clock gives its beginning."""
     return [

@@ -36,21 +36,21 @@ class Presence:
 
         def beat() -> None:
             own = workers.filter(name=self.name)
-            said = {
+            columns = {
                 "host": self.host,
                 "pid": self.pid,
                 "in_flight": in_flight,
                 "silent_after": silent_after(conf.get().CONSUME.HEARTBEAT),
-                "outages": outages.told(breaker.outages()),
+                "outages": outages.as_json(breaker.outages()),
             }
-            if not own.update(heartbeat_at=Now(), **said):
+            if not own.update(heartbeat_at=Now(), **columns):
                 workers.create(
                     name=self.name,
                     kind=self._kind,
                     service=self._service,
                     version=conf.get().VERSION[:255],
                     stages=self._stages,
-                    **said,
+                    **columns,
                 )
 
         self._quietly(beat)

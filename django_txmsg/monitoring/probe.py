@@ -17,8 +17,8 @@ from django.views.decorators.http import require_safe
 def probe(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
     """Decorate a view as a probe. Neither the middleware nor ATOMIC_REQUESTS begins a
     transaction for it, in any database."""
-    asked: Any = require_safe(never_cache(view))
+    decorated: Any = require_safe(never_cache(view))
     for alias in connections:
-        asked = transaction.non_atomic_requests(using=alias)(asked)
-    made: Callable[..., HttpResponse] = asked
+        decorated = transaction.non_atomic_requests(using=alias)(decorated)
+    made: Callable[..., HttpResponse] = decorated
     return made

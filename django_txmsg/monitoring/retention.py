@@ -133,7 +133,7 @@ def kinds() -> list[Kind]:
         # The inboxes of this service forget what it has sent after the same time.
         Kind("key tails", KeyTail, keep.INBOX, _old_tail, logged=False),
         Kind("rate lines", RateLine, keep.INBOX, _old_line, logged=False),
-        Kind("stop requests", StopRequest, SILENT_WORKERS, _asked, logged=False),
+        Kind("stop requests", StopRequest, SILENT_WORKERS, _requested, logged=False),
         Kind("silent workers", Worker, SILENT_WORKERS, _silent, logged=False),
     ]
 
@@ -268,7 +268,7 @@ def _old_line(cutoff: dt.datetime) -> Q:
     return Q(LessThan(last, Value(cutoff.timestamp())))
 
 
-def _asked(cutoff: dt.datetime) -> Q:
+def _requested(cutoff: dt.datetime) -> Q:
     return Q(at__lt=cutoff)
 
 

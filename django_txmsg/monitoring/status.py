@@ -129,8 +129,8 @@ class Place:
 class Status:
     """The complete state at one instant of the database's clock.
 
-    Places and queues are identified by their names; those of another database than the
-    outbox's own by `labelled()`, since two databases may have places of one name.
+    Places and queues are identified by their names. In a database other than that of
+    the outbox, `labelled()` adds the alias, since two databases may use the same name.
     """
 
     now: dt.datetime

@@ -24,7 +24,7 @@ from .waiting import CAP, array_sql, capped, instant_sql, places_sql
 #: Most keys that are listed.
 NAMED = 20
 
-_IN_LINE = inbox.IN_LINE & inbox.OPEN
+_BLOCKED = inbox.BLOCKED & inbox.OPEN
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ def lines(using: str) -> dict[str, Line]:
     )
     with connection.cursor() as cursor:
         cursor.execute(
-            f"{places_sql(table, ('stage',), _IN_LINE)} SELECT o.stage,"  # noqa: S608 - constants only
+            f"{places_sql(table, ('stage',), _BLOCKED)} SELECT o.stage,"  # noqa: S608 - constants only
             f" (SELECT {counts} FROM"
             " (SELECT COUNT(*) AS count, SUM(size) AS size, MIN(waits_since) AS since"
             f" FROM (SELECT key, waits_since, {size_sql(connection)} AS size"
-            f" FROM {table} r WHERE r.stage = o.stage AND {_IN_LINE.sql('r')}"
+            f" FROM {table} r WHERE r.stage = o.stage AND {_BLOCKED.sql('r')}"
             " LIMIT %s) AS bounded GROUP BY key) AS keys)"
             f" FROM places JOIN {table} o ON o.id = places.id ORDER BY o.stage",
             [later_value(connection, -conf.get().ORDER_PATIENCE), CAP + 1],
@@ -105,7 +105,7 @@ def held(
             cursor.execute(
                 "SELECT stage, key, COUNT(*), MIN(waits_since) FROM (SELECT stage, key,"  # noqa: S608 - constants only
                 " waits_since FROM django_txmsg_inboxmessage WHERE stage = %s AND"
-                f" {_IN_LINE.sql()} LIMIT %s) AS bounded GROUP BY stage, key"
+                f" {_BLOCKED.sql()} LIMIT %s) AS bounded GROUP BY stage, key"
                 f" HAVING MIN(waits_since) <= {later_sql(connection)}"
                 " ORDER BY MIN(waits_since), key LIMIT %s",
                 [stage, CAP + 1, later_value(connection, -patience), NAMED],

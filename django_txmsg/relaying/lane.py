@@ -262,8 +262,8 @@ class Lane:
         return len(held)
 
     def held_back(self, ids: list[int]) -> list[int]:
-        """Return those of the rows that are due but wait for earlier rows of their
-        keys, together with the earlier ones: at most one batch."""
+        """Return the due rows that wait for earlier rows of their keys, and those
+        earlier rows: at most one batch."""
         return self._outbox().held_back(
             ids,
             self._batch_size,

@@ -22,8 +22,8 @@ LONGEST = 0.1
 
 
 class Turn:
-    """Shared by lanes: that many claim or mark a batch at a time, and twice as many
-    while the broker is idle."""
+    """A semaphore that lanes share: `places` of them claim or mark a batch at a time,
+    and twice as many while the broker is idle."""
 
     def __init__(self, places: int = 1) -> None:
         self._places = places

@@ -22,20 +22,20 @@ DEAD = Rule("{dead_at} IS NOT NULL")
 PARKED = Rule("{due_at} IS NOT NULL")
 
 #: It waits for its predecessor of the same key.
-IN_LINE = Rule("{waits_for} IS NOT NULL")
+BLOCKED = Rule("{waits_for} IS NOT NULL")
 
 #: It waits for newer code that can read its body: for a deployment.
 NEEDS_NEWER_CODE = PARKED & Rule("{needs_version} IS NOT NULL")
 
 #: It waits only for its next attempt, or also for its stage to be resumed.
-RETRYING = PARKED & Rule("{needs_version} IS NULL") & ~IN_LINE
+RETRYING = PARKED & Rule("{needs_version} IS NULL") & ~BLOCKED
 
 #: Its stage is paused.
 PAUSED = Rule("{stage} IN " + PAUSED_NAMES)
 
 #: It waits for another message, a deployment or an operator who paused its stage, so it
 #: is never late, however long it waits.
-HELD_BACK = Rule("{needs_version} IS NOT NULL") | IN_LINE | PAUSED
+HELD_BACK = Rule("{needs_version} IS NOT NULL") | BLOCKED | PAUSED
 
 #: It should be tried now. It is overdue if this was true OVERDUE ago already.
 DUE = PARKED & Rule("{due_at} <= {now}") & ~HELD_BACK

@@ -2,7 +2,7 @@
 have claimed together.
 
 A claim copies a body several times, so one session at a time claims large ones. Small
-ones wait for nobody: a handler may need an hour for a large body, while other threads
+ones never wait: a handler may need an hour for a large body, while other threads
 go on.
 """
 

@@ -83,7 +83,7 @@ def is_away(error: BaseException | None) -> bool:
     if not isinstance(error, OperationalError):
         return False
     if _is_sqlite(cause):
-        return any(words in _said(cause) for words in _SQLITE)
+        return any(words in _lowercase_text(cause) for words in _SQLITE)
     # There is no code from the server: no connection, a broken one, or none from the
     # pool in time. Errors that our or Django's Python code raises itself have no cause.
     return cause is not None
@@ -95,7 +95,7 @@ def lacks_resources(error: BaseException | None) -> bool:
     if not isinstance(error, DatabaseError):
         return False
     cause = cause_of(error)
-    full = _is_sqlite(cause) and _SQLITE_FULL in _said(cause)
+    full = _is_sqlite(cause) and _SQLITE_FULL in _lowercase_text(cause)
     return full or sqlstate(error).startswith(_RESOURCES)
 
 
@@ -115,7 +115,7 @@ def _is_sqlite(cause: BaseException | None) -> bool:
     return type(cause).__module__.partition(".")[0] == "sqlite3"
 
 
-def _said(cause: BaseException | None) -> str:
+def _lowercase_text(cause: BaseException | None) -> str:
     return "" if cause is None else text_of(cause).lower()
 
 
@@ -255,12 +255,12 @@ class _Report:
     def __init__(self) -> None:
         self._lock, self.at = threading.Lock(), 0.0
 
-    def was_told(self) -> bool:
+    def is_recent(self) -> bool:
         with self._lock:
             now = time.monotonic()
-            told = now < self.at
-            self.at = self.at if told else now + SAY_EVERY
-            return told
+            recent = now < self.at
+            self.at = self.at if recent else now + SAY_EVERY
+            return recent
 
 
 _report = PerProcess(_Report)
@@ -268,11 +268,11 @@ _report = PerProcess(_Report)
 
 def report(what: str, error: BaseException) -> None:
     """Log what the database has refused: at most one such line a second."""
-    told = _report().was_told()
+    recent = _report().is_recent()
     # A database's first line says what it refused; other errors need their traceback.
     ours = not isinstance(error, AnyDatabaseError)
     log.log(
-        logging.DEBUG if told else logging.WARNING,
+        logging.DEBUG if recent else logging.WARNING,
         "%s: %s",
         what,
         text_of(error).partition("\n")[0],

@@ -45,8 +45,8 @@ def ended() -> None:
 
 def stopping() -> None:
     """Record that the process was asked to stop: it is not ready any more."""
-    global _told_to_stop
-    _told_to_stop = True
+    global _stop_requested
+    _stop_requested = True
 
 
 def state() -> State:
@@ -54,13 +54,13 @@ def state() -> State:
     now = time.monotonic()
     loops = list(_loops.values())
     name, turned_at = min(loops, key=lambda one: one[1], default=("", now))
-    ready = bool(loops) and not _told_to_stop
+    ready = bool(loops) and not _stop_requested
     return State(ready, name, max(0.0, now - turned_at))
 
 
 #: By thread: the name of its loop, and when it turned last.
 _loops: dict[int, tuple[str, float]] = {}
-_told_to_stop = False
+_stop_requested = False
 
 
 def _forget() -> None:

@@ -5,10 +5,10 @@ requests of operators. A listener (`relaying/listener.py`) wakes the threads; wh
 there is none, all threads poll. A wake-up is only a hint: the thread then queries the
 database.
 
-Rows that were committed are told to waiting processes by PostgreSQL's NOTIFY: after the
-commit, in a thread with a connection of its own, since inside transactions it would
-serialize all commits of the server; at most once every 10 ms from a process, for
-everything committed meanwhile. If one is lost, the next poll finds the rows.
+Waiting processes learn of committed rows by PostgreSQL's NOTIFY. A process sends it
+after the commit, in a thread with a connection of its own, since inside transactions it
+would serialize all commits of the server; and at most once every 10 ms, for everything
+committed meanwhile. If one is lost, the next poll finds the rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def outbox(broker: str) -> str:
 
 
 def later(delay: float) -> str:
-    """Return the topic that makes a listener query again in that many seconds."""
+    """Return the topic that makes a listener query again in `delay` seconds."""
     return f"+{delay:.3f}"
 
 
@@ -99,8 +99,8 @@ def has_listener(using: str) -> bool:
 
 
 def proved(using: str, seconds: float) -> None:
-    """Record that a listener works. It counts as working for that many seconds, or
-    until it is proved again."""
+    """Record that a listener works. It counts as working for `seconds`, or until it is
+    proved again."""
     _listener_until()[using] = time.monotonic() + seconds
 
 

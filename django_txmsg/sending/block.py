@@ -26,16 +26,17 @@ from ..django_internals.late_atomic import LateAtomic
 class Block:
     """An atomic block that is entered and left once, perhaps in different functions.
 
-    `isolation` and `reading` are those of `LateAtomic`. `committed` is true once its
-    transaction has committed, even if a hook after the commit raised. `nested` means
-    that it is a savepoint in an outer transaction, whose commit it does not control.
+    `isolation` and `reading` are passed on to `LateAtomic`. `committed` is true once
+    its transaction has committed, even if a hook after the commit raised. `nested`
+    means that it is a savepoint in an outer transaction, whose commit it does not
+    control.
     """
 
     def __init__(
         self, using: str, *, isolation: str | None = None, reading: bool = False
     ) -> None:
         self.using = using
-        self.committed = self.nested = self._rollback_asked = False
+        self.committed = self.nested = self._rollback_requested = False
         self._connection: Any = connections[using]
         self._atomic = LateAtomic(using, isolation=isolation, reading=reading)
         self._endings: list[Callable[[], None]] = []
@@ -69,7 +70,7 @@ class Block:
     def spoiled(self) -> bool:
         """Whether a caught error leaves only a rollback."""
         return is_broken(self._connection) or (
-            must_roll_back(self._connection) and not self._rollback_asked
+            must_roll_back(self._connection) and not self._rollback_requested
         )
 
     @property
@@ -83,7 +84,7 @@ class Block:
         return cause_of_rollback(self._connection)
 
     def _hear(self, rollback: bool) -> None:
-        self._rollback_asked = rollback
+        self._rollback_requested = rollback
 
     def _note_commit(self) -> None:
         self.committed = True

@@ -2,8 +2,8 @@
 
 A partial unique index of the outbox holds the key from the row's INSERT until a relay
 claims the row, or it is settled otherwise. With `unique_until="processed"` a row that
-has left keeps its key, and whoever wants it next looks in the inbox whether the message
-was processed; relays and consumers do nothing for it.
+has left keeps its key, and the next transaction that wants the key looks in the inbox
+whether the message was processed. Relays and consumers do no extra work.
 
 A transaction that wants a key held by another transaction waits for that one's end. A
 transaction that reuses another's message locks it until its own end: the message does

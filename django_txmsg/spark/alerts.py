@@ -112,7 +112,7 @@ class Alerts:
             hold,
         )  # fmt: skip
 
-    def told(self, alert: Alert) -> None:
+    def record_delivery(self, alert: Alert) -> None:
         """Record that the webhook has accepted an alert's present state."""
         self.connection.execute(
             f"UPDATE {_ALERTS} SET told = %s WHERE service = %s AND name = %s",
@@ -138,7 +138,7 @@ class Telling:
     ) -> None:
         self.service, self.webhook, self.stop, self.say = service, webhook, stop, say
         self.firing: list[Alert] = []
-        self._said: dict[str, bool] = {}
+        self._logged: dict[str, bool] = {}
         #: The database's own alert, which it cannot store itself.
         self._away: Alert | None = None
 
@@ -148,13 +148,13 @@ class Telling:
         found = alerts.read()
         self.firing = [one for one in found if one.firing]
         for alert in found:
-            if self._said.get(alert.name, False) != alert.firing:
-                self._said[alert.name] = alert.firing
+            if self._logged.get(alert.name, False) != alert.firing:
+                self._logged[alert.name] = alert.firing
                 self.say(f"{alert.status}: {alert.name}: {alert.summary}")
             if self.webhook is None or not alert.news:
                 continue
             if self._post(alert):
-                alerts.told(alert)
+                alerts.record_delivery(alert)
         self._tell_away()
 
     def database_is_away(self, seconds: float, bound: float, error: str) -> None:
@@ -178,8 +178,8 @@ class Telling:
                 self._away = None
             return
         if self._post(self._away):
-            told = replace(self._away, told=self._away.status)
-            self._away = told if told.firing else None
+            away = replace(self._away, told=self._away.status)
+            self._away = away if away.firing else None
 
     def _post(self, alert: Alert) -> bool:
         assert self.webhook is not None

@@ -50,7 +50,7 @@ def spoilt(path: str, error: object) -> SpoiltFile:
     )
 
 
-def told_by_spark(error: Exception) -> PipelineError:
+def from_spark(error: Exception) -> PipelineError:
     """Return the meaning of an error from a Spark job: an error of ours that a task has
     raised, wherever it ran, or a fault of Spark's environment."""
     text = str(error)
@@ -67,5 +67,5 @@ def told_by_spark(error: Exception) -> PipelineError:
     within = text.partition("Traceback (most recent call last)")[2]
     lines = [line.strip(": ") for line in (within or text).splitlines()]
     raised = [one for one in lines if re.match(r"[\w.]+(Error|Exception): ", one)]
-    said = (raised or list(filter(None, lines)) or [type(error).__name__])[0]
-    return EnvironmentFault(f"Spark gave up: {said}")
+    reason = (raised or list(filter(None, lines)) or [type(error).__name__])[0]
+    return EnvironmentFault(f"Spark gave up: {reason}")

@@ -178,7 +178,7 @@ def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
     return pq.ParquetWriter(
         stream, schema, compression="zstd", compression_level=1,
         use_dictionary=_repetitive(schema), write_statistics=True,
-        # A bit that flips is found by whoever reads its page.
+        # A flipped bit is found when its page is read.
         write_page_checksum=True,
     )  # fmt: skip
 

@@ -41,15 +41,15 @@ class LakeRows:
         """Yield a file's rows. Columns newer than the file are null; service and day
         come from the log."""
         schema = arrow_schema(self.struct)
-        said = {"service": named.service, "day": named.day}
+        constants = {"service": named.service, "day": named.day}
         wanted = [name for name in schema.names if name not in PARTITIONS]
         path = f"{self.root}/{named.path}"
         for batch in rows_of(self.files, path, wanted or _ANY, lenient=True):
             arrays = []
             for field in schema:
                 place = batch.schema.get_field_index(field.name)
-                if field.name in said:
-                    value = pa.scalar(said[field.name], field.type)
+                if field.name in constants:
+                    value = pa.scalar(constants[field.name], field.type)
                     arrays.append(pa.repeat(value, batch.num_rows))
                 elif place < 0:
                     arrays.append(pa.nulls(batch.num_rows, field.type))

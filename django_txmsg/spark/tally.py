@@ -92,8 +92,8 @@ class Tallying:
         if summed.num_rows > MOST:
             return {}
         lines = list(zip(*(one.to_pylist() for one in summed.columns), strict=True))
-        said = json.dumps({"slowest_us": self.slowest_us, "lines": lines}).encode()
-        return {KEY: said, SUM: str(crc32(said)).encode()}
+        noted = json.dumps({"slowest_us": self.slowest_us, "lines": lines}).encode()
+        return {KEY: noted, SUM: str(crc32(noted)).encode()}
 
 
 def tally_in(described: Any) -> Tally | None:
@@ -103,9 +103,9 @@ def tally_in(described: Any) -> Tally | None:
     # A page of the file has a checksum of its own; its footer has none.
     if not text or known.get(SUM) != str(crc32(text)).encode():
         return None
-    said = json.loads(text)
+    noted = json.loads(text)
     lines = tuple(
-        Line(_EPOCH + dt.timedelta(days=day), *rest) for day, *rest in said["lines"]
+        Line(_EPOCH + dt.timedelta(days=day), *rest) for day, *rest in noted["lines"]
     )
-    tally = Tally(lines, said["slowest_us"])
+    tally = Tally(lines, noted["slowest_us"])
     return tally if tally.messages == described.num_rows else None

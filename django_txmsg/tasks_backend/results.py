@@ -155,15 +155,15 @@ def task_of(
         run_after = None
     except ValueError as error:
         raise InvalidTask(f"The headers of {path!r} are wrong: {error}") from error
-    asked: dict[str, Any] = {
+    wanted: dict[str, Any] = {
         "priority": priority,
         "queue_name": headers.get(wire.TASK_QUEUE, DEFAULT_TASK_QUEUE_NAME),
         "run_after": run_after,
         "backend": backend.alias,
     }
-    if all(getattr(found, name) == value for name, value in asked.items()):
+    if all(getattr(found, name) == value for name, value in wanted.items()):
         return found
-    return found.using(**asked)
+    return found.using(**wanted)
 
 
 def name_it(alias: str, path: str) -> str:

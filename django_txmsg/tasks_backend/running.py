@@ -87,14 +87,14 @@ class Handler:
 
     def _run_without(self, message: Message, stage: Stage, worker: str) -> None:
         runs = TaskRun.objects.db_manager(stage.definition.using)
-        run = _asked(runs.db, lambda: runs.begin(message.id, worker))
+        run = _query(runs.db, lambda: runs.begin(message.id, worker))
         if run is None:
             return
         workers = run.workers
         tried = attempts(message.id, stage) if len(workers) > 1 else []
         result = self._begin(message, workers, tried)
         value = call(result)
-        _asked(runs.db, lambda: runs.finish(message.id, workers, value))
+        _query(runs.db, lambda: runs.finish(message.id, workers, value))
         self._finished(result, value)
 
     def _begin(self, message: Message, workers: list[str], tried: Any) -> AnyResult:
@@ -124,13 +124,13 @@ class Handler:
         task_finished.send_robust(type(self.backend), task_result=result)
 
 
-def _asked(using: str, question: Callable[[], T]) -> T:
+def _query(using: str, query: Callable[[], T]) -> T:
     """Query the database before or after a task, once more if the connection was closed
     while it was idle. Raises BrokerUnavailable if there is no answer, which does not
     fail the task: its message is delivered again."""
     for tries in (1, 2):
         try:
-            return question()
+            return query()
         except AnyDatabaseError as error:
             if not database_health.may_pass(error):
                 raise

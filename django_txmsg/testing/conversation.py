@@ -328,7 +328,7 @@ class Conversation(Session):
     """Takes each frame of a client, and answers."""
 
     def arrive(self, frame: Frame) -> None:
-        """Record a frame and do what the script or profile says."""
+        """Record a frame, and answer it as the script or the profile says."""
         rule = self.broker.script.rule_for(frame)
         if rule is not None and rule.verb is Verb.STALL:
             self.peer.put_back(frame)

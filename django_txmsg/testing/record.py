@@ -70,7 +70,7 @@ class Record:
         destination: str | None = None,
         where: Callable[[ReceivedFrame], bool] | None = None,
     ) -> list[ReceivedFrame]:
-        """Wait for that many such frames, and return all received by then.
+        """Wait for `count` such frames, and return all received by then.
 
         Raises ``AssertionError`` that lists what did arrive.
         """

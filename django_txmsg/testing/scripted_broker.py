@@ -225,7 +225,7 @@ class ScriptedBroker(BrokerState):
     # -- inspection ---------------------------------------------------------------
 
     def wait_for_held(self, count: int = 1, *, timeout: float = 30.0) -> list[Frame]:
-        """Wait until that many frames are held, and return them."""
+        """Wait until `count` frames are held, and return them."""
         self.wait_until(
             lambda: len(self.script.held) >= count, timeout, f"{count} held frames"
         )
@@ -233,7 +233,7 @@ class ScriptedBroker(BrokerState):
             return [held.frame for held in self.script.held]
 
     def wait_for_connections(self, count: int, *, timeout: float = 30.0) -> list[Peer]:
-        """Wait until exactly that many connections are open."""
+        """Wait until exactly `count` connections are open."""
         self.wait_until(
             lambda: len(self.peers) == count, timeout, f"{count} open connections"
         )

@@ -68,8 +68,8 @@ def conversation(headers: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """The request that an undo is for: its id, when it was stored, and whether its
-    answer has come, so that it was certainly processed."""
+    """The request that an undo reverses: its id, when it was stored, and whether its
+    answer has arrived, which proves that it was processed."""
 
     request_id: uuid.UUID
     at: dt.datetime

@@ -20,8 +20,8 @@ def is_control(destination: str) -> bool:
 
 
 def task_destination(service: str, backend: str) -> str:
-    """Return the destination of a backend's tasks, or the prefix of its queues'
-    destinations."""
+    """Return the destination of a backend's tasks. With a queue name appended, it is
+    the destination of that queue."""
     return f"{service}{OF_TASKS}{backend}"
 
 

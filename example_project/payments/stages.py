@@ -17,7 +17,7 @@ class GatewayDown(Exception):
 @stage(
     charge_payment,
     # One payment of an order after the other; one that failed for good holds up what
-    # else is to be charged for that order, until somebody has looked at it.
+    # else is to be charged for that order, until a person has looked at it.
     ordered="block",
     # Three attempts within seconds: a demonstration does not wait for minutes.
     redelivery=RedeliveryPolicy(max_redeliveries=2, initial_delay=0.3, jitter=0),

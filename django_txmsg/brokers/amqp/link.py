@@ -56,8 +56,8 @@ class Transport:
         self.sock: socket.socket | None = None
         self.connected = False
         #: When bytes were last written, and when any were last received.
-        self.written_at = self.heard_at = time.monotonic()
-        self._heard = False
+        self.written_at = self.read_at = time.monotonic()
+        self._has_read = False
 
     def connect(self) -> None:
         """Connect to the server and send the protocol header. Raises OSError."""
@@ -109,7 +109,7 @@ class Transport:
         self.written_at = time.monotonic()
 
     def read(self, timeout: float) -> bool:
-        """Read what has arrived, waiting at most that many seconds. Returns whether
+        """Read what has arrived, waiting at most `timeout` seconds. Returns whether
         anything was read. Raises OSError if the server has hung up."""
         if self.sock is None:
             raise OSError("the connection is closed")
@@ -122,13 +122,13 @@ class Transport:
             self.connected = False
             raise OSError("the broker has ended the connection" + self.doubt())
         self._received += piece
-        self.heard_at, self._heard = time.monotonic(), True
+        self.read_at, self._has_read = time.monotonic(), True
         return True
 
     def doubt(self) -> str:
         """Return a hint for an error: a server that has sent nothing may speak another
         protocol."""
-        if self._heard:
+        if self._has_read:
             return ""
         return ". Is this its AMQP port (5672, with TLS 5671)?"
 
@@ -234,8 +234,8 @@ class Link:
         self.patience = options.send_timeout
         self.frame_max: int = self._connection.frame_max
         self.heartbeat = float(self._connection.heartbeat or 0)
-        told = str(self._connection.server_properties.get("version", ""))
-        numbers = re.match(r"(\d+)\.(\d+)", told)
+        version = str(self._connection.server_properties.get("version", ""))
+        numbers = re.match(r"(\d+)\.(\d+)", version)
         #: Major and minor version of the server.
         self.version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
@@ -250,7 +250,7 @@ class Link:
                 raise
             except (amqp.AMQPError, OSError, struct.error, ValueError) as error:
                 self.transport.close()
-                raise BrokerUnavailable(said(error)) from error
+                raise BrokerUnavailable(error_text(error)) from error
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
@@ -278,8 +278,8 @@ class Link:
             left = max(0.0, deadline - time.monotonic())
             if self.heartbeat:
                 self.beat()
-                heard_at = max(listening, self.transport.heard_at)
-                if time.monotonic() - heard_at > 2 * self.heartbeat:
+                read_at = max(listening, self.transport.read_at)
+                if time.monotonic() - read_at > 2 * self.heartbeat:
                     raise TimeoutError("the broker's heartbeats have stopped")
                 left = min(left, self.heartbeat / 2)
             if not self.transport.read(left) and time.monotonic() >= deadline:
@@ -343,7 +343,7 @@ class Link:
     def _take_method(self, channel: int, payload: bytes) -> None:
         method = struct.unpack_from(">HH", payload)
         if method in (spec.Basic.Deliver, spec.Basic.Return):
-            taker = self.contents.get((channel, method), _nobody)
+            taker = self.contents.get((channel, method), _ignored)
             self._partial[channel] = _Partial(payload[4:], taker)
         elif (channel, method) in self.methods:
             self.methods[channel, method](payload[4:])
@@ -390,11 +390,11 @@ class _Partial:
 _LOST = (amqp.AMQPError, OSError, struct.error, ValueError, ChannelClosed)
 
 
-def _nobody(method: bytes, properties: bytes, body: bytes) -> None:
+def _ignored(method: bytes, properties: bytes, body: bytes) -> None:
     """Handle a frame that no request waits for any more."""
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the text of an error of py-amqp or of the socket, in one line."""
     text = getattr(error, "reply_text", None) or str(error) or type(error).__name__
     return " ".join(str(text).split())

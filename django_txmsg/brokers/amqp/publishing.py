@@ -23,7 +23,7 @@ from ...errors import (
 )
 from .. import refusals
 from .frames import Ready
-from .link import PUBLISHING, ChannelClosed, Link, said
+from .link import PUBLISHING, ChannelClosed, Link, error_text
 
 #: Most bytes written at once.
 COALESCED = 64 * 1024
@@ -82,7 +82,7 @@ class Publisher:
                 # A broker that blocks the connection or does not answer has not hung
                 # up.
                 silent = isinstance(lost, TimeoutError)
-                text = (self._link.why_blocked() if silent else "") or said(lost)
+                text = (self._link.why_blocked() if silent else "") or error_text(lost)
                 self._link.transport.close()
                 error, hung_up = DispatchUnknown(text, hung_up=not silent), not silent
             for index, known in self._settled:

@@ -51,7 +51,7 @@ class Acknowledgements:
         #: Tags of unacknowledged deliveries in order -> whether to acknowledge them.
         self._open: dict[int, bool] = {}
         self._gathered = 0
-        self._told_at = time.monotonic()
+        self._acked_at = time.monotonic()
 
     def delivered(self, tag: int) -> None:
         """Record a delivery."""
@@ -68,13 +68,13 @@ class Acknowledgements:
         for tag in tags:
             self._open[tag] = True
         self._gathered += len(tags)
-        slow = time.monotonic() - self._told_at > LONGEST_GROUP
+        slow = time.monotonic() - self._acked_at > LONGEST_GROUP
         return slow or self._gathered * 2 >= prefetch
 
     def written(self) -> bytearray:
         """Return the frames for all marked deliveries, to be written next: a single
         frame up to the first open delivery."""
-        self._told_at = time.monotonic()
+        self._acked_at = time.monotonic()
         made, upto, whole = bytearray(), 0, True
         if not self._gathered:
             return made
@@ -285,7 +285,7 @@ class AmqpSession(Session):
         outcomes: list[BrokerError | None] = [None] * len(batch)
         ready: list[frames.Ready | None] = [None] * len(batch)
         unavailable: dict[str, DestinationUnavailable] = {}
-        with self._asked():
+        with self._owned():
             for index, one in enumerate(batch):
                 try:
                     if one.destination in unavailable:
@@ -311,7 +311,7 @@ class AmqpSession(Session):
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = [None] * len(batch)
         waiting = list(batch)
-        with self._asked():
+        with self._owned():
             for index, one in enumerate(batch):
                 if one.delay <= 0:
                     continue
@@ -342,7 +342,7 @@ class AmqpSession(Session):
         self, destination: str, *, prefetch: int, subscriber: str | None = None
     ) -> None:
         self._prefetch = max(1, min(prefetch, 65535))
-        with self._asked():
+        with self._owned():
             try:
                 self._subscription.declare(destination, subscriber)
             except REFUSALS as error:
@@ -362,7 +362,7 @@ class AmqpSession(Session):
         arrived = self._subscription.arrived
         if not arrived:
             deadline = time.monotonic() + timeout
-            with self._asked():
+            with self._owned():
                 self._send_acks()
                 while not arrived:
                     left = deadline - time.monotonic()
@@ -382,7 +382,7 @@ class AmqpSession(Session):
         if self._transacted:
             self.commit(deliveries)
         elif self._acks.gather(tags, prefetch=self._prefetch):
-            with self._asked():
+            with self._owned():
                 self._send_acks()
 
     def _send_acks(self) -> None:
@@ -403,7 +403,7 @@ class AmqpSession(Session):
             self.commit([delivery])
             return
         self._acks.settle([delivery.handle])
-        with self._asked():
+        with self._owned():
             self._link.write(frames.acknowledged(delivery.handle, CONSUMING))
 
     # -- transactions --------------------------------------------------------------
@@ -412,7 +412,7 @@ class AmqpSession(Session):
         # RabbitMQ keeps a transaction's messages in memory until it commits; keeping
         # them here is cheaper. Whether the queue exists is checked now, before anything
         # commits.
-        with self._asked():
+        with self._owned():
             self._ready(outgoing, CONSUMING)
         self._enlisted.append(outgoing)
 
@@ -424,7 +424,7 @@ class AmqpSession(Session):
         def on_return(method: bytes, properties: bytes, body: bytes) -> None:
             returned.append((method[3 + method[2] :], body))
 
-        with self._asked(DispatchUnknown):
+        with self._owned(DispatchUnknown):
             channel = self._opened()
             self._link.contents[CONSUMING, spec.Basic.Return] = on_return
             made = [self._ready(one, CONSUMING) for one in enlisted]
@@ -462,12 +462,12 @@ class AmqpSession(Session):
     # -- lifetime -----------------------------------------------------------------
 
     def ping(self) -> None:
-        with self._asked(), self._link.hurried():
+        with self._owned(), self._link.hurried():
             self._queues.ping()
 
     def delete_subscription(self, subscriber: str) -> None:
         """Delete a subscriber's queue. Raises BrokerError while it is in use."""
-        with self._asked():
+        with self._owned():
             found = self._queues.waiting(subscriber)
             if found and found[1]:
                 raise BrokerError(f"the subscription {subscriber!r} is in use")
@@ -476,12 +476,12 @@ class AmqpSession(Session):
     def close(self) -> None:
         with self._link.owned:
             if self._link.transport.connected:
-                with contextlib.suppress(BrokerError), self._asked():
+                with contextlib.suppress(BrokerError), self._owned():
                     self._send_acks()
             self._link.close()
 
     @contextlib.contextmanager
-    def _asked(self, lost: type[BrokerError] = BrokerUnavailable) -> Iterator[None]:
+    def _owned(self, lost: type[BrokerError] = BrokerUnavailable) -> Iterator[None]:
         """Own the link. Raises `lost` if it breaks, and BrokerUnavailable if the
         receiving channel is closed."""
         try:

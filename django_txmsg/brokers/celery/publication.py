@@ -146,10 +146,10 @@ def _written(entity: Any) -> str:
 def _plain(value: Any) -> Any:
     for kind, cls in _KINDS.items():
         if isinstance(value, cls):
-            said = {name: getattr(value, name) for name, *_ in value.attrs}
+            attributes = {name: getattr(value, name) for name, *_ in value.attrs}
             plain = {
                 name: _plain(one)
-                for name, one in said.items()
+                for name, one in attributes.items()
                 if one not in (None, getattr(cls, name, None), [], set())
             }
             return {"kind": kind, **plain}

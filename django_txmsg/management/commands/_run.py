@@ -60,18 +60,18 @@ class Lines:
             (signals.message_redelivered, self._redelivered),
             (signals.message_buried, self._buried),
         )
-        heard = [pair for pair in receivers if not signals.on_terminal(pair[0])]
+        reported = [pair for pair in receivers if not signals.on_terminal(pair[0])]
         # If the user configured no log handlers, Python would print warnings a second
         # time.
         quiet = logging.NullHandler()
         if not signals.log.hasHandlers():
             signals.log.addHandler(quiet)
-        for signal, receiver in heard:
+        for signal, receiver in reported:
             signal.connect(receiver)
         try:
             yield
         finally:
-            for signal, receiver in heard:
+            for signal, receiver in reported:
                 signal.disconnect(receiver)
             signals.log.removeHandler(quiet)
 
@@ -83,8 +83,8 @@ class Lines:
         self, duration: float, stage: str, attempt: int, **facts: Any
     ) -> None:
         tries = f" at attempt {attempt}" if attempt > 1 else ""
-        said = f"processed in {duration * 1000:.0f} ms{tries}"
-        self._say(self._style.SUCCESS(said), stage, **facts)
+        result = f"processed in {duration * 1000:.0f} ms{tries}"
+        self._say(self._style.SUCCESS(result), stage, **facts)
 
     def _duplicate(self, stage: str, **facts: Any) -> None:
         self._say("a copy, dropped", stage, **facts)
@@ -92,14 +92,14 @@ class Lines:
     def _redelivered(
         self, stage: str, attempt: int, delay: float, error: str, **facts: Any
     ) -> None:
-        said = f"attempt {attempt} failed, next in {delay:.1f} s: {printable(error)}"
-        self._say(self._style.WARNING(said), stage, **facts)
+        result = f"attempt {attempt} failed, next in {delay:.1f} s: {printable(error)}"
+        self._say(self._style.WARNING(result), stage, **facts)
 
     def _buried(
         self, stage: str, destination: str, reason: str, error: str, **facts: Any
     ) -> None:
-        said = f"dead letter ({reason}): {printable(error)}"
-        self._say(self._style.ERROR(said), stage or destination, **facts)
+        result = f"dead letter ({reason}): {printable(error)}"
+        self._say(self._style.ERROR(result), stage or destination, **facts)
 
     def _say(self, what: str, where: str, *, id: object, **_: Any) -> None:
         now = time.strftime("%H:%M:%S")  # like the development server

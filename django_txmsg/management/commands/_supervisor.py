@@ -1,5 +1,5 @@
 """`--processes N`: a parent that starts children, restarts those that end, and forwards
-signals. It opens no connection, and loads nothing that a child must load anew.
+signals. It opens no connection, and loads nothing that a child must load again.
 
 SIGTERM and SIGINT drain and end all children, a second one ends them at once. SIGHUP
 replaces them one after the other: the next one ends when a working process has replaced

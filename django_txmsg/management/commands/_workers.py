@@ -109,14 +109,16 @@ def _state_written(*, needed: bool) -> Iterator[None]:
         try:
             stack.enter_context(process_states.written())
         except OSError as error:
-            said = (
+            refusal = (
                 f"The process's state cannot be written to "
                 f"{process_states.directory()}: {error}. Set TMPDIR to a directory "
                 f"that can be written to."
             )
             if needed:
-                raise CommandError(said) from error
-            log.warning("%s `manage.py txmsg alive` will not find this process.", said)
+                raise CommandError(refusal) from error
+            log.warning(
+                "%s `manage.py txmsg alive` will not find this process.", refusal
+            )
         yield
 
 

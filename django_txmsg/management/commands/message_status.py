@@ -172,9 +172,9 @@ def facts(picture: Status) -> dict[str, Any]:
                 "paused": p.paused_at is not None,
                 "workers": p.workers,
                 "needs_newer_code": p.newer.count if p.newer else 0,
-                "in_line": min(p.line.count, CAP),
-                "in_line_bytes": p.line.size,
-                "in_line_age": _seconds(p.line.since, now),
+                "blocked": min(p.line.count, CAP),
+                "blocked_bytes": p.line.size,
+                "blocked_age": _seconds(p.line.since, now),
                 "full": p.full_since is not None,
             }
             for n, p in picture.stages.items()
@@ -242,7 +242,7 @@ def _place(place: Place, now: dt.datetime) -> str:
         parts.append(_waiting(place.waiting, now))
     if place.line.count:
         parts.append(
-            f"{capped(place.line.count)} in line behind others of their keys, of "
+            f"{capped(place.line.count)} blocked behind others of their keys, of "
             f"{at_least(place.line)}"
         )
     if place.full_since is not None:

@@ -52,8 +52,10 @@ class Command(BaseCommand):
             with transaction.atomic(using=using):
                 gone = rows.let_go(stage, key, link=wire.AFTER)
                 if gone:
-                    said = f"Let go of the first message of key {key} at stage {stage}."
-                    operator.record(using, said)
+                    entry = (
+                        f"Let go of the first message of key {key} at stage {stage}."
+                    )
+                    operator.record(using, entry)
             if gone:
                 self.stdout.write("It is due now, whatever it has waited for.")
                 return

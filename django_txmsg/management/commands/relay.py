@@ -86,14 +86,14 @@ class Command(BaseCommand):
                 relay.run(once=options["once"])
             except (TxmsgError, AnyDatabaseError) as error:
                 raise CommandError(
-                    f"{_said(relay)} The relay ended: {str(error).rstrip('.')}. "
+                    f"{_summary(relay)} The relay ended: {str(error).rstrip('.')}. "
                     "Messages not dispatched stay in the outbox."
                 ) from error
         if options["verbosity"] > 0:
-            say(self.stdout, _said(relay))
+            say(self.stdout, _summary(relay))
 
 
-def _said(relay: Relay) -> str:
+def _summary(relay: Relay) -> str:
     counts = relay.counts
     sent = counts["dispatched"]
     return (

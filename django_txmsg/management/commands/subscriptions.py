@@ -66,7 +66,7 @@ class Command(BaseCommand):
         known = self._known(using)
         waiting = {one.name: one.count for one in in_queues(using)}
         if as_json:
-            told = [
+            rows = [
                 {
                     "topic": one.topic,
                     "subscriber": one.subscriber,
@@ -75,7 +75,7 @@ class Command(BaseCommand):
                 }
                 for one in known
             ]
-            self.stdout.write(json.dumps(told, indent=2))
+            self.stdout.write(json.dumps(rows, indent=2))
             return
         for one in known:
             lying = capped(waiting.get(one.queue, 0))
@@ -113,19 +113,19 @@ class Command(BaseCommand):
             )
         waiting = {one.name: one.count for one in in_queues(using)} if using else {}
         lost = waiting.get(queue_name(topic, subscriber), 0)
-        said = f"the subscription {subscriber} to {topic}"
-        said += f", with {capped(lost)} messages." if lost else "."
+        which = f"the subscription {subscriber} to {topic}"
+        which += f", with {capped(lost)} messages." if lost else "."
         if dry_run:
-            self.stdout.write(f"Would remove {said}")
+            self.stdout.write(f"Would remove {which}")
             return
         # First: the messages are deleted in many transactions.
         home = using or router.db_for_write(AuditEntry)
-        operator.record(home, f"Remove {said}")
+        operator.record(home, f"Remove {which}")
         try:
             broker.unsubscribe(topic, subscriber)
         except BrokerError as error:
             raise CommandError(f"It is not removed: {error}") from error
-        self.stdout.write(f"Removed {said}")
+        self.stdout.write(f"Removed {which}")
 
     def _known(self, using: str) -> list[Subscription]:
         require_tables(using)

@@ -35,7 +35,7 @@ def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, T
         except (OSError, ValueError) as error:
             raise EnvironmentFault(
                 f"{path} cannot be read ({error}). Run again; if it is lost, remove "
-                f"the directory {place.root}, which the next run makes anew."
+                f"the directory {place.root}, which the next run creates again."
             ) from error
 
     left = LINES
@@ -68,7 +68,7 @@ def usable(
 
 
 def as_outcome(spark: SparkSession, lines: Iterable[Line]) -> DataFrame:
-    """Return OUTCOME: the result that judging them would give."""
+    """Return OUTCOME: the verdicts of the counted messages, without reading these."""
     summed: dict[_Group, tuple[int, int, int]] = {}
     for line in lines:
         verdict = "redelivered_deduplicated" if line.again else "ok"

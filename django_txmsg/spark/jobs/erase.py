@@ -108,8 +108,8 @@ def erase_rows(
 
 
 def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> int:
-    """Delete the relay's records of keys, or count them: the order of those keys starts
-    anew."""
+    """Delete the relay's records of keys, or count them: those keys start a new
+    order."""
     verb = "SELECT count(*)" if dry_run else "DELETE"
     found = 0
     with closing(connect_plain(source)) as connection:
@@ -422,8 +422,7 @@ def _rewritten(
 
 @dataclass
 class EraseTask:
-    """The work of an executor: rewrite those of its files that contain such
-    messages."""
+    """The work of an executor: rewrite its files that contain messages to erase."""
 
     lake: LakeSpec
     name: str

@@ -104,13 +104,13 @@ def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outc
     if given.dry_run:
         there = dataclasses.replace(which, acknowledged=bool(given.reopen))
         run.rows = sum(noted.count(there).values())
-        said = "would be"
+        verb = "would be"
     elif given.reopen:
-        run.rows, said = noted.reopen(which), "are"
+        run.rows, verb = noted.reopen(which), "are"
     else:
-        run.rows, said = noted.acknowledge(which, run_by(), given.acknowledge), "are"
+        run.rows, verb = noted.acknowledge(which, run_by(), given.acknowledge), "are"
     word = "open again" if given.reopen else "acknowledged"
-    return Outcome([f"{run.rows:,} findings {said} {word}."])
+    return Outcome([f"{run.rows:,} findings {verb} {word}."])
 
 
 def _listed(noted: Noted, which: Which, everything: bool, run: Run) -> Outcome:

@@ -293,7 +293,7 @@ class Follower:
         self.telling.tell(connection)
         if self.webhook is not None:
             run.counts["webhook"] = {
-                "told": self.webhook.taken, "failed": self.webhook.failed
+                "delivered": self.webhook.taken, "failed": self.webhook.failed
             }  # fmt: skip
         progressed(self.source, run)
 
@@ -390,10 +390,10 @@ class Follower:
         new = alerts.lost(connection, self.source, LOST + STUCK)
         if not (found_by or new or new is None):
             return
-        said = found_by or "Found while `follow` was not running, new: "
+        summary = found_by or "Found while `follow` was not running, new: "
         listed = ", ".join(f"{count:,} {name}" for name, count in (new or {}).items())
         Alerts(connection, self.source.service).weigh(
-            "lost", sum((new or {}).values()), 0, f"{said}{listed or 'nothing'}.",
+            "lost", sum((new or {}).values()), 0, f"{summary}{listed or 'nothing'}.",
             hold=self.webhook is not None,
         )  # fmt: skip
 
@@ -426,13 +426,13 @@ def follow_command(
     rows = run.rows if run else 0
     code = 1 if given.once and follower.firing else 0
     lines = [f"{one.name}: {one.summary}" for one in follower.firing]
-    said = f"follow: {rows:,} rows in {counts.get('rounds', 0)} rounds since its run"
+    summary = f"follow: {rows:,} rows in {counts.get('rounds', 0)} rounds since its run"
     facts = {
         "job": "follow", "run": run.id if run else None, "rows": rows,
         "counts": counts, "firing": [one.name for one in follower.firing],
         "exit_code": code,
     }  # fmt: skip
-    return Outcome([*lines, f"{said} began; {len(lines)} alerts fire."], facts, code)
+    return Outcome([*lines, f"{summary} began; {len(lines)} alerts fire."], facts, code)
 
 
 def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:

@@ -60,7 +60,7 @@ class Standing(Enum):
     """What a run does with the existing journeys."""
 
     GOOD = "good"
-    ANEW = "anew"
+    REBUILD = "rebuild"
     OTHER = "other"
     """They belong to more services, or contain more than the queried databases: a
     replica that lags behind, or a backup whose archive has not run yet. They are left
@@ -114,20 +114,20 @@ def looked_at(log: WholeLog, name: str) -> Looked:
     return Looked(lake_id, entry["version"], entry["timestamp"], last)
 
 
-def told(service: str, tables: Tables) -> dict[str, Any]:
+def log_entry(service: str, tables: Tables) -> dict[str, Any]:
     """Return the log's entry about a service's journeys."""
-    said = {name: asdict(one) for name, one in tables.items()}
-    return {"version": VERSION, "service": service, "tables": said}
+    noted = {name: asdict(one) for name, one in tables.items()}
+    return {"version": VERSION, "service": service, "tables": noted}
 
 
 def brought(delta: DeltaTable, service: str) -> Tables:
     """Return the contents of a service's journeys, by the table's log; nothing if it
     has no entry, or if something else has changed them since."""
     for entry in delta.history():
-        said = _said(entry)
-        if said is None and entry["operation"] not in _HARMLESS:
+        noted = _noted(entry)
+        if noted is None and entry["operation"] not in _HARMLESS:
             return {}
-        mine = (said or {}).get("journeys", {})
+        mine = (noted or {}).get("journeys", {})
         if mine.get("service") == service:
             tables = mine["tables"] if mine["version"] == VERSION else {}
             return {name: Looked(**one) for name, one in tables.items()}
@@ -137,11 +137,11 @@ def brought(delta: DeltaTable, service: str) -> Tables:
 def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
     """Return whether journeys built from `known` still match the archive."""
     if not known:
-        return Standing.ANEW
+        return Standing.REBUILD
     ours = {one.service for one in log.live}
     theirs = {service for one in known.values() for service in one.batches}
     if ours != theirs:
-        return Standing.OTHER if ours < theirs else Standing.ANEW
+        return Standing.OTHER if ours < theirs else Standing.REBUILD
     standing = Standing.GOOD
     for name, now in present.items():
         then = known[name]
@@ -149,7 +149,7 @@ def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
             continue
         delta, _ = log.files_of(name)
         if delta is None or then.lake_id != now.lake_id or not _as_it_was(delta, then):
-            return Standing.ANEW
+            return Standing.REBUILD
         if any(then.batches[one] > now.batches[one] for one in ours):
             standing = Standing.OTHER
     return standing
@@ -167,16 +167,16 @@ def _as_it_was(delta: DeltaTable, then: Looked) -> bool:
 
 
 def _changes(entry: Mapping[str, Any], seen: Mapping[str, int]) -> bool:
-    said = _said(entry)
-    if said is None:
+    noted = _noted(entry)
+    if noted is None:
         return entry["operation"] not in _HARMLESS
-    if "amended" not in said:
+    if "amended" not in noted:
         return False
-    last = seen.get(said["service"], 0)
-    return any(low <= last for low, _ in said["touched"])
+    last = seen.get(noted["service"], 0)
+    return any(low <= last for low, _ in noted["touched"])
 
 
-def _said(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+def _noted(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the metadata that our own code added to the entry, or None."""
     return json.loads(entry["txmsg"]) if entry.get("txmsg") else None
 
@@ -201,10 +201,10 @@ _SIDES = {"outbox": SENT, "inbox": RECEIVED, "dead_letters": LETTERS}
 
 
 class Journeys:
-    """The journeys of the services of a log, as the first of them stores them: those of
-    one version of the table, even if it changes meanwhile. `keep` says whether to add
-    new batches; none are added while another run has the lock. Without a lake there are
-    no journeys."""
+    """The journeys of the services of a log, from the lake of the first service. They
+    are read from one version of the table, even if it changes meanwhile. `keep` says
+    whether to add new batches; none are added while another run has the lock. Without a
+    lake there are no journeys."""
 
     def __init__(
         self,
@@ -296,8 +296,8 @@ class Journeys:
         return bool(self.through) and rows >= self.many
 
     def rest(self, since: dt.datetime | None = None) -> DataFrame:
-        """Return the steps that will be in no journey after `catch_up()`: those of the
-        databases, and of unsettled batches. If there are no journeys, the steps that
+        """Return the steps that will be in no journey after `catch_up()`: steps in the
+        databases, and in unsettled batches. If there are no journeys, the steps that
         show the outcome of the messages sent since an instant."""
         if not self.goal:
             return steps(*_logs(self.log, since))
@@ -309,7 +309,7 @@ class Journeys:
         )
 
     def catch_up(self) -> int:
-        """Add the batches that have been settled since; return how many rows of
+        """Add the batches that were settled after the last run; return how many rows of
         journeys were written. Raises EnvironmentFault if another run has changed the
         table meanwhile."""
         if batches(self.goal) == batches(self.through):
@@ -355,7 +355,7 @@ class Journeys:
             try:
                 self.place.commit(
                     self.delta, files, replaced=old, app=(self.app, number),
-                    metadata={NAME: told(self.service, self.goal)},
+                    metadata={NAME: log_entry(self.service, self.goal)},
                 )  # fmt: skip
                 return
             except CommitFailedError as error:
@@ -379,9 +379,8 @@ class Journeys:
         return {one.service: known.get(one.service, 0) for one in self.log.live}
 
     def concerned(self, marks: Marks | None, crowd: int = 0) -> list[Named]:
-        """Return the files that may contain journeys of the marked messages: of each
-        day those of finished journeys, or the others, or all; and whether some of these
-        have many such messages."""
+        """Return the files that may contain journeys of the marked messages. Each day
+        has files of finished journeys and files of open ones."""
         if marks is None:
             return self.named
         hit = set()
@@ -403,7 +402,7 @@ class Journeys:
 
 @dataclass(frozen=True)
 class Marks:
-    """A mark for each of some messages, and their number."""
+    """The marks of selected messages, and how many there are."""
 
     frame: DataFrame
     count: int

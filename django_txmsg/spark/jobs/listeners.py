@@ -107,7 +107,7 @@ def listeners(
     for one in known_listeners(known):
         intervals.setdefault((one.destination, one.consumer), {})[one.since] = one.until
     noted = {_service(one) for one in intervals}
-    heard = _heard(found)
+    received = _received(found)
     stages = {
         (one.destination, f"{one.service}/{one.stage}")
         for one in declared
@@ -117,19 +117,19 @@ def listeners(
     fresh: list[Listener] = []
     gone = {
         one
-        for one in (intervals.keys() | heard.keys()) - stages
+        for one in (intervals.keys() | received.keys()) - stages
         if _service(one) in declaring
     }
     new = stages - intervals.keys()
     for pair in sorted(gone):
         ends = intervals.setdefault(pair, {})
-        last = heard[pair][1] + _MICROSECOND if pair in heard else EVER
-        heirs = [heard[one][0] for one in new & heard.keys() if _same(one, pair)]
+        last = received[pair][1] + _MICROSECOND if pair in received else EVER
+        heirs = [received[one][0] for one in new & received.keys() if _same(one, pair)]
         for since in [one for one, until in ends.items() if until is None]:
             ends[since] = max(last, min([now, *heirs]))
             fresh.append(Listener(*pair, since, ends[since]))
         if not ends:
-            ends[heard[pair][0]] = last
+            ends[received[pair][0]] = last
     for pair in sorted(stages):
         ends = intervals.setdefault(pair, {})
         if None in ends.values():
@@ -146,7 +146,7 @@ def listeners(
             since = max(before, default=EVER)
         ends[since] = None
         fresh.append(Listener(*pair, since))
-    for pair, (first, _) in heard.items():
+    for pair, (first, _) in received.items():
         ends = intervals.setdefault(pair, {first: None})
         earliest = min(ends)
         if first < earliest:
@@ -192,15 +192,15 @@ def _same(one: _Pair, other: _Pair) -> bool:
     return one[0] == other[0] and _service(one) == _service(other)
 
 
-def _heard(found: Iterable[Place]) -> dict[_Pair, tuple[dt.datetime, dt.datetime]]:
+def _received(found: Iterable[Place]) -> dict[_Pair, tuple[dt.datetime, dt.datetime]]:
     """Return the first and the last message that each listener has received."""
-    heard: dict[_Pair, tuple[dt.datetime, dt.datetime]] = {}
+    received: dict[_Pair, tuple[dt.datetime, dt.datetime]] = {}
     for place in found:
         if place.consumer:
             pair = (place.destination, place.consumer)
-            first, last = heard.get(pair, (place.first_at, place.last_at))
-            heard[pair] = min(first, place.first_at), max(last, place.last_at)
-    return heard
+            first, last = received.get(pair, (place.first_at, place.last_at))
+            received[pair] = min(first, place.first_at), max(last, place.last_at)
+    return received
 
 
 def _apart(
@@ -256,8 +256,10 @@ def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         results.save_rows("subscriptions", EXPECTED, rows)
     run.rows = len(ended)
     would = "would be " if given.dry_run else "is "
-    said = [f"{consumer} {would}expected to receive {_interval(one)}." for one in ended]
-    return Outcome(said or [f"{consumer} is retired already."])
+    lines = [
+        f"{consumer} {would}expected to receive {_interval(one)}." for one in ended
+    ]
+    return Outcome(lines or [f"{consumer} is retired already."])
 
 
 def kept_listeners(lake: Lake) -> list[Listener]:

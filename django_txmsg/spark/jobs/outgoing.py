@@ -408,7 +408,7 @@ def _outgoing(
         return Outcome(lines, facts)
     if done.merged is None:
         facts["operation"] = done.operation
-        return Outcome([_asked(done)], facts)
+        return Outcome([_requested(done)], facts)
     merged = done.merged
     lines = [f"{merged.stored:,} of {merged.staged:,} messages stored as {done.name}."]
     if merged.known:
@@ -419,7 +419,7 @@ def _outgoing(
     return Outcome(lines, facts)
 
 
-def _asked(done: Stored) -> str:
+def _requested(done: Stored) -> str:
     letters = f"{done.chosen:,} dead letter{'s' * (done.chosen != 1)}"
     if done.operation is None and done.chosen:
         return (

@@ -178,8 +178,8 @@ class WholeLog:
         above: Mapping[str, int],
         until: Mapping[str, int],
     ) -> DataFrame:
-        """Return the lake's rows of the batches above a service's one, up to
-        another."""
+        """Return the lake's rows of the batches after `above` and up to `until`, each
+        the number of a batch by service."""
         named = [
             one
             for one in self.files_of(table)[1]

@@ -170,7 +170,7 @@ class Reconciliation:
     """Listeners of topics that are expected to receive nothing more."""
 
     @property
-    def unheard(self) -> list[str]:
+    def not_received(self) -> list[str]:
         """Destinations from which no service of this run has ever received."""
         silent = {"never_received", "in_flight", "not_sent"}
         return sorted(
@@ -209,7 +209,7 @@ def run_reconcile(
         clocks = differences(there, lines)
         by = dataclasses.replace(
             least,
-            heard={one.destination for one in there}
+            received={one.destination for one in there}
             | {one.destination for one in lines},
             clocks=[
                 (one.sender, one.receiver, one.ahead // _MICROSECOND) for one in clocks
@@ -223,18 +223,18 @@ def run_reconcile(
             verdicts = verdicts.unionByName(judge(whole, by))
         found = Reconciliation(by.horizon, clocks=clocks)
         found.retired = listening.retired
-        told = outcome(verdicts)
+        outcomes = outcome(verdicts)
         if lines:
-            told = told.unionByName(as_outcome(spark, lines))
-        told = told.persist(StorageLevel.DISK_ONLY)
-        per_kind = told.groupBy("destination", "verdict").agg(
+            outcomes = outcomes.unionByName(as_outcome(spark, lines))
+        outcomes = outcomes.persist(StorageLevel.DISK_ONLY)
+        per_kind = outcomes.groupBy("destination", "verdict").agg(
             sf.sum("messages").alias("messages")
         )
         for row in per_kind.collect():
             place = found.destinations.setdefault(row.destination or "?", {})
             place[row.verdict] = row.messages
             found.counts[row.verdict] = found.counts.get(row.verdict, 0) + row.messages
-        listed = aged(findings(told), known_findings(log), run.started_at)
+        listed = aged(findings(outcomes), known_findings(log), run.started_at)
         listed = listed.persist(StorageLevel.DISK_ONLY)
         _show(found, listed, run.started_at)
         if options.keep and spec.lake is not None:
@@ -242,14 +242,14 @@ def run_reconcile(
             before = standing_findings(log)
             journal = changes(listed, before, run.started_at, options.since)
             results.save("verdicts", CHANGE, journal)
-            results.save("reconciliation", SUMMARY, summary(told))
+            results.save("reconciliation", SUMMARY, summary(outcomes))
             if listening.fresh:
                 rows = [dataclasses.asdict(one) for one in listening.fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
         if options.keep:
             noted = Noted(spec.service())
             noted.keep(_worst(listed), run.started_at, options.since)
-        for one in (listed, told):
+        for one in (listed, outcomes):
             one.unpersist()
     run.rows = sum(found.counts.values())
     run.counts = dict(found.counts)
@@ -350,7 +350,7 @@ def _instant(micros: int | None) -> dt.datetime | None:
 
 
 #: Only the end of its output is kept.
-SAID = 500
+LONGEST_ERROR = 500
 
 
 class Reconciling:
@@ -398,11 +398,11 @@ class Reconciling:
             out.seek(0)
             lines = out.read().decode(errors="replace").splitlines()
             errors.seek(0)
-            said = errors.read().decode(errors="replace")[-SAID:].strip()
+            text = errors.read().decode(errors="replace")[-LONGEST_ERROR:].strip()
         try:
             facts: dict[str, Any] = json.loads(lines[-1])
         except (IndexError, ValueError):
-            facts = {"error": f"it ended with exit code {code}: {said}"}
+            facts = {"error": f"it ended with exit code {code}: {text}"}
         return facts
 
     def stop(self) -> None:
@@ -427,8 +427,8 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         found = run_reconcile(spark, spec, options, run)
     lines = [f"Judged: messages sent before {found.horizon:%Y-%m-%d %H:%M:%S} UTC."]
     for name, verdicts in sorted(found.destinations.items()):
-        said = ", ".join(f"{n:,} {kind}" for kind, n in sorted(verdicts.items()))
-        lines.append(f"  {name}: {said}")
+        text = ", ".join(f"{n:,} {kind}" for kind, n in sorted(verdicts.items()))
+        lines.append(f"  {name}: {text}")
     if new := sum(found.fresh.values()):
         lines.append(f"  {new:,} findings are new.")
     if unseen := sum(found.unseen.values()):
@@ -447,7 +447,7 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         f" before {one.until:%Y-%m-%d %H:%M:%S} UTC."
         for one in found.retired
     ]
-    for name in found.unheard:
+    for name in found.not_received:
         lines.append(
             f"  None of these services has ever received from {name}. If another "
             "service does, add it: --service NAME=URL. If something else does: "
@@ -455,8 +455,8 @@ def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         )
     facts = {
         "horizon": found.horizon, "destinations": found.destinations,
-        "examples": found.examples, "unheard": found.unheard, "new": found.fresh,
-        "unacknowledged": found.unseen,
+        "examples": found.examples, "not_received": found.not_received,
+        "new": found.fresh, "unacknowledged": found.unseen,
         "clocks": [dataclasses.asdict(one) for one in found.clocks],
         "retired": [dataclasses.asdict(one) for one in found.retired],
     }  # fmt: skip

@@ -10,7 +10,7 @@ from importlib import import_module
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from ..errors import told_by_spark
+from ..errors import from_spark
 from ..lake import is_mounted
 from ..runs import Run, recorded
 from ..spec import JobSpec, digest, hidden
@@ -67,7 +67,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         try:
             outcome = _command(given.job)(spec, given, run)
         except (PySparkException, Py4JError) as error:
-            raise told_by_spark(error) from error
+            raise from_spark(error) from error
     outcome.exit_code = run.exit_code
     seconds = run.seconds
     outcome.lines.append(

@@ -55,7 +55,7 @@ def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
             step
             for table in TABLES.values()
             for place, row in _rows(spec, table, given.term)
-            for step in _told(table, place, row)
+            for step in _steps(table, place, row)
         ),
         key=lambda step: (step["at"], step["message_id"]),
     )
@@ -136,7 +136,9 @@ def _archived(lake: Lake, table: Table, term: str) -> Iterator[dict[str, Any]]:
             yield row | {"service": named.service}
 
 
-def _told(table: Table, place: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _steps(
+    table: Table, place: str, row: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     first: dt.datetime | None = None
     for name, words in _STEPS[table.name]:
         at = row.get(name)

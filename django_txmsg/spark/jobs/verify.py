@@ -146,11 +146,11 @@ def _entries(
     entries: dict[int, tuple[int, int]] = {}
     changed: list[tuple[int, int] | None] = []
     for commit in delta.history():
-        said: dict[str, Any] = json.loads(commit.get("txmsg") or "{}")
-        if {"amended", "erased", "dropped_before"} & said.keys():
-            changed += [(low, high) for low, high in said.get("touched", [[0, 2**62]])]
-        elif said.get("service") == service and "checksum" in said:
-            entries[said["batch"]] = said["rows"], int(said["checksum"])
+        noted: dict[str, Any] = json.loads(commit.get("txmsg") or "{}")
+        if {"amended", "erased", "dropped_before"} & noted.keys():
+            changed += [(low, high) for low, high in noted.get("touched", [[0, 2**62]])]
+        elif noted.get("service") == service and "checksum" in noted:
+            entries[noted["batch"]] = noted["rows"], int(noted["checksum"])
     return entries, changed
 
 
@@ -201,8 +201,8 @@ class VerifyTask:
                 try:
                     lines = self._sums(self.named[number])
                 except (SpoiltFile, pa.ArrowException, KeyError, ValueError) as error:
-                    said = str(error).partition("\n")[0]
-                    lines = [(f"{self.named[number].path}: {said}", 0, 0, "0")]
+                    text = str(error).partition("\n")[0]
+                    lines = [(f"{self.named[number].path}: {text}", 0, 0, "0")]
                 names = _SUMS.fieldNames()
                 yield pa.RecordBatch.from_pylist(
                     [dict(zip(names, (number, *one), strict=True)) for one in lines],

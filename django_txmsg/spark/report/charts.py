@@ -91,8 +91,8 @@ class _Chart:
                 parts += self._line(line, piece)
         step = (self.width - _LEFT - _RIGHT) / max(1, len(self.instants) - 1)
         for index, instant in enumerate(self.instants):
-            said = [f"{instant:%a %d %b %H:%M} UTC"]
-            said += [
+            shown = [f"{instant:%a %d %b %H:%M} UTC"]
+            shown += [
                 f"{line.name}: {self._show(value)}"
                 for line in lines
                 if (value := line.values[index]) is not None
@@ -100,7 +100,7 @@ class _Chart:
             parts.append(
                 f'<rect x="{self._x(index) - step / 2:.1f}" y="{_TOP}" '
                 f'width="{step:.1f}" height="{self.height - _TOP - _BOTTOM}" '
-                f'class="hover"><title>{escape(chr(10).join(said))}</title></rect>'
+                f'class="hover"><title>{escape(chr(10).join(shown))}</title></rect>'
             )
         return "".join(parts)
 
@@ -172,8 +172,8 @@ def bars(rows: Sequence[tuple[str, float, str]], colour: str) -> str:
     lines = [
         f'<tr><th scope="row">{escape(name)}</th><td class="bar"><i style="width:'
         f'{100 * value / most:.1f}%;background:var(--{colour})"></i></td>'
-        f'<td class="n">{escape(said)}</td></tr>'
-        for name, value, said in rows
+        f'<td class="n">{escape(shown)}</td></tr>'
+        for name, value, shown in rows
     ]
     return f'<table class="bars">{"".join(lines)}</table>'
 

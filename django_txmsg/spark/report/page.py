@@ -68,9 +68,9 @@ margin:18px 0}
 font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:13px}
 .tile.bad b{color:var(--red)}.tile.good b{color:var(--green)}
-.told{margin:0 0 18px;padding:0 0 0 20px;color:var(--soft)}
-.told b,.told q{color:var(--text);font-weight:600}.told li{margin:3px 0}
-.told q{overflow-wrap:anywhere}
+.summary{margin:0 0 18px;padding:0 0 0 20px;color:var(--soft)}
+.summary b,.summary q{color:var(--text);font-weight:600}.summary li{margin:3px 0}
+.summary q{overflow-wrap:anywhere}
 section{padding:18px 20px;margin:0 0 16px;overflow-x:auto}
 svg{width:100%;height:auto;display:block}
 .grid{stroke:var(--rule);stroke-width:1}
@@ -188,7 +188,7 @@ def render(found: Findings) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head><body><header>"
         f'<div><h1>{title}</h1><p>{span}</p></div><button type="button" id="theme">'
-        f"Light / dark</button></header><main>{_tiles(found)}{_told(found)}"
+        f"Light / dark</button></header><main>{_tiles(found)}{_summary(found)}"
         f"{''.join(sections)}</main>"
         f"<footer>django_txmsg analyze · times in UTC</footer>"
         f"<script>{SCRIPT}</script></body></html>\n"
@@ -225,9 +225,9 @@ def _buried(found: Findings) -> list[Line]:
     return [Line("given up on", [one or None for one in buried], "red")]
 
 
-def _told(found: Findings) -> str:
+def _summary(found: Findings) -> str:
     """The most important facts, for a reader who reads nothing else."""
-    said = []
+    facts = []
     counts = [
         f"<b>{number(found.verdicts[kind])}</b> {word}"
         for kind, word in (
@@ -237,25 +237,25 @@ def _told(found: Findings) -> str:
         if found.verdicts.get(kind)
     ]
     if counts:
-        said.append(f"Messages were lost or doubled: {', '.join(counts)}.")
+        facts.append(f"Messages were lost or doubled: {', '.join(counts)}.")
     waiting = [one or 0 for one in found.backlog]
     if waiting and (most := max(waiting)) > 0:
         hour = found.hours[waiting.index(most)]
-        said.append(
+        facts.append(
             f"Most messages waited to be dispatched on {_at(hour)}: "
             f"<b>{number(most)}</b>."
         )
     slow = [one or 0 for one in found.critical.get("p95", ())]
     if slow and (longest := max(slow)) > 0:
         hour = found.hours[slow.index(longest)]
-        said.append(
+        facts.append(
             f"Slowest were those processed in the hour from {_at(hour)}: 95 % within "
             f"<b>{duration(longest)}</b>, against {duration(found.totals['p95'])} over "
             "all."
         )
     again = max(found.stages, key=lambda row: row["redelivered"], default=None)
     if again and again["redelivered"]:
-        said.append(
+        facts.append(
             f"Most messages that needed another try were those of "
             f"{escape(again['stage'])}: <b>{number(again['redelivered'])}</b>."
         )
@@ -263,21 +263,21 @@ def _told(found: Findings) -> str:
     if open_groups:
         worst = max(open_groups, key=lambda row: row["open"])
         error = worst["exception"].partition("\n")[0][:120] or worst["reason"]
-        said.append(
+        facts.append(
             f"<b>{number(worst['open'])}</b> open dead letters have one cause: "
             f"<q>{escape(error)}</q>."
         )
-    if not said:
+    if not facts:
         return ""
-    return f'<ul class="told">{"".join(f"<li>{one}</li>" for one in said)}</ul>'
+    return f'<ul class="summary">{"".join(f"<li>{one}</li>" for one in facts)}</ul>'
 
 
 def _at(hour: dt.datetime) -> str:
     return f"{hour:%a %d %b, %H:%M}"
 
 
-def _section(title: str, said: str, content: str) -> str:
-    return f"<section><h2>{title}</h2><p>{said}</p>{content}</section>"
+def _section(title: str, text: str, content: str) -> str:
+    return f"<section><h2>{title}</h2><p>{text}</p>{content}</section>"
 
 
 def _verdicts(found: Findings) -> str:

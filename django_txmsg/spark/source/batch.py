@@ -42,8 +42,8 @@ class Selection:
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows that `where` selects."""
         wanted = [one for one in self.columns if one is not None]
-        asked = wanted or [self.table.column("id")]
-        for batch in database.read(self.table, asked, where, snapshot):
+        projection = wanted or [self.table.column("id")]
+        for batch in database.read(self.table, projection, where, snapshot):
             names = pa.repeat(pa.scalar(self.service, pa.string()), batch.num_rows)
             found = iter(batch.columns)
             arrays = [names if one is None else next(found) for one in self.columns]

@@ -257,11 +257,11 @@ _UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
 def with_fingerprint(letters: DataFrame) -> DataFrame:
     """Add `group`: the fingerprint stored by the service or, if there is none, one made
     of the exception's class and its message without ids and numbers."""
-    told = sf.regexp_replace("exception", _UUID, "#")
-    told = sf.regexp_replace(told, r"0x[0-9a-fA-F]+|\d+", "#")
+    masked = sf.regexp_replace("exception", _UUID, "#")
+    masked = sf.regexp_replace(masked, r"0x[0-9a-fA-F]+|\d+", "#")
     made = sf.concat(
         sf.lit(f"{RECIPE}-"),
-        sf.substring(sf.sha2(sf.concat_ws("|", "reason", "stage", told), 256), 1, 16),
+        sf.substring(sf.sha2(sf.concat_ws("|", "reason", "stage", masked), 256), 1, 16),
     )
     stored = sf.col("fingerprint")
     return letters.withColumn("group", sf.when(stored != "", stored).otherwise(made))

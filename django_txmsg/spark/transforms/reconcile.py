@@ -130,13 +130,13 @@ class Judgement:
     """Patterns of senders that keep no log of ours."""
     task_brokers: Sequence[tuple[str, str]] = ()
     """Services, and their brokers at which workers of Celery take messages."""
-    heard: Collection[str] = ()
-    """Destinations from which somebody has received."""
+    received: Collection[str] = ()
+    """Destinations from which a stage has received."""
     clocks: Sequence[tuple[str, str, int]] = ()
     """Sender, receiver, and by how many microseconds the receiver's clock is ahead."""
     since: dt.datetime | None = None
     """Of messages that were neither sent nor, by a sender unknown, received since
-    then, nothing is said."""
+    then, nothing is reported."""
 
     @property
     def strictest(self) -> dt.timedelta:
@@ -185,7 +185,7 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
             | (sf.col("sent_again_at").isNull() & (sf.col("begun_at") >= start))
         )
     first, last = sf.col("consumer"), sf.col("other_consumer")
-    told = journeys.select(
+    steps = journeys.select(
         "message_id",
         "destination",
         "pair",
@@ -224,7 +224,7 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
         & sf.col("died_at").isNull()
     )
     forgotten = ~sf.col("in_outbox") & sf.col("received_at").isNull()
-    owed = told.where(~sf.coalesce(idle, sf.lit(False)) & ~forgotten)
+    owed = steps.where(~sf.coalesce(idle, sf.lit(False)) & ~forgotten)
     return owed.select(
         *[name for name in VERDICT.fieldNames() if name != "verdict"],
         _verdict(by).alias("verdict"),
@@ -274,8 +274,8 @@ def changes(
     now: dt.datetime,
     since: dt.datetime | None,
 ) -> DataFrame:
-    """Return CHANGE: new findings of a run, and findings that stood `before` the run
-    and are gone. Only gone findings of messages sent since `since` count."""
+    """Return CHANGE: new findings of a run, and findings from `before` the run that are
+    resolved. Only messages sent since `since` count as resolved."""
     same = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
     stood = before.select(*[sf.col(n).alias(f"stood_{n}") for n in _IDENTITY])
     fresh = findings.join(stood, is_finding("stood_"), "left_anti")
@@ -428,9 +428,9 @@ def _is_a_task(by: Judgement) -> Column:
         (sf.col("sender") == service) & (sf.col("broker") == alias)
         for service, alias in by.task_brokers
     ]
-    unheard = ~sf.col("destination").isin(*by.heard)
+    not_received = ~sf.col("destination").isin(*by.received)
     by_celery = reduce(lambda one, other: one | other, left, sf.lit(False))
-    return sf.coalesce(by_celery & unheard, sf.lit(False))
+    return sf.coalesce(by_celery & not_received, sf.lit(False))
 
 
 def _late(by: Judgement) -> Column:

@@ -5,16 +5,16 @@
   const parts = (page) => [...page.querySelectorAll("[data-txmsg-live]")];
   const [first] = parts(document);
   const pause = Number((first && first.dataset.txmsgEvery) || 1000);
-  const told = document.querySelector("[data-txmsg-updated]");
+  const updated = document.querySelector("[data-txmsg-updated]");
   let renewed = new Date();
   const tell = (trouble) => {
-    if (!told) return;
+    if (!updated) return;
     const at = renewed.toTimeString().slice(0, 8);
-    told.textContent = trouble ? `Not renewed since ${at}: ${trouble}` : `As of ${at}`;
-    told.classList.toggle("late", Boolean(trouble));
+    updated.textContent = trouble ? `Not renewed since ${at}: ${trouble}` : `As of ${at}`;
+    updated.classList.toggle("late", Boolean(trouble));
     // Read aloud when it stops, and not with every renewal.
-    if (trouble) told.setAttribute("role", "alert");
-    else told.removeAttribute("role");
+    if (trouble) updated.setAttribute("role", "alert");
+    else updated.removeAttribute("role");
   };
   const swap = (page) => {
     const fresh = parts(page);
@@ -34,7 +34,7 @@
   const refresh = async () => {
     if (!parts(document).some((part) => part.dataset.txmsgLive === "on")) return;
     if (document.hidden) {
-      // Nobody sees it: what is shown again is renewed then.
+      // A hidden page is renewed when it is shown again.
       document.addEventListener("visibilitychange", refresh, { once: true });
       return;
     }

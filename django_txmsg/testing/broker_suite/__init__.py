@@ -48,7 +48,7 @@ __all__ = ["SOON", "BrokerSuite", "bodies", "take"]
 
 class BrokerSuite(Capabilities, Sending, Receiving, Together, Transactions, Topics):
     """The contract of `django_txmsg.brokers.Broker` and `.Session`, for a broker that
-    `broker()` creates anew at each call, also from several threads."""
+    `broker()` creates a new one at each call, also from several threads."""
 
     @pytest.fixture
     def destination(self) -> str:

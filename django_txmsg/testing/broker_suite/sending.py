@@ -161,5 +161,5 @@ class Sending(Talk):
             if later is not None:
                 assert isinstance(later, DispatchUnknown)
                 assert not later.written
-        proven = [b for b, said in ((b"3", third), (b"4", last)) if said is None]
+        proven = [b for b, error in ((b"3", third), (b"4", last)) if error is None]
         assert self.rest(destination) == [b"0", b"1", *proven]

@@ -86,9 +86,9 @@ class Talk:
         broker = self.broker()
         kind = type(broker)
         code = _HOLDER.format(soon=SOON)
-        said = [kind.__module__, kind.__qualname__, broker._url, destination]
+        arguments = [kind.__module__, kind.__qualname__, broker._url, destination]
         process = subprocess.Popen(  # noqa: S603 - our own words
-            [sys.executable, "-c", code, *said],
+            [sys.executable, "-c", code, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -10,7 +10,7 @@ from .talk import Talk, bodies, numbered, numbers, take
 
 
 class Topics(Talk):
-    """A copy for each subscriber, and delays."""
+    """Tests that each subscriber gets a copy, and of delayed messages."""
 
     #: Whether the broker delays messages by their `delay`, which is optional.
     holds_back = True
