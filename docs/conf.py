@@ -71,7 +71,10 @@ def setup(app: Any) -> None:
 
 GLOSSARY = "reference/glossary"
 #: Words that also occur in a general sense, so their first use is not linked.
-AMBIGUOUS = {"cancel", "refuse", "session", "store"}
+AMBIGUOUS = {
+    "archive", "batch", "blocked", "cancel", "key", "rate", "refuse", "run", "session",
+    "signal", "step", "store",
+}  # fmt: skip
 #: Where a word is not linked.
 APART = (
     nodes.title, nodes.reference, nodes.literal, nodes.FixedTextElement, nodes.thead,

@@ -109,7 +109,7 @@ class Alerting(TimeLoop):
             one.name: one for one in alerts.filter(service=service, ended_at=None)
         }
         changed = found.keys() ^ opened.keys()
-        # What lasts for a moment only, as in a deployment, is reported to nobody.
+        # What lasts for a moment only, as in a deployment, is not reported.
         self._first_seen = {name: self._first_seen.get(name, now) for name in changed}
         for name in sorted(changed):
             if now - self._first_seen[name] < settings.AFTER:

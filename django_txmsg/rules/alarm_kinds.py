@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 KINDS = (
-    "database", "nobody", "outage", "overdue", "newer-code", "undo-stuck", "order",
+    "database", "no-worker", "outage", "overdue", "newer-code", "undo-stuck", "order",
     "silent", "dead", "unconsumed", "paused", "subscription",
 )  # fmt: skip
 

@@ -101,7 +101,7 @@ def test_on_the_embedded_broker(manage: Manage, destination: str) -> None:
         pytest.param("rabbitmq_amqp", marks=pytest.mark.soak),
     ],
 )
-def test_on_a_server(
+def test_a_killed_relay_loses_nothing_on_a_server(
     broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
 ) -> None:
     server: StompServer = request.getfixturevalue(broker)

@@ -211,7 +211,7 @@ def test_alarm_is_shown_only_with_permission_for_its_rows(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_relay_that_celery_runs_is_at_work() -> None:
+def test_a_relay_that_celery_runs_counts_as_live() -> None:
     for _ in range(2):
         tasks.relay_outbox()
 

@@ -252,7 +252,7 @@ def test_the_overview_keeps_itself_up_to_date(walker: Browser) -> None:
     assert walker.errors() == []
 
 
-def test_a_page_that_is_not_renewed_any_more_says_so(
+def test_a_page_says_when_it_is_not_renewed_any_more(
     walker: Browser, pictures: Path
 ) -> None:
     """No user should watch old figures unknowingly, logged out or without a server."""

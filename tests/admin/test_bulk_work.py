@@ -25,7 +25,7 @@ def each_once(count: int) -> None:
 
 
 @pytest.mark.django_db
-def test_batches_grow() -> None:
+def test_batches_grow_while_they_are_fast() -> None:
     factories.DeadLetterFactory.create_batch(750)
     operation = bulk.start("redeliver", {})
     sizes = []

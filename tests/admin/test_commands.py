@@ -44,7 +44,7 @@ def as_json(name: str, *arguments: str) -> Any:
     return json.loads(out.getvalue())
 
 
-def test_list_and_groups() -> None:
+def test_lists_show_open_dead_letters_and_their_groups() -> None:
     letter = factories.DeadLetterFactory(deaths=2)
     factories.DeadLetterFactory(discarded=True)
 
@@ -188,7 +188,7 @@ def test_an_error_is_noted_on_muted_and_unmuted() -> None:
     assert FailureNote.objects.get().noted_by.startswith("command: ")
 
 
-def test_skipped_ones_are_reported_and_force_takes_them() -> None:
+def test_skipped_letters_are_reported_and_force_includes_them() -> None:
     letter = factories.DeadLetterFactory()
     factories.InboxMessageFactory(message_id=letter.message_id)
 
@@ -209,7 +209,7 @@ def test_messages_older_than_the_inbox_are_warned_about() -> None:
     assert "1 of them are older than the inbox remembers (14 days)" in text
 
 
-def test_undos_in_doubt_are_said_to_be_confirmed() -> None:
+def test_a_dry_run_names_undos_in_doubt_that_it_would_confirm() -> None:
     factories.DeadLetterFactory(reason="undo_in_doubt")
 
     text = run("dead_letters", "discard", "--all", "--dry-run")
@@ -275,7 +275,7 @@ def test_status_counts_every_state_and_exits_1_when_something_is_overdue() -> No
         run("message_status")
 
 
-def test_status_in_words() -> None:
+def test_message_status_prints_places_and_alarms() -> None:
     factories.DeadLetterFactory(created_at=factories.ago(hours=2))
     factories.StageStateFactory(stage="payments.charge")
 

@@ -41,7 +41,9 @@ def test_letters_older_than_the_inbox_give_a_warning(operator: Client) -> None:
     assert "older than the inbox" not in page
 
 
-def test_discarding_an_undo_in_doubt_is_said_to_confirm_it(operator: Client) -> None:
+def test_the_page_says_that_discarding_an_undo_in_doubt_confirms_it(
+    operator: Client,
+) -> None:
     factories.DeadLetterFactory(reason="undo_in_doubt")
     factories.DeadLetterFactory()
 

@@ -283,6 +283,28 @@ def test_no_page_has_a_style_or_a_script_of_its_own() -> None:
         assert not re.search(r"style=|<style|<script(?! src=)|\son\w+=", text), page
 
 
+@pytest.mark.parametrize(
+    ("place", "factory"),
+    [
+        ("outboxmessage/", factories.OutboxMessageFactory),
+        ("inboxmessage/", factories.InboxMessageFactory),
+        ("deadletter/?resolution=open", factories.DeadLetterFactory),
+    ],
+)
+def test_the_first_column_of_a_list_links_to_the_message(
+    viewer: Client, place: str, factory: Any
+) -> None:
+    """On a phone, the other columns are off the screen."""
+    row = factory()
+
+    page = viewer.get(f"/admin/django_txmsg/{place}").content.decode()
+
+    first = re.search(r'<(?:td|th) class="field-.*?</t[dh]>', page, re.DOTALL)
+    assert first is not None
+    assert "<a href=" in first[0]
+    assert re.search(f"{row.message_id}|/{row.pk}/", first[0])
+
+
 def test_outbox_list_shows_a_messages_state_at_its_stages(
     viewer: Client,
 ) -> None:

@@ -275,7 +275,7 @@ def test_a_message_that_is_gone_leads_back_with_a_word(operator: Client) -> None
     assert operator.get(f"{url(uuid.uuid4())}body/elsewhere/1/").status_code == 404
 
 
-def test_a_message_that_a_user_may_not_see_is_not_said_to_be_gone(
+def test_the_page_does_not_call_a_message_gone_that_the_user_may_not_see(
     somebody: Callable[..., Client],
 ) -> None:
     stored = factories.OutboxMessageFactory()

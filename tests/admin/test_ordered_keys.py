@@ -82,13 +82,13 @@ def test_blocked_keys_are_listed_with_the_reason(
     (one,) = json.loads(printed("order", "list", "--json"))
     assert (one["stage"], one["count"]) == ("tests.in_order", 2)
     told = status()
-    assert "2 in line behind others" in told
+    assert "2 blocked behind others" in told
     assert "2 messages of key k wait at stage tests.in_order" in told
     (one,) = json.loads(status("--json"))["held_keys"]
     assert (one["key"], one["count"], one["why"]) == ("k", 2, "which is dead")
     overview = operator.get("/admin/django_txmsg/").content.decode()
     assert "2 messages of key k wait" in overview
-    rows = operator.get("/admin/django_txmsg/inboxmessage/?state=in-line")
+    rows = operator.get("/admin/django_txmsg/inboxmessage/?state=blocked")
     assert rows.content.decode().count("of its key") == 2
 
 
@@ -135,6 +135,6 @@ def test_messages_that_wait_in_a_circle_are_reported(letter: DeadLetter) -> None
     assert "in a circle" in printed("order", "list")
 
 
-def test_nothing_waits(operator: Client) -> None:
+def test_commands_report_that_no_message_waits(operator: Client) -> None:
     assert "No message waits" in printed("order", "list")
     assert str(uuid.UUID(int=0)) not in printed("message_status")

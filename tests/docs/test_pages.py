@@ -145,3 +145,13 @@ def test_first_example_has_a_consumer_for_its_message(name: str) -> None:
     consumed = set(re.findall(r'@stage\(\s*"([^"]+)"', code))
     assert sent
     assert sent <= consumed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_row_belongs_to_a_table(page: Path) -> None:
+    """A row behind an empty line would show as text with bars."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.M)
+    tables = re.findall(r"(?:^ *\|.*\n)+", text, re.MULTILINE)
+
+    headless = [one for one in tables if not re.match(r".*\n *\|[-:| ]+\|\n", one)]
+    assert headless == []

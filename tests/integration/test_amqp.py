@@ -81,7 +81,7 @@ def test_stomp_at_the_amqp_port_names_the_right_url(
 
 
 @pytest.mark.parametrize("server", ["rabbitmq", "activemq"])
-def test_amqp_at_a_stomp_port_names_its_own(
+def test_amqp_at_a_stomp_port_names_the_amqp_port(
     server: str, request: pytest.FixtureRequest, opened: Open
 ) -> None:
     port = request.getfixturevalue(server).port

@@ -131,7 +131,7 @@ def test_undecodable_member_of_a_batch_dies_alone() -> None:
 
 
 @pytest.mark.parametrize("mode", ["blocking", "non_blocking"])
-def test_a_member_that_succeeds_at_its_second_attempt(mode: str) -> None:
+def test_a_failed_member_succeeds_at_its_second_attempt_alone(mode: str) -> None:
     def handler(message: Message) -> None:
         effect(message)
         if message.body == 1 and message.delivery_attempt == 1:
@@ -147,7 +147,7 @@ def test_a_member_that_succeeds_at_its_second_attempt(mode: str) -> None:
     assert Attempt.objects.count() == 1
 
 
-def test_a_member_with_an_operational_error_of_its_own() -> None:
+def test_an_operational_error_costs_only_its_member_an_attempt() -> None:
     """A deadlock or lock time-out is the failure of that message and not an outage: the
     other messages must not lose attempts with it."""
     with declared(failing(1, OperationalError), batch=10) as stage:
@@ -158,7 +158,7 @@ def test_a_member_with_an_operational_error_of_its_own() -> None:
     assert InboxMessage.objects.filter(attempts=1).count() == 2
 
 
-def test_messages_that_came_before_go_one_by_one() -> None:
+def test_redelivered_messages_run_outside_of_a_batch() -> None:
     """A message that kills its worker affects its batch once, and is alone at its next
     attempt."""
     together: list[int] = []

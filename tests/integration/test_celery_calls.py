@@ -104,7 +104,7 @@ def test_a_rolled_back_transaction_calls_nothing() -> None:
     assert stored() == []
 
 
-def test_outside_of_a_transaction_it_is_as_with_celery() -> None:
+def test_outside_of_a_transaction_a_call_goes_to_celery() -> None:
     app.conf.result_backend = None  # which Celery asks first
     forget_connections()
     with pytest.raises(OperationalError):
@@ -113,7 +113,7 @@ def test_outside_of_a_transaction_it_is_as_with_celery() -> None:
     assert stored() == []
 
 
-def test_outside_of_a_transaction_it_is_an_error_where_settings_say_so() -> None:
+def test_outside_of_a_transaction_a_call_is_an_error_if_settings_require_one() -> None:
     app.conf.result_backend = None
     forget_connections()
     with through("tests.celery_shop:app", CELERY={"REQUIRE_ATOMIC": True}):
@@ -219,7 +219,7 @@ def test_a_redis_url_without_a_database_is_that_of_the_first_one() -> None:
     assert len(stored()) == 1
 
 
-def test_how_it_is_published_is_not_the_caller_s_to_say() -> None:
+def test_options_of_publishing_are_ignored_in_a_call() -> None:
     app.conf.broker_url = "memory://"
     forget_connections()
     with transaction.atomic():

@@ -205,14 +205,14 @@ def test_the_transaction_may_be_another_database_s() -> None:
     assert InboxMessage.objects.using("other").count() == 1
 
 
-def test_called_as_a_function_it_is_one() -> None:
+def test_an_once_task_called_as_a_function_runs_directly() -> None:
     task = once_task(lambda number: number + 1)
 
     assert task(1) == 2
     assert InboxMessage.objects.count() == 0
 
 
-def test_eager_it_is_the_same() -> None:
+def test_an_once_task_runs_eagerly() -> None:
     task = once_task(lambda: step.delay("called").id)
 
     assert task.apply().get() == str(OutboxMessage.objects.get().message_id)

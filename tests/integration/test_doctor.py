@@ -175,7 +175,7 @@ def test_a_missing_migration_is_named_with_its_command() -> None:
     assert not of(examined, "broker 'default'")
 
 
-def test_settings_that_cannot_be_read_are_said_and_nothing_is_connected() -> None:
+def test_unreadable_settings_are_reported_without_a_connection() -> None:
     with override_settings(TXMSG={"BROKER": {}}):
         code, examined = doctor()
 
@@ -203,7 +203,7 @@ def test_init_prints_what_a_bare_project_lacks() -> None:
         assert line in said
 
 
-def test_init_knows_of_projects_without_urls() -> None:
+def test_init_prints_lines_for_projects_without_urls() -> None:
     with override_settings(TXMSG={}):
         del settings.ROOT_URLCONF  # as where no settings file has it
         said = printed("init")

@@ -122,7 +122,7 @@ class TestInsideATestCase(TestCase, Declares):
         assert parked.due_at is not None
         assert parked.attempts == 1
 
-    def test_redeliveries_happen_now_if_the_time_is_said_to_have_passed(self) -> None:
+    def test_drain_runs_redeliveries_whose_time_the_test_has_advanced(self) -> None:
         attempts: list[int] = []
 
         def fail_twice(message: Message) -> None:
@@ -184,7 +184,7 @@ class TestInsideATestCase(TestCase, Declares):
         assert drained.dead == 1
         assert len(drained.errors) == 4
 
-    def test_a_delayed_message_waits_until_its_time_is_said_to_have_come(self) -> None:
+    def test_drain_leaves_a_delayed_message_until_the_test_advances_time(self) -> None:
         seen: list[Message] = []
         self.stage(seen.append, "drained.later")
         for minutes in (50, 20, 90):

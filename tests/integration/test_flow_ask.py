@@ -128,7 +128,7 @@ def test_the_answer_comes_to_who_asks(is_async: bool) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_run_goes_on_after_the_time_is_over(is_async: bool) -> None:
+def test_a_run_continues_after_ask_has_timed_out(is_async: bool) -> None:
     asking = async_to_sync(aask) if is_async else ask
     with pytest.raises(TimeoutError, match="goes on") as late:
         asking(Oracle, Question("what?"), within=dt.timedelta(milliseconds=50), key="1")
@@ -140,7 +140,7 @@ def test_a_run_goes_on_after_the_time_is_over(is_async: bool) -> None:
     assert run.answer == '{"text":"what? 42"}'
 
 
-def test_it_is_refused_where_it_would_wait_for_its_own_transaction() -> None:
+def test_ask_is_refused_inside_a_transaction() -> None:
     with transaction.atomic(), pytest.raises(FlowError, match="an open transaction"):
         ask(Oracle, Question("what?"), within=60)
     with outbox_session(), pytest.raises(FlowError, match="an outbox session"):

@@ -430,7 +430,7 @@ class Nested(Flow[Tour, Toured | Cancelled], name="tour.nested", within=HOUR):
         return Toured([sum(isinstance(one, Toured) for one in answers)])
 
 
-def test_flows_are_gathered_and_those_left_over_cancelled() -> None:
+def test_a_join_that_ends_early_cancels_its_unanswered_flows() -> None:
     with at_hand(Nested):
         with transaction.atomic():
             run = start(Nested, Tour(3))
@@ -489,7 +489,7 @@ def test_a_step_that_joins_is_tested_by_calling_it() -> None:
     )
 
 
-def test_a_join_that_cannot_work_is_an_error_where_it_is_written() -> None:
+def test_an_impossible_join_is_refused_when_it_is_created() -> None:
     flow = Touring()
     asked = [flow.branch(price, Price(1))]
     with pytest.raises(ConfigurationError, match="does not take what it would get"):

@@ -1085,7 +1085,7 @@ def test_one_of_a_concurrent_answer_deadline_and_copies_continues_the_run() -> N
         assert (run.outcome, released) in (("answered", 0), ("failed", 1))
 
 
-def test_an_undo_waits_for_a_request_in_hand_and_then_undoes_it() -> None:
+def test_an_undo_waits_for_a_request_in_progress_and_reverses_it() -> None:
     entered, let_go = threading.Event(), threading.Event()
 
     def slow(request: Reserve) -> Reserved | SoldOut:

@@ -64,7 +64,9 @@ def django(tmp_path: Path, apps: list[str], *command: str) -> str:
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_migrate(tmp_path: Path, command: list[str]) -> None:
+def test_without_tables_a_command_asks_for_migrate(
+    tmp_path: Path, command: list[str]
+) -> None:
     text = django(tmp_path, EVERYTHING, *command)
 
     assert "not in database 'default'. Run manage.py migrate." in text
@@ -81,7 +83,9 @@ def test_migrate(tmp_path: Path, command: list[str]) -> None:
         "import django_txmsg.urls",
     ],
 )
-def test_installed_apps(tmp_path: Path, code: str) -> None:
+def test_an_import_without_the_app_asks_for_installed_apps(
+    tmp_path: Path, code: str
+) -> None:
     text = django(tmp_path, EVERYTHING[:-1], "shell", "-c", code)
 
     assert text.splitlines()[-1].endswith(': Add "django_txmsg" to INSTALLED_APPS.')
@@ -97,7 +101,7 @@ def test_the_middleware_where_the_app_is_missing(tmp_path: Path) -> None:
     assert text.splitlines()[-1].endswith(': Add "django_txmsg" to INSTALLED_APPS.')
 
 
-def test_the_middleware() -> None:
+def test_a_send_outside_a_transaction_names_the_middleware() -> None:
     with pytest.raises(TransactionRequired) as raised:
         send_message("orders.place", {})
 
@@ -108,7 +112,9 @@ def test_the_middleware() -> None:
 
 @pytest.mark.sqlite
 @pytest.mark.parametrize("name", ["stage", "handlers"])
-def test_a_module_of_stages_that_nobody_imports(name: str, tmp_path: Path) -> None:
+def test_check_names_a_module_of_stages_that_is_not_imported(
+    name: str, tmp_path: Path
+) -> None:
     shop = tmp_path / "shop"
     shop.mkdir()
     (shop / "__init__.py").touch()
@@ -153,7 +159,7 @@ def test_a_module_of_stages_that_nobody_imports(name: str, tmp_path: Path) -> No
     ],
     ids=["a stage", "an import", "syntax"],
 )  # fmt: skip
-def test_a_mistake_in_a_module_of_stages_is_told_in_a_few_lines(
+def test_a_mistake_in_a_module_of_stages_is_reported_in_a_few_lines(
     mistake: str, line: str, said: str, tmp_path: Path
 ) -> None:
     shop = tmp_path / "shop"
@@ -184,7 +190,7 @@ def test_a_mistake_in_a_module_of_stages_keeps_its_traceback(tmp_path: Path) -> 
 
 @pytest.mark.sqlite
 @pytest.mark.django_db
-def test_relay_and_consume() -> None:
+def test_status_names_the_commands_of_processes_that_do_not_run() -> None:
     with declared(print, "mails.confirm"):
         said = StringIO()
         call_command("message_status", stdout=said)

@@ -79,7 +79,9 @@ def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception
 @pytest.mark.parametrize("drained", [False, True], ids=["consume", "drain"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_stages_hooks(mode: Any, batch: int, drained: bool, key: str | None) -> None:
+def test_hooks_of_a_stage_send_in_their_own_transactions(
+    mode: Any, batch: int, drained: bool, key: str | None
+) -> None:
     """Hooks, and hooks made by hooks, need their own transactions."""
     if batch > 1 and mode != "outbox":
         batch = 1
@@ -198,7 +200,7 @@ def test_dispatcher_is_woken_although_events_cannot_be_sent(
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_sessions_hooks(key: str | None) -> None:
+def test_hooks_of_a_session_send_in_their_own_transactions(key: str | None) -> None:
     def hook() -> None:
         send_late(key)
         with outbox_session():

@@ -155,8 +155,8 @@ def test_a_full_stage_is_seen_everywhere(client: Client) -> None:
             for one in metrics.Collector("default").collect()
             if one.name.startswith("txmsg_stage_")
         }
-        assert gauges["txmsg_stage_in_line"][stage.name] == 2
-        assert gauges["txmsg_stage_in_line_bytes"][stage.name] == place.line.size
+        assert gauges["txmsg_stage_blocked"][stage.name] == 2
+        assert gauges["txmsg_stage_blocked_bytes"][stage.name] == place.line.size
         assert gauges["txmsg_stage_held_keys"][stage.name] == 1
-        assert gauges["txmsg_stage_in_line_oldest_age_seconds"][stage.name] > 3000
+        assert gauges["txmsg_stage_blocked_oldest_age_seconds"][stage.name] > 3000
         assert gauges["txmsg_stage_full"][stage.name] == 0

@@ -302,7 +302,7 @@ def test_dead_message_with_skip_blocks_none_and_runs_late() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 10])
-def test_skip_passes_a_dead_one_of_its_own_batch_at_once(batch: int) -> None:
+def test_skip_continues_at_once_after_a_dead_message_of_the_batch(batch: int) -> None:
     """`drain()` does not wait, so it would leave a postponed message."""
     handler = refusing(1, 3)
     with declared(handler, ordered="skip", batch=batch) as stage:
@@ -412,7 +412,7 @@ def all_subscribed(number: int) -> bool:
     return QueueSubscription.objects.count() >= number
 
 
-def test_a_rejected_predecessor_comes_when_it_is_redelivered() -> None:
+def test_a_follower_runs_when_its_rejected_predecessor_is_redelivered() -> None:
     """Its followers wait, whether the relay gave it up or the broker lost it. It keeps
     its place when it is sent again."""
     with declared(effect, ordered="block") as stage:

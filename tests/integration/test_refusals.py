@@ -313,14 +313,14 @@ def test_no_refused_transaction_keeps_a_queue_of_activemq_full(
         wait_until(refilled)
 
 
-def test_a_store_that_is_full_says_so(
+def test_a_full_store_pauses_its_destination(
     small_activemq: SmallActiveMQ, destination: str, trials: Callable[[], int]
 ) -> None:
     fill_the_store(small_activemq, destination, trials, "destination", "store is Full")
 
 
 @pytest.mark.matrix
-def test_a_store_that_is_full_says_nothing(
+def test_a_full_store_that_gives_no_reason_pauses_the_broker(
     silent_activemq: SilentActiveMQ, destination: str, trials: Callable[[], int]
 ) -> None:
     fill_the_store(silent_activemq, destination, trials, "broker", "did not answer")

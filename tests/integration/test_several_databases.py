@@ -54,7 +54,7 @@ def test_a_stages_transaction_is_found_out_once() -> None:
         assert asked == []
 
 
-def test_a_database_that_holds_no_messages_is_not_said_to_be_left_out(
+def test_no_warning_names_a_database_without_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with txmsg():

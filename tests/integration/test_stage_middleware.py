@@ -372,7 +372,7 @@ def test_a_verdict_cannot_be_hidden() -> None:
 
 
 @pytest.mark.postgresql
-def test_a_query_of_its_own_that_fails_in_silence_fails_the_attempt() -> None:
+def test_a_swallowed_query_error_in_a_middleware_fails_the_attempt() -> None:
     def spoil(call_next: CallNext, message: Message) -> None:
         call_next(message)
         with contextlib.suppress(IntegrityError):
@@ -446,7 +446,7 @@ def test_a_copy_with_another_body_reaches_the_handler() -> None:
     assert done() == ["plain", "plain"]
 
 
-def test_inside_a_batch_each_message_has_its_own() -> None:
+def test_inner_middleware_wraps_each_message_of_a_batch() -> None:
     with around("Inside"), declared(failing_for("1"), batch=10) as stage:
         for body in (b'"0"', b'"1"', b'"2"'):
             put(stage.destination, body)

@@ -102,7 +102,7 @@ def test_a_handler_asks_whether_to_end(mode: Any) -> None:
     assert StageStopped.__name__ in DeadLetter.objects.get().exception
 
 
-def test_a_handler_hears_that_its_time_has_passed() -> None:
+def test_cancelled_is_true_after_the_time_out() -> None:
     told: list[bool] = []
 
     def handler(message: Message) -> None:
@@ -119,7 +119,7 @@ def test_a_handler_hears_that_its_time_has_passed() -> None:
     assert StageTimedOut.__name__ in DeadLetter.objects.get().exception
 
 
-def test_without_a_time_out_a_handler_is_never_told_to_end() -> None:
+def test_cancelled_stays_false_without_a_time_out() -> None:
     told: list[bool] = []
     with declared(lambda message: told.append(message.cancelled())) as one:
         put(one.destination)

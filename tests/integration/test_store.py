@@ -40,7 +40,7 @@ def test_the_message_commits_or_rolls_back_with_the_data() -> None:
     assert Order.objects.count() == OutboxMessage.objects.count() == 1
 
 
-def test_on_another_alias() -> None:
+def test_a_message_is_stored_in_the_database_named_by_using() -> None:
     with transaction.atomic(using="other"):
         sent = send_message("orders", 1, using="other")
     assert OutboxMessage.objects.using("other").get().message_id == sent.id
@@ -67,7 +67,9 @@ def test_on_another_alias() -> None:
         (b"\x00\xff", b"\x00\xff", "application/octet-stream"),
     ],
 )
-def test_bodies(body: Any, stored: bytes, content_type: str) -> None:
+def test_a_body_is_stored_with_its_content_type(
+    body: Any, stored: bytes, content_type: str
+) -> None:
     with transaction.atomic():
         send_message("orders", body)
     row = OutboxMessage.objects.get()

@@ -360,7 +360,7 @@ def test_the_task_of_a_savepoint_goes_with_it() -> None:
 
 
 @committing
-def test_outside_of_a_transaction_it_has_its_own() -> None:
+def test_a_task_enqueued_outside_a_transaction_gets_its_own() -> None:
     assert not connection.in_atomic_block
     result = jobs.note.enqueue("alone")
     assert OutboxMessage.objects.filter(message_id=result.id).exists()
@@ -417,14 +417,14 @@ def test_a_duplicate_is_not_run_again(mode: str) -> None:
     assert TaskRun.objects.count() == 1
 
 
-def test_a_task_is_retried_as_often_as_said(mode: str) -> None:
+def test_a_task_is_retried_as_its_policy_says(mode: str) -> None:
     options = {"TRANSACTION": mode, "MAX_REDELIVERIES": 2}
     with tasks(OPTIONS=options):
         result = finished(jobs.fail.enqueue())
         assert (result.status, result.attempts, len(result.errors)) == (FAILED, 3, 3)
 
 
-def test_between_two_attempts_it_is_ready() -> None:
+def test_a_result_is_ready_between_two_attempts() -> None:
     patient = {"INITIAL_DELAY": 3600.0, "MAX_DELAY": 3600.0}
     with txmsg(REDELIVERY=patient), tasks(OPTIONS={"MAX_REDELIVERIES": 1}):
         result = finished(jobs.fail.enqueue())
@@ -504,7 +504,7 @@ def test_without_queues_any_name_is_allowed(mode: str) -> None:
         assert (result.status, result.task) == (SUCCESSFUL, task)
 
 
-def test_backends_are_apart() -> None:
+def test_each_backend_uses_its_own_database_and_broker() -> None:
     other = {"BACKEND": BACKEND, "OPTIONS": {"BROKER": "apart", "USING": "other"}}
     settings = {"default": {"BACKEND": BACKEND}, "b": other}
     with override_settings(TASKS=settings):

@@ -155,7 +155,7 @@ def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
     assert left == ["topic:orders.v2 tests.orders: 0 waiting"]
 
 
-def test_a_subscription_that_is_not_there_is_not_said_to_be_removed() -> None:
+def test_an_unknown_subscription_is_not_reported_as_removed() -> None:
     """Messages that were put into its queue just as it ended are removed, however."""
     QueueMessage.objects.create(queue=queue.queue_name(TOPIC, "tests.late"), body=b"1")
     with txmsg():

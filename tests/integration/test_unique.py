@@ -60,7 +60,7 @@ def test_a_second_message_is_skipped_until_the_first_has_left() -> None:
 
 
 @pytest.mark.django_db
-def test_or_it_is_an_error_and_the_transaction_goes_on() -> None:
+def test_on_conflict_error_raises_and_the_transaction_goes_on() -> None:
     first = send()
     for options in ({}, {"on_conflict": "error"}):
         with pytest.raises(AlreadyPending, match="unique key 'k'") as caught:
@@ -260,7 +260,7 @@ def test_expired_message_frees_its_unique_key() -> None:
 
 
 @pytest.mark.django_db
-def test_a_delayed_message_gathers_those_that_come_meanwhile() -> None:
+def test_a_pending_message_stands_for_later_ones_of_its_unique_key() -> None:
     for number in range(5):
         send(number, delay=dt.timedelta(minutes=1))
 

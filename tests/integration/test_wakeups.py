@@ -243,7 +243,7 @@ def listening() -> Iterator[list[str]]:
             thread.join(30)
 
 
-def test_many_commits_share_a_notification_and_none_is_left_out() -> None:
+def test_many_commits_share_a_notification_that_names_all() -> None:
     with listening() as payloads:
         began = time.monotonic()
         for number in range(2000):
@@ -341,7 +341,7 @@ def checked() -> list[str]:
     return found
 
 
-def test_behind_a_pooler_it_says_so_and_all_poll(
+def test_behind_a_pooler_a_warning_is_logged_and_all_threads_poll(
     pooled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with txmsg(LISTEN_DATABASE=pooled):

@@ -54,8 +54,8 @@ def left_the_lake(log: Log, lake: LakeSpec) -> None:
     ("change", "standing"),
     [
         (joined, Standing.GOOD), (more_archived, Standing.GOOD),
-        (behind, Standing.OTHER), (restored, Standing.ANEW),
-        (deleted_by_others, Standing.ANEW), (left_the_lake, Standing.ANEW),
+        (behind, Standing.OTHER), (restored, Standing.REBUILD),
+        (deleted_by_others, Standing.REBUILD), (left_the_lake, Standing.REBUILD),
     ],
 )  # fmt: skip
 def test_journeys_stand_while_no_batch_of_theirs_has_changed(

@@ -86,6 +86,21 @@ def test_a_number_that_would_archive_nothing_or_never_rest_is_refused(
     assert words[1] in capsys.readouterr().err
 
 
+def test_brokers_of_celery_are_named_to_reconcile() -> None:
+    """Their plain tasks leave no inbox row, and must be `external`: never lost, and so
+    never replayed."""
+    brokers = {
+        "default": {"URL": "database://"},
+        "tasks": {"URL": "celery://shop.celery:app"},
+    }
+    with override_settings(
+        TXMSG={"SERVICE": "shop", "LAKE": {"URI": "s3://b/l"}, "BROKERS": brokers}
+    ):
+        spec = job_spec("default")
+
+    assert JobSpec.from_json(spec.to_json()).task_brokers == (("shop", "tasks"),)
+
+
 def test_settings_describe_the_lake(monkeypatch) -> None:
     options = {"AWS_SECRET_ACCESS_KEY": "hidden", "AWS_REGION": "here"}
     lake = {"URI": "s3://b/l", "STORAGE_OPTIONS": options, "KEEP_BODIES": False}

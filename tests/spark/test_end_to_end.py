@@ -79,7 +79,7 @@ def play(services: ThreeServices, lake: LakeSpec, tmp_path: Path, orders: int) -
     }
     assert ok > 2.7 * orders
     assert verdicts(lake) == planted
-    assert (found["exit_code"], found["unheard"]) == (1, [])
+    assert (found["exit_code"], found["not_received"]) == (1, [])
 
     report = tmp_path / "report.html"
     seen = run(everybody, "analyze", "--since", "1d", "--html", str(report))

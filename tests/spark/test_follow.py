@@ -392,7 +392,7 @@ def told(log: Log) -> None:
             alerts.told(one)
 
 
-def test_an_event_waits_until_the_webhook_knows_of_it(log: Log) -> None:
+def test_an_event_is_kept_until_the_webhook_accepts_it(log: Log) -> None:
     [before] = weighed(log, True, False, False, hold=True)
     told(log)
     [after] = weighed(log, False, hold=True)

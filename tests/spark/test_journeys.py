@@ -125,7 +125,7 @@ def traffic(log: Log, rng: random.Random, known: list[uuid.UUID]) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(seed=st.integers(0, 2**32), batches=st.integers(2, 4))
-def test_steps_merged_in_any_order_are_those_merged_at_once(
+def test_steps_merge_to_the_same_journeys_in_any_order(
     spark, seed: int, batches: int
 ) -> None:
     rng = random.Random(seed)
@@ -178,7 +178,7 @@ def test_steps_merged_in_any_order_are_those_merged_at_once(
 
 
 @pytest.mark.matrix
-def test_journeys_kept_up_are_those_made_at_once(
+def test_incremental_journeys_equal_those_computed_at_once(
     spark, make_log, lake: LakeSpec
 ) -> None:
     log: Log = make_log("sqlite")

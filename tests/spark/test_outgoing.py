@@ -164,7 +164,7 @@ def test_send_makes_each_row_of_a_dataset_one_message(
 
 
 @pytest.mark.matrix
-def test_replayed_copies_have_ids_of_their_own_the_same_ones_each_time(
+def test_replayed_copies_have_new_ids_that_are_stable(
     spark, log: Log, lake: LakeSpec
 ) -> None:
     log.send_many(20, key="k")

@@ -120,7 +120,7 @@ def test_equally_long_transit_times_are_a_clock_difference() -> None:
     assert "behind" in found.describe()
 
 
-def test_one_message_with_a_wrong_time_says_nothing_of_the_others() -> None:
+def test_one_message_with_a_wrong_time_does_not_change_the_others_verdicts() -> None:
     assert differences([between(-86_400, 1, minutes=100_000)], []) == []
 
 

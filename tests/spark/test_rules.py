@@ -209,7 +209,7 @@ def received() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "in hand", {"processed_at": None}
     held: dict[str, dict[str, Any]] = {
         "held back by nothing": {},
-        "in line": {"waits_for": uuid.uuid4(), "key": "k", "waits_since": ago()},
+        "blocked": {"waits_for": uuid.uuid4(), "key": "k", "waits_since": ago()},
         "in need of newer code": {"needs_type": "orders.Order", "needs_version": 3},
         "of a paused stage": {"stage": PAUSED},
     }
@@ -234,7 +234,7 @@ def test_all_agree_on_a_received_message() -> None:
             ),
             "metrics": lambda: bool(gauge("redelivery_waiting")),
         }
-        agree(f"redelivering: {what}", parked and "in line" not in what, asked)
+        agree(f"redelivering: {what}", parked and "blocked" not in what, asked)
         asked = {
             "the console's filter": one(InboxMessage, states["overdue"]),
             "the console's list": lambda: listed(InboxMessage, "overdue"),

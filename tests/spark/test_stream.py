@@ -257,7 +257,7 @@ def test_blocked_stream_reports_and_then_fails(pg_log: Log, monkeypatch, capfd) 
 
 @pytest.mark.usefixtures("asking")
 @pytest.mark.parametrize("follow_by", ["stored", "changed"])
-def test_rows_of_a_dump_are_refused_until_they_are_said_to_be_old(
+def test_rows_of_a_dump_are_refused_until_declared_old(
     pg_log: Log, follow_by: str
 ) -> None:
     pg_log.send_many(3)

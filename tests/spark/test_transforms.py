@@ -376,7 +376,7 @@ def test_destination_that_matches_a_pattern_is_external(spark) -> None:
         messages, receipts, expected(spark), horizon=HORIZON, late_after=LATE,
         external=["shop.tasks.*", "erp.*", "broker:bus.*"],
         external_senders=["//legacy.example/*"],
-        task_brokers=[("a", "celery")], heard={"once"},
+        task_brokers=[("a", "celery")], received={"once"},
     )  # fmt: skip
 
     assert dict(verdicts.select("message_id", "verdict").collect()) == {

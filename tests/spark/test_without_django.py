@@ -23,7 +23,7 @@ from django_txmsg.spark.errors import (
     EnvironmentFault,
     UsageError,
     VerificationRefused,
-    told_by_spark,
+    from_spark,
 )
 from django_txmsg.spark.session import build
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec, hidden
@@ -257,7 +257,7 @@ def test_error_in_a_task_is_one_line_and_no_finding(tmp_path: Path, make_log) ->
     ],
 )  # fmt: skip
 def test_errors_of_spark_become_errors_of_the_pipeline(raised, kind, told) -> None:
-    fault = told_by_spark(Exception(raised))
+    fault = from_spark(Exception(raised))
 
     assert type(fault) is kind
     assert told in str(fault)

@@ -536,7 +536,7 @@ def test_a_middleware_that_cannot_be_made_is_an_error() -> None:
         assert check() == []
 
 
-def test_a_batch_that_a_middleware_keeps_from_being_one_is_a_warning() -> None:
+def test_a_batch_broken_up_by_a_middleware_is_a_warning() -> None:
     for names, ids in [
         (["Inside"], []),
         (["Inside", "Around"], ["txmsg.W007"]),

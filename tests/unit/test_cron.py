@@ -77,7 +77,7 @@ def test_the_next_and_last_ticks_agree_from_any_instant(
         assert list(cron.between(now, night + NIGHT)) == coming
 
 
-def test_the_last_one_is_found_behind_a_change_of_half_an_hour() -> None:
+def test_the_last_tick_is_found_across_a_clock_change_of_half_an_hour() -> None:
     cron = Cron("* 0 25 * SUN", "Australia/Lord_Howe")
     begin = dt.datetime(2026, 4, 4, 13, tzinfo=UTC)
     now = begin + dt.timedelta(hours=3)

@@ -243,7 +243,7 @@ def test_a_destination_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("number", ["4", 1.5, None, True, 0, -1])
 @pytest.mark.parametrize("option", ["concurrency", "batch"])
-def test_numbers_are_whole_ones_of_at_least_one(option: str, number: Any) -> None:
+def test_numbers_must_be_positive_integers(option: str, number: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"{option}={number!r} is not a whole"):
         stage("tests.refused", **{option: number})
 

@@ -149,18 +149,18 @@ def test_a_connection_forgets_its_block_when_it_connects() -> None:
         assert found == sorted(found)
 
 
-def test_modes_of_sqlite() -> None:
+def test_sqlite_has_the_attributes_of_its_modes() -> None:
     wrapper: Any = new("sqlite3")
     wrapper.get_connection_params()
     assert not [name for name in SQLITE if not hasattr(wrapper, name)]
 
 
-def test_features() -> None:
+def test_features_have_the_attributes_that_we_read() -> None:
     features = new("postgresql").features  # type: ignore[attr-defined]
     assert not [name for name in FEATURES if not hasattr(features, name)]
 
 
-def test_an_atomic_block() -> None:
+def test_atomic_has_the_attributes_that_we_read() -> None:
     atomic = transaction.Atomic("default", True, False)
     assert not [name for name in ATOMIC if not hasattr(atomic, name)]
     assert tuple(inspect.signature(transaction.Atomic).parameters) == (
@@ -171,7 +171,7 @@ def test_an_atomic_block() -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_what_django_says_of_a_durable_block_inside_another() -> None:
+def test_djangos_error_for_a_nested_durable_block_is_recognized() -> None:
     with pytest.raises(RuntimeError) as error, transaction.atomic():  # noqa: SIM117
         with transaction.atomic(durable=True):
             pass
@@ -191,20 +191,20 @@ def test_a_hook_is_savepoints_function_and_robustness() -> None:
 
 
 @pytest.mark.parametrize("name", HANDLER)
-def test_a_request_handler(name: str) -> None:
+def test_request_handlers_have_the_parameters_that_we_pass(name: str) -> None:
     method = getattr(BaseHandler, name)
     parameters = tuple(inspect.signature(inspect.unwrap(method)).parameters)
     assert parameters == ("self", *HANDLER[name])
 
 
 @pytest.mark.parametrize("name", QUERYSET)
-def test_a_queryset(name: str) -> None:
+def test_querysets_have_the_parameters_that_we_pass(name: str) -> None:
     method = getattr(QuerySet, name)
     assert tuple(inspect.signature(method).parameters) == ("self", *QUERYSET[name])
 
 
 @pytest.mark.parametrize("name", VIEW)
-def test_a_view_that_wants_no_transaction(name: str) -> None:
+def test_a_non_atomic_view_is_recognized(name: str) -> None:
     view = transaction.non_atomic_requests(using="other")(lambda _: HttpResponse())
     assert getattr(view, name) == {"other"}
     assert views.is_non_atomic(view, "other")

@@ -28,7 +28,7 @@ def otherwise_raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_one_cause_has_one_fingerprint_whatever_it_says() -> None:
+def test_one_cause_has_one_fingerprint_for_any_message() -> None:
     first = Failure.of(raised(ValueError("order 1")))
     assert first.fingerprint == Failure.of(raised(ValueError("order 2"))).fingerprint
     assert first.fingerprint != Failure.of(raised(KeyError("order 1"))).fingerprint
@@ -111,7 +111,7 @@ def test_a_verdict_holds_what_every_database_can_store() -> None:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_an_exception_whose_code_raises_is_kept_as_what_it_is(kind: str) -> None:
+def test_an_exception_whose_code_raises_is_stored_by_its_type(kind: str) -> None:
     error, said = HOSTILE[kind]
 
     failure = Failure.of(raised(error("no stock")))

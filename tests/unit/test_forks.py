@@ -27,12 +27,12 @@ pytestmark = [
 ]
 
 
-def fork_untold() -> int:
+def fork_without_python() -> int:
     """Fork without Python's hooks, while both sides hold the lock."""
     return int(ctypes.PyDLL(None).fork())
 
 
-@pytest.mark.parametrize("fork", [os.fork, fork_untold])
+@pytest.mark.parametrize("fork", [os.fork, fork_without_python])
 @pytest.mark.parametrize("make", [new_id, new_jms_id])
 def test_a_forked_process_makes_ids_of_its_own(
     fork: Callable[[], int], make: Callable[[], object]

@@ -89,23 +89,25 @@ def test_destinations_have_names_that_every_broker_knows(name: str) -> None:
         ("/topic/orders.placed", "'topic:orders.placed'"),
     ],
 )
-def test_a_name_with_a_brokers_prefix_is_told_its_own(given: str, plain: str) -> None:
+def test_the_error_for_a_brokers_prefix_names_the_destination_without_it(
+    given: str, plain: str
+) -> None:
     with pytest.raises(InvalidMessage, match=f"write {plain}"):
         check_destination(given)
 
 
 @pytest.mark.parametrize("good", ["orders", "orders.place", "topic:orders-placed_1"])
-def test_good_destinations(good: str) -> None:
+def test_valid_destinations_are_accepted(good: str) -> None:
     assert check_destination(good) == good
 
 
 @pytest.mark.parametrize("bad", ["", "a b", "/q/a", "a\n", "topic:", "x" * 256, None])
-def test_bad_destinations(bad: object) -> None:
+def test_invalid_destinations_are_refused(bad: object) -> None:
     with pytest.raises(InvalidMessage, match="destination"):
         check_destination(bad)
 
 
-def test_keys() -> None:
+def test_keys_are_text_of_1_to_255_characters() -> None:
     assert check_key(None) == ""
     assert check_key("customer 7 / ü") == "customer 7 / ü"
     for bad in ("", 7, "x" * 256, "\x00"):

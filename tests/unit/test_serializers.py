@@ -29,7 +29,7 @@ JSON = st.recursive(
 
 
 @given(JSON | st.binary())
-def test_there_and_back(body: object) -> None:
+def test_a_serialized_body_is_read_back_equal(body: object) -> None:
     assert serializers.decode(*serializers.encode(body)) == body
 
 

@@ -96,7 +96,7 @@ def test_messages_that_share_their_headers_are_filled_in(session: StompSession) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_a_header_says_the_frame_is_the_same(
+def test_a_cached_head_gives_the_same_frame_for_any_header(
     session: StompSession, name: str
 ) -> None:
     for value in HOSTILE:
@@ -105,7 +105,7 @@ def test_whatever_a_header_says_the_frame_is_the_same(
 
 
 @pytest.mark.parametrize("destination", DESTINATIONS)
-def test_whatever_the_body_and_the_destination_the_frame_is_the_same(
+def test_a_cached_head_gives_the_same_frame_for_any_body_and_destination(
     session: StompSession, destination: str
 ) -> None:
     kinds = ("application/json", "text/plain", "application/octet-stream", "é")

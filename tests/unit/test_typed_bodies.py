@@ -294,7 +294,7 @@ def test_a_header_may_hold_the_name_alone_and_what_comes_later() -> None:
     assert str(TypeHeader("a.B", 3, 2)) == "a.B;v=3;min=2"
 
 
-def test_a_union_is_told_apart_by_the_header() -> None:
+def test_the_header_selects_the_member_of_a_union() -> None:
     union = Note | Order
 
     assert isinstance(read(union, {"text": "a"}, "typed.Note;v=1;min=1"), Note)
@@ -325,7 +325,7 @@ def test_names_come_from_the_declaration_or_the_module() -> None:
     assert codecs.body_type(Heir).name == "tests.Heir"
 
 
-def test_the_oldest_reader_is_said_or_comes_after_the_last_upgrader() -> None:
+def test_readable_from_defaults_to_the_version_after_the_last_upgrader() -> None:
     upgrade("typed.Order", from_version=1)(dict)
     said = message_type("typed.Order", version=3, readable_from=3)(
         dataclass(type("Order", (), {"__annotations__": {"a": int}}))
@@ -410,7 +410,7 @@ def test_codecs_of_the_settings_come_first() -> None:
         assert str(refused(Colour, 5)) == "$: no_colour"
 
 
-def test_what_json_knows_is_sent_as_it_always_was() -> None:
+def test_json_values_need_no_codec() -> None:
     for value in ({}, [], "", 1, 1.5, None, True, b"", Decimal(1), dt.date.max):
         assert codecs.type_of(value) is None
 
@@ -445,7 +445,7 @@ def of_nothing_known(order: Missing) -> None:  # type: ignore[name-defined]  # n
 
 
 @pytest.mark.parametrize("handler", [of_the_message, of_anything, lambda message: 1])
-def test_a_handler_of_the_message_stays_what_it_is(handler: Callable[..., Any]) -> None:
+def test_a_handler_of_the_message_is_not_wrapped(handler: Callable[..., Any]) -> None:
     assert accepted(handler) is None
     assert bound(handler) is handler
 
@@ -495,7 +495,7 @@ def test_a_reader_says_what_it_reads() -> None:
         ],
     ],
 )
-def test_a_union_under_another_name_is_told_apart_by_the_header(union: Any) -> None:
+def test_the_header_selects_the_member_of_a_named_union(union: Any) -> None:
     for one in codecs.reader(union).types:
         kind = {Tagged: {"kind": "tagged", "price": 1.5}, Note: {"text": "a"}}
         body = kind.get(one.cls, {"number": "1"})

@@ -272,7 +272,9 @@ def test_a_rollback_after_the_control_message_ends_at_once(arrivals, heard) -> N
 
 
 @on_postgresql
-def test_a_savepoint_rolled_back_after_it_is_no_loss(arrivals, heard) -> None:
+def test_rolling_back_a_savepoint_after_the_control_message_loses_nothing(
+    arrivals, heard
+) -> None:
     with transaction.atomic():
         with suppress(RuntimeError), transaction.atomic():
             with outbox_session():

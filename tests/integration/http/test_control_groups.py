@@ -337,7 +337,9 @@ def _stored() -> bool:
         {"CONTROL_MESSAGE": "off"},
     ],
 )
-def test_where_each_session_has_its_own(settings_for, heard, http) -> None:
+def test_without_shared_messages_each_session_is_its_own_group(
+    settings_for, heard, http
+) -> None:
     with settings_for(**http):
         for _ in range(3):
             store()
@@ -444,7 +446,9 @@ def test_broker_gets_one_control_message_per_window(grouped, destination) -> Non
     assert len(found) == len(groups()) < 20
 
 
-def test_a_standby_says_nothing_until_it_is_promoted(postgres: PostgreSQL) -> None:
+def test_a_standby_reports_no_outcome_until_it_is_promoted(
+    postgres: PostgreSQL,
+) -> None:
     """A standby has no locks. After its promotion, no earlier transaction is open."""
     one, long_ago = uuid.uuid4(), timezone.now() - dt.timedelta(hours=1)
     standby, asked = Standby(postgres), []

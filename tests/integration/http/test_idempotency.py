@@ -299,7 +299,7 @@ def test_idempotency_is_off_by_default() -> None:
     assert not IdempotencyKey.objects.exists()
 
 
-def test_a_key_knows_as_which_session_its_messages_are_stored() -> None:
+def test_a_key_is_stored_with_the_session_of_its_messages() -> None:
     """The pipeline uses the session to erase the response together with the
     messages."""
     post("a-key")

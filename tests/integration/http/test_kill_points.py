@@ -253,7 +253,7 @@ def test_a_session_that_was_given_up_does_not_commit(serve, consume, txmsg) -> N
     assert_done_once("2")
 
 
-def test_under_asgi(serve, consume) -> None:
+def test_concurrent_requests_under_asgi_each_commit_alone(serve, consume) -> None:
     """Concurrent requests on one event loop, each with a transaction of its own."""
     web = serve(asgi=True)
     consume()
@@ -274,7 +274,7 @@ def test_under_asgi(serve, consume) -> None:
     assert Effect.objects.count() == 24
 
 
-def test_killed_under_asgi(serve, consume) -> None:
+def test_messages_arrive_once_after_a_kill_under_asgi(serve, consume) -> None:
     web = serve("after_the_commit", asgi=True)
     web.post_and_die("order?number=1")
     consume()

@@ -427,7 +427,7 @@ def test_a_database_that_comes_back_in_mid_request(client, monkeypatch) -> None:
     assert (OutboxMessage.objects.count(), control_messages()) == (2, 1)
 
 
-def test_outside_of_requests_it_is_the_same() -> None:
+def test_an_outbox_session_connects_only_when_a_message_is_stored() -> None:
     with override_settings(TXMSG=txmsg()):
         connection.close()
         with outbox_session():

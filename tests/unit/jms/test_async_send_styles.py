@@ -196,7 +196,7 @@ def test_the_fluent_producer_sets_delivery_and_properties(
 
 
 @pytest.mark.parametrize("profile", ["classic", "artemis", "rabbitmq"])
-def test_a_volatile_message_is_told_apart_the_way_the_broker_wants_it(
+def test_a_volatile_message_is_marked_as_each_broker_requires(
     scripted: Callable[..., ScriptedBroker], connect: Connect, profile: str
 ) -> None:
     broker = scripted(profile)
@@ -309,7 +309,7 @@ def test_a_future_carries_the_error_a_listener_would_have_got(
     error = producer.submit(jms.Message("x")).exception(10)
 
     assert isinstance(error, jms.SendRejectedError)
-    assert "quota exceeded" in error.broker_said
+    assert "quota exceeded" in error.broker_message
 
 
 def test_a_future_cannot_be_cancelled_once_its_frame_is_on_the_wire(

@@ -135,7 +135,7 @@ def test_on_rabbitmq_a_bad_message_ends_the_connection_and_isolation_finds_it(
         left = outcomes[6:]
     else:
         left = [outcome for outcome in outcomes if outcome is not None]
-        assert any("PRECONDITION" in e.broker_said for e in left)  # type: ignore[union-attr]
+        assert any("PRECONDITION" in e.broker_message for e in left)  # type: ignore[union-attr]
     assert left
     assert all(isinstance(error, jms.ConnectionLostError) for error in left)
 

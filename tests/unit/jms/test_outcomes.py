@@ -80,7 +80,7 @@ def test_an_error_with_our_receipt_id_reaches_on_exception_once(
     first, second, third = listener.errors
     assert (first, third) == (None, None)
     assert isinstance(second, jms.SendRejectedError)
-    assert second.broker_said == "not authorised: user anon"
+    assert second.broker_message == "not authorised: user anon"
     assert not producer.session.connection.failed
 
 
@@ -123,7 +123,7 @@ def test_an_error_without_id_and_several_sends_in_flight_makes_all_unknown(
     assert listener.bodies == ["1", "2", "3"]
     for error in listener.errors:
         assert isinstance(error, jms.ConnectionLostError)
-        assert error.broker_said == "PRECONDITION_FAILED"
+        assert error.broker_message == "PRECONDITION_FAILED"
     assert connection.failed
 
 
@@ -160,7 +160,7 @@ def test_an_operator_who_closes_the_connection_refuses_no_message(
     with pytest.raises(jms.SendOutcomeUnknownError) as caught:
         producer.send(jms.Message("x"))
 
-    assert said in caught.value.broker_said
+    assert said in caught.value.broker_message
 
 
 def test_an_acknowledgement_counts_among_the_outstanding_frames(
@@ -177,7 +177,7 @@ def test_an_acknowledgement_counts_among_the_outstanding_frames(
     with pytest.raises(jms.SendOutcomeUnknownError) as caught:
         session.create_producer(DESTINATION).send(jms.Message("x"))
 
-    assert caught.value.broker_said == "whose is it"
+    assert caught.value.broker_message == "whose is it"
 
 
 def test_an_error_without_id_harms_no_receipted_send_where_errors_name_receipts(

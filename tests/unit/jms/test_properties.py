@@ -79,8 +79,8 @@ def test_exactly_one_callback_per_accepted_send_in_order(
         connection.close()
 
     assert listener.bodies == accepted
-    assert session.sends.in_flight == session.sends.untold == 0
-    assert session.sends._in_flight_bytes == session.sends._untold_bytes == 0
+    assert session.sends.in_flight == session.sends.uncompleted == 0
+    assert session.sends._in_flight_bytes == session.sends._uncompleted_bytes == 0
     assert connection.link.ledger.open == {}
 
 
@@ -226,7 +226,7 @@ class Chain(Listener):
     fates=st.lists(TRANSACTED_FATES, min_size=1, max_size=8),
     steps=st.lists(TRANSACTED, min_size=1, max_size=20),
 )
-def test_in_transactions_too_every_accepted_send_is_told_once_and_nothing_hangs(
+def test_in_transactions_every_accepted_send_completes_once_and_nothing_hangs(
     profile: str, window: int, fates: list[str], steps: list[str]
 ) -> None:
     with ScriptedBroker(profile) as broker:
@@ -281,5 +281,5 @@ def test_in_transactions_too_every_accepted_send_is_told_once_and_nothing_hangs(
             assert not thread.is_alive(), "it hangs"
 
     assert sorted(chain.bodies) == sorted(accepted)
-    assert session.sends.in_flight == session.sends.untold == 0
+    assert session.sends.in_flight == session.sends.uncompleted == 0
     assert connection.link.ledger.open == {}

@@ -34,7 +34,7 @@ def test_a_callback_never_runs_on_the_senders_reader_or_writer_thread(
     assert threading.current_thread() not in listener.threads
 
 
-def test_a_send_from_a_callback_is_told_after_that_callback_returned(
+def test_a_send_from_a_callback_completes_after_that_callback_returned(
     broker: ScriptedBroker, producer: jms.MessageProducer
 ) -> None:
     events: list[str] = []

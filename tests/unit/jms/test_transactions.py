@@ -52,7 +52,7 @@ def test_sends_are_stored_by_the_commit_and_not_before(
     assert any_broker.received("COMMIT")[0].receipt is not None
 
 
-def test_a_rollback_stores_nothing_and_the_next_transaction_starts_anew(
+def test_a_rollback_stores_nothing_and_the_next_transaction_is_new(
     any_broker: ScriptedBroker, connect: Connect
 ) -> None:
     session = connect(any_broker).create_session(transacted=True)

@@ -220,14 +220,14 @@ def test_the_count_goes_down_after_the_callback_returned_even_if_it_raised(
     seen: list[int] = []
 
     def look_and_raise(message: jms.Message) -> None:
-        seen.append(producer.session.sends.untold)
+        seen.append(producer.session.sends.uncompleted)
         raise SystemExit
 
     producer.send_async(jms.Message("x"), (look_and_raise, print))
     producer.close()
 
     assert seen == [1]
-    assert producer.session.sends.untold == 0
+    assert producer.session.sends.uncompleted == 0
 
 
 def test_drain_waits_without_closing_and_says_what_is_left(

@@ -243,7 +243,7 @@ def test_a_timeout_of_nothing_waits_for_no_room(
         session.send_batch([], timeout=0)
 
 
-def test_untold_messages_take_room_by_their_bytes(
+def test_uncompleted_messages_take_room_by_their_bytes(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
     connection = connect(broker, max_in_flight=4, max_in_flight_bytes=100_000)

@@ -371,7 +371,7 @@ def test_senseless_frame_is_refused(
     assert c.expect("ERROR")["receipt-id"] == "r"
 
 
-def test_a_client_that_breaks_the_protocol_is_told_and_noted(
+def test_a_client_that_breaks_the_protocol_gets_an_error_and_is_recorded(
     broker: ScriptedBroker,
 ) -> None:
     with RawClient(broker.address, connect=False) as c:

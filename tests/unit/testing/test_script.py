@@ -132,7 +132,7 @@ def test_what_a_tests_function_raises_in_a_rule_is_raised_in_the_test(
     assert receipts(client, 1) == ["2"], "the broker goes on"
 
 
-def test_an_error_nobody_waited_for_is_raised_as_the_broker_closes() -> None:
+def test_an_error_that_no_wait_raised_is_raised_as_the_broker_closes() -> None:
     def broken(*_: object) -> None:
         raise KeyError("a mistake of the test")
 
@@ -443,7 +443,7 @@ def test_a_wait_that_fails_says_what_happened(
         broker.wait_for("SEND", 2, timeout=0.1)
 
 
-def test_the_record_knows_the_connection(broker: ScriptedBroker) -> None:
+def test_the_record_names_the_connection_of_each_frame(broker: ScriptedBroker) -> None:
     with RawClient(broker.address) as first, RawClient(broker.address) as second:
         send(second, "1")
         send(first, "2")

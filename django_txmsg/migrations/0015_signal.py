@@ -4,7 +4,7 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-    dependencies = [("django_txmsg", "0013_rates_and_stops_by_operators")]
+    dependencies = [("django_txmsg", "0014_alerts")]
 
     operations = [
         migrations.AlterField(
