@@ -4,7 +4,7 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-    dependencies = [("django_txmsg", "0014_alerts")]
+    dependencies = [("django_txmsg", "0015_muted_above")]
 
     operations = [
         migrations.AlterField(
