@@ -16,7 +16,7 @@ from django.utils.module_loading import import_string
 
 from . import codecs, conf, wire
 from .envelope.handler import Body, Declaring, Handler, accepted, bound, check, path_of
-from .envelope.message import Message, check_destination
+from .envelope.message import MAX_NAME_LENGTH, Message, check_destination
 from .envelope.rate import Rate
 from .envelope.redelivery import RedeliveryPolicy
 from .envelope.transaction_definition import (
@@ -252,6 +252,7 @@ def stage(
         _refuse(unknown)
     reply = getattr(destination, "reply", None)
     destination = _named(destination)
+    _check_name(name)
     _check(transaction, isolation, concurrency, batch, timeout, ordered)
     limit = None if rate is None else Rate.parse(rate)
     _check_rate(limit, per, batch, ordered, redelivery)
@@ -372,6 +373,15 @@ def _named(destination: Any) -> str:
     raise ConfigurationError(
         f"@stage was given {destination!r} for its destination. {hint}"
     )
+
+
+def _check_name(name: object) -> None:
+    fits = isinstance(name, str) and name.isprintable() and len(name) <= MAX_NAME_LENGTH
+    if name is not None and not fits:
+        raise ConfigurationError(
+            f"name={name!r} is not a text of at most {MAX_NAME_LENGTH} printable "
+            f"characters, as the inbox stores it."
+        )
 
 
 def _refuse(unknown: Mapping[str, Any]) -> None:

@@ -198,6 +198,13 @@ def _forgotten() -> Iterator[None]:
             unregister(one.name)
 
 
+@pytest.mark.parametrize("name", [Destination("orders", Order), 42, "n" * 256, "a\0b"])
+def test_a_name_that_the_inbox_cannot_store_is_refused(name: Any) -> None:
+    """Its messages would neither be processed nor buried."""
+    with pytest.raises(ConfigurationError, match="is not a text of at most 255"):
+        stage("orders.place", name=name)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_handler_that_can_never_do_its_work_is_refused(case: str) -> None:
     handler, said = REFUSED[case]
