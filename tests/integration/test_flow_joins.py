@@ -17,7 +17,7 @@ import pytest
 from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from django_txmsg import Destination, Message, Refuse, stages, wire
+from django_txmsg import Destination, Message, Refuse, cancel_message, stages, wire
 from django_txmsg.errors import ConfigurationError, InvalidMessage, TransactionRequired
 from django_txmsg.flows import (
     Answers,
@@ -556,6 +556,20 @@ def test_a_batch_ends_with_a_message(mailing: list[dict[str, Any]]) -> None:
     counts = {"total": 3, "answered": 2, "failed": 1, "left": 0}
     assert mailing == [{"run_id": run_id, **counts}]
     assert effects() == ["Ada", "Bob"]
+
+
+def test_a_cancelled_message_of_a_batch_is_open_until_the_deadline(
+    mailing: list[dict[str, Any]],
+) -> None:
+    with transaction.atomic():
+        stored = batch(mails("Ada", "Bob"), then="mailed", within=HOUR)
+    ada = stored.branches.get(number=0)
+    assert cancel_message(ada.request_id, why="as the test says")
+    drain()
+    assert (stored.progress.open, mailing) == (1, [])
+    drain(ahead=2 * HOUR)
+    assert stored.progress == Progress(2, answered=1, failed=0, left=1)
+    assert len(mailing) == 1
 
 
 def test_a_batch_ends_with_enough_or_with_its_deadline(
