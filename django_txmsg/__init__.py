@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .errors import Redeliver, Refuse
     from .http_outbox.session import outbox_session
     from .middleware import no_outbox
+    from .scheduling.made import make_recurring, remove_recurring
     from .scheduling.timetable import every
     from .sending.destination import Destination
     from .sending.outbox import send_message, send_messages
@@ -34,9 +35,11 @@ __all__ = [
     "Refuse",
     "cancel_message",
     "every",
+    "make_recurring",
     "message_type",
     "no_outbox",
     "outbox_session",
+    "remove_recurring",
     "reschedule_message",
     "send_message",
     "send_messages",
@@ -54,9 +57,11 @@ __getattr__, __dir__ = lazy_names(
         "Refuse": ".errors",
         "cancel_message": ".sending.pending",
         "every": ".scheduling.timetable",
+        "make_recurring": ".scheduling.made",
         "message_type": ".envelope.message_type",
         "no_outbox": ".middleware",
         "outbox_session": ".http_outbox.session",
+        "remove_recurring": ".scheduling.made",
         "reschedule_message": ".sending.pending",
         "send_message": ".sending.outbox",
         "send_messages": ".sending.outbox",

@@ -152,6 +152,10 @@ class Collector:
         for recurs in recurring():
             labels = {"name": recurs.name, "database": recurs.alias}
             gauges.set("recurring_overdue", int(recurs.name in late), **labels)
+        for timing in picture.late_ticks:  # also those that were made at run time
+            if timing.recurring is not None:
+                labels = {"name": timing.name, "database": timing.recurring.alias}
+                gauges.set("recurring_overdue", 1, **labels)
         present = picture.attendance
         kinds = Counter(one.kind for one in present.living)
         for kind in ("relay", "consumer"):

@@ -40,7 +40,7 @@ def pages(request: HttpRequest) -> list[Page]:
     first = address(request, "admin:app_list", "django_txmsg")
     found = [Page("Overview", first, request.path == first)]
     for name, title in _LISTS:
-        if name == "schedule" and not recurring():
+        if name == "schedule" and not _recurs(request):
             continue
         if name == "run" and not declarations():
             continue
@@ -54,3 +54,8 @@ def pages(request: HttpRequest) -> list[Page]:
             continue  # a site of the project's own need not have them all
         found.append(Page(title, to, request.path.startswith(to)))
     return found
+
+
+def _recurs(request: HttpRequest) -> bool:
+    """Return whether a recurring message is declared, or the user may make one."""
+    return bool(recurring()) or request.user.has_perm("django_txmsg.make_schedule")

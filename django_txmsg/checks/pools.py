@@ -11,7 +11,7 @@ from django.db.models import Model
 
 from .. import brokers, conf, stages
 from ..django_internals import settings_of
-from ..models import DeadLetter, Worker
+from ..models import DeadLetter, Schedule, Worker
 from ..monitoring import databases
 from ..relaying.listener import alias_of
 from ..scheduling.timetable import recurring
@@ -81,7 +81,8 @@ def run(alias: str) -> int:
 
 
 def _timekeeper(alias: str) -> int:
-    return int(any(one.alias == alias for one in recurring()))
+    recurs = any(one.alias == alias for one in recurring())
+    return int(recurs or alias == _writes(Schedule))
 
 
 def _notifications(alias: str) -> int:

@@ -6,13 +6,9 @@ from collections.abc import Iterator
 
 from django.core.checks import CheckMessage, Error
 
-from .. import conf
-from ..envelope.message import check_duration, check_headers, check_key
 from ..errors import TxmsgError
 from ..monitoring import databases
 from ..scheduling.timetable import Recurring, recurring
-from ..sending.outbox import encoded
-from ..sending.unique import check_recorded, check_until
 
 
 def check() -> list[CheckMessage]:
@@ -21,22 +17,11 @@ def check() -> list[CheckMessage]:
 
 
 def _check(one: Recurring) -> Iterator[CheckMessage]:
-    known = conf.get().BROKERS
-    if one.broker not in known:
-        why = f"its broker {one.broker!r} is not in TXMSG['BROKERS']"
-    elif one.alias not in databases.with_tables():
+    if one.alias not in databases.with_tables():
         why = f"the router keeps the tables out of database {one.alias!r}"
     else:
         try:
-            assert encoded(one.destination, one.body)
-            assert one.cron
-            check_headers(one.headers)
-            check_key(one.key)
-            check_duration("expires", one.expires)
-            check_key(one.unique)
-            check_until(one.unique, one.unique_until)
-            if one.unique_until == "processed":
-                check_recorded(str(one.destination), one.broker, one.alias)
+            one.check()
             return
         except TxmsgError as error:
             why = str(error)

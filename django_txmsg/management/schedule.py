@@ -1,4 +1,4 @@
-"""`manage.py txmsg schedule list|pause|resume`: recurring messages."""
+"""`manage.py txmsg schedule list|pause|resume|make|remove`: recurring messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import router, transaction
 
 from .. import conf
+from ..errors import TxmsgError
 from ..models import Schedule
 from ..monitoring import schedule
 from ..monitoring.schedule import Timing
+from ..scheduling import made
 from . import operator
 from .tables import require_tables
 
@@ -21,9 +23,9 @@ log = logging.getLogger("django_txmsg.timekeeper")
 
 
 class Command(BaseCommand):
-    """Show recurring messages; pause and resume them."""
+    """Show recurring messages; pause, resume, make and remove them."""
 
-    help = "Recurring messages: when each is due, pausing and resuming."
+    help = "Recurring messages: when each is due, pausing, resuming and making one."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -32,7 +34,14 @@ class Command(BaseCommand):
         pause = actions.add_parser("pause", help="Store no message at its ticks.")
         pause.add_argument("--why", default="", help="The reason, for other operators.")
         resume = actions.add_parser("resume", help="Go on with the next tick.")
-        for action in (pause, resume):
+        make = actions.add_parser("make", help="Let a message recur from now on.")
+        make.add_argument("name", metavar="NAME")
+        make.add_argument("expression", metavar="EXPRESSION", help="as '0 3 * * *'")
+        make.add_argument("destination", metavar="DESTINATION")
+        make.add_argument("--body", default="null", metavar="JSON")
+        make.add_argument("--tz", metavar="ZONE", help="default: TIME_ZONE")
+        remove = actions.add_parser("remove", help="Remove one that was made so.")
+        for action in (pause, resume, remove):
             action.add_argument("name", nargs="+", metavar="NAME")
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -40,7 +49,13 @@ class Command(BaseCommand):
         if options["action"] == "list":
             self._list(options["json"])
             return
+        if options["action"] == "make":
+            self._make(options)
+            return
         for name in options["name"]:
+            if options["action"] == "remove":
+                self._remove(name)
+                continue
             self._set(name, options["action"] == "pause", options.get("why", ""))
 
     def _list(self, as_json: bool) -> None:
@@ -58,6 +73,33 @@ class Command(BaseCommand):
             )
         if not found:
             self.stdout.write("Nothing recurs here: no every(), and no SCHEDULE.")
+
+    def _make(self, options: dict[str, Any]) -> None:
+        name, expression = options["name"], options["expression"]
+        using = router.db_for_write(Schedule)
+        said = f"Made recurring message {name}: {expression} to "
+        said += f"{options['destination']}."
+        try:
+            with transaction.atomic(using=using):
+                made.make_recurring(
+                    name,
+                    expression,
+                    options["destination"],
+                    json.loads(options["body"]),
+                    tz=options["tz"],
+                )
+                operator.record(using, said)
+        except (TxmsgError, ValueError) as error:
+            raise CommandError(f"Nothing was changed: {error}") from error
+        self.stdout.write(said)
+
+    def _remove(self, name: str) -> None:
+        using = router.db_for_write(Schedule)
+        with transaction.atomic(using=using):
+            if not made.remove_recurring(name):
+                raise CommandError(f"No recurring message {name!r} was made here.")
+            operator.record(using, f"Removed recurring message {name}.")
+        self.stdout.write(f"Removed {name}.")
 
     def _set(self, name: str, pause: bool, why: str) -> None:
         using = schedule.database_of(name)

@@ -46,6 +46,18 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             )
         )
 
+    def make(self, service: str, name: str, given: dict[str, Any], timing: str) -> None:
+        """Keep the arguments of a message that recurs from now on."""
+        self.begin([self.model(service=service, name=name)])
+        self.filter(service=service, name=name).update(
+            made=given, timing=timing, last_tick=Now(), moves=F("moves") + 1
+        )
+
+    def unmake(self, service: str, name: str) -> bool:
+        """Remove a message that was made at run time. False if there is none."""
+        rows: Any = self.filter(service=service, name=name, made__isnull=False)
+        return bool(rows.delete()[0])
+
     def resume(self, service: str, name: str) -> bool:
         """Go on with the next tick; ticks during the pause are not caught up. False if
         it was not paused."""
@@ -77,6 +89,11 @@ class Schedule(models.Model):
     moves = models.PositiveBigIntegerField(
         default=0, help_text="How often the last tick was advanced."
     )
+    made = models.JSONField(
+        null=True,
+        blank=True,
+        help_text="The arguments of a message that was made at run time.",
+    )
     paused_at = models.DateTimeField(null=True, blank=True)
     paused_by = models.CharField(max_length=255, default="", blank=True)
     paused_why = models.CharField(max_length=255, default="", blank=True)
@@ -90,7 +107,10 @@ class Schedule(models.Model):
                 fields=["service", "name"], name="txmsg_schedule_name"
             )
         ]
-        permissions = [("pause_schedule", "Can pause and resume recurring messages")]
+        permissions = [
+            ("pause_schedule", "Can pause and resume recurring messages"),
+            ("make_schedule", "Can make and remove recurring messages"),
+        ]
 
     def __str__(self) -> str:
         return self.name

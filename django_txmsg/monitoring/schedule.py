@@ -10,6 +10,7 @@ from django.db import router
 from .. import conf
 from ..models import Schedule
 from ..models.fields import clock
+from ..scheduling import made
 from ..scheduling.timetable import Recurring, recurring
 from .waiting import OVERDUE
 
@@ -57,6 +58,7 @@ def in_database(using: str, now: dt.datetime) -> list[Timing]:
     rows = {
         row.name: row for row in Schedule.objects.using(using).filter(service=service)
     }
+    own |= made.read(rows.values())
     unknown = rows.keys() - declared.keys() if using == home else set()
     return [
         _timing(name, own.get(name), rows.get(name), now)
@@ -65,10 +67,7 @@ def in_database(using: str, now: dt.datetime) -> list[Timing]:
 
 
 def late(using: str, now: dt.datetime) -> list[Timing]:
-    """Return the overdue messages of one database. Without recurring messages there,
-    nothing is queried."""
-    if all(one.alias != using for one in recurring()):
-        return []
+    """Return the overdue messages of one database."""
     return [timing for timing in in_database(using, now) if timing.overdue]
 
 

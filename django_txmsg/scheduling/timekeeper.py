@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
-from django.db import DataError, IntegrityError, transaction
+from django.db import DataError, IntegrityError, router, transaction
 from django.db import Error as AnyDatabaseError
+from django.db.models import Q
 
 from .. import conf
 from ..errors import DuplicateMessage
 from ..models import Schedule
 from ..models.fields import clock
 from ..sending.outbox import send_message
+from . import made
 from .time_loop import TimeLoop
 from .timetable import Recurring, recurring
 
@@ -60,17 +62,22 @@ class Timekeeper(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether no message recurs in these databases."""
-        return not any(one.alias in self._using for one in recurring())
+        """Whether no message can recur in these databases. In the outbox's own, one may
+        be made at any time."""
+        aliases = {one.alias for one in recurring()}
+        return not aliases | {router.db_for_write(Schedule)} & set(self._using)
 
     def _keep(self, using: str) -> float:
         """Store due ticks. Returns the seconds until the next one."""
         own = {one.name: one for one in recurring() if one.alias == using}
+        service = conf.get().SERVICE
+        rows = Schedule.objects.using(using).filter(
+            Q(name__in=own) | Q(made__isnull=False), service=service
+        )
+        found = {row.name: row for row in rows}
+        own |= made.read(found.values())
         if not own:
             return LONGEST_WAIT
-        service = conf.get().SERVICE
-        rows = Schedule.objects.using(using).filter(service=service, name__in=own)
-        found = {row.name: row for row in rows}
         now = self._now(using)  # read after the rows: not before their ticks
         began = self._began.setdefault(using, now)
         if missing := own.keys() - found.keys():

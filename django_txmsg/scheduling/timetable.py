@@ -16,11 +16,19 @@ from django.db import router
 
 from .. import conf, wire
 from ..envelope.cron import Cron
-from ..envelope.message import MAX_NAME_LENGTH, check_destination
-from ..errors import ConfigurationError
+from ..envelope.message import (
+    MAX_NAME_LENGTH,
+    check_destination,
+    check_duration,
+    check_headers,
+    check_key,
+)
+from ..errors import ConfigurationError, InvalidMessage
 from ..models import Schedule
 from ..models.outbox_store import UniqueUntil
+from ..sending.outbox import encoded
 from ..sending.typed_name import TypedName
+from ..sending.unique import check_recorded, check_until
 
 Missed = Literal["latest", "all"]
 
@@ -60,6 +68,32 @@ class Recurring:
     def makes_up_all(self) -> bool:
         """Whether every missed tick is caught up, not only the latest."""
         return (self.missed or conf.get().MISSED_TICKS) == "all"
+
+    def check(self) -> None:
+        """Raise ConfigurationError or InvalidMessage if its messages could not be
+        stored. Looks neither at its database nor at other messages."""
+        check_destination(str(self.destination))
+        if not self.name or len(self.name) > MAX_NAME_LENGTH:
+            raise ConfigurationError(
+                f"The name {self.name[:40]!r} is empty or too long."
+            )
+        if self.missed not in (None, "latest", "all"):
+            raise ConfigurationError(
+                f'missed={self.missed!r} is neither "latest" nor "all".'
+            )
+        if self.broker not in conf.get().BROKERS:
+            raise InvalidMessage(
+                f"its broker {self.broker!r} is not in TXMSG['BROKERS']"
+            )
+        assert self.cron
+        assert encoded(self.destination, self.body)
+        check_headers(self.headers)
+        check_key(self.key)
+        check_duration("expires", self.expires)
+        check_key(self.unique)
+        check_until(self.unique, self.unique_until)
+        if self.unique_until == "processed":
+            check_recorded(str(self.destination), self.broker, self.alias)
 
     def message_id(self, tick: dt.datetime) -> uuid.UUID:
         """Return the id of the message for a tick, the same in every process."""

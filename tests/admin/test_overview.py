@@ -189,5 +189,5 @@ def test_the_number_of_queries_is_fixed(
         viewer.get(URL)
 
 
-#: Session, user and permissions 4; status 15 and the clock; the chart 6.
-QUERIES = 26
+#: Session, user and permissions 4; status 16 and the clock; the chart 6.
+QUERIES = 27

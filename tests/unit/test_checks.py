@@ -607,11 +607,12 @@ def test_small_pool_warns_with_the_needed_size(
         declared(lambda _: None, using="other", broker="default"),
     ):
         consume, relay = (one for one in check() if one.id == "txmsg.W005")
-        # main, bulk, leases, control, 6 threads, dispatcher; 4 lanes, leases, heart
+        # main, bulk, leases, control, 6 threads, dispatcher; 4 lanes, leases, heart,
+        # recurring messages
         assert "consume` uses up to 11 at a time" in consume.msg
-        assert "relay` uses up to 6 at a time" in relay.msg
+        assert "relay` uses up to 7 at a time" in relay.msg
         # both, with one thread for the leases, and pruning
-        assert "17 where `txmsg run` does" in str(relay.hint)
+        assert "18 where `txmsg run` does" in str(relay.hint)
         options["pool"] = {"max_size": 11}
         assert not [one for one in check() if one.id == "txmsg.W005"]
 

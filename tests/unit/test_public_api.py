@@ -32,9 +32,11 @@ NAMES = [
     "Refuse",
     "cancel_message",
     "every",
+    "make_recurring",
     "message_type",
     "no_outbox",
     "outbox_session",
+    "remove_recurring",
     "reschedule_message",
     "send_message",
     "send_messages",
@@ -45,8 +47,9 @@ NAMES = [
 PUBLIC = {
     "django_txmsg": """
         Destination Message Redeliver RedeliveryPolicy Refuse __version__
-        cancel_message every message_type no_outbox outbox_session reschedule_message
-        send_message send_messages stage upgrade conf jms metrics signals wire
+        cancel_message every make_recurring message_type no_outbox outbox_session
+        remove_recurring reschedule_message send_message send_messages stage upgrade
+        conf jms metrics signals wire
     """,
     "django_txmsg.brokers": """
         Broker Delivery Outgoing Session find_broker get_broker make_broker

@@ -1,0 +1,273 @@
+"""Recurring messages made at run time, by code, on the page, and by command."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.core.management import CommandError, call_command
+from django.db import connections, transaction
+from django.test import Client
+
+from django_txmsg import every, make_recurring, remove_recurring
+from django_txmsg.errors import ConfigurationError, InvalidMessage
+from django_txmsg.models import AuditEntry, OutboxMessage, Schedule
+from django_txmsg.monitoring import schedule
+from django_txmsg.scheduling.timekeeper import Timekeeper
+from django_txmsg.scheduling.timetable import forget
+from tests.admin.conftest import somebody  # noqa: F401 - a fixture
+from tests.integration.test_recurring import MINUTE, NOON, Clock, at, stored
+from tests.running import committing, txmsg
+
+URL = "/admin/django_txmsg/schedule/"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaves_by_itself(impatient: None) -> None:
+    """A dispatcher's thread would outlive the test that wakes it."""
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timekeeper(clock: Clock) -> Timekeeper:
+    """One whose process declares nothing."""
+    found = Timekeeper(["default"], now=clock)
+    assert not found.idle
+    found.tick()
+    return found
+
+
+def make(name: str = "made", expression: str = "* * * * *", **options: Any) -> None:
+    make_recurring(name, expression, "tests.made", tz="UTC", **options)
+    Schedule.objects.update(last_tick=NOON)  # by the test's clock
+
+
+def bodies() -> list[str]:
+    rows = OutboxMessage.objects.order_by("id")
+    return [bytes(row.body).decode() for row in rows]
+
+
+@pytest.mark.django_db
+def test_it_is_stored_at_its_ticks_until_it_is_removed(
+    clock: Clock, timekeeper: Timekeeper
+) -> None:
+    make(body={"a": 1}, key="k", expires=dt.timedelta(hours=1), headers={"h": "x"})
+    for _ in range(2):
+        clock.now += MINUTE
+        timekeeper.tick()
+        timekeeper.tick()
+    assert stored() == at(1, 2)
+    row = OutboxMessage.objects.order_by("pk")[0]
+    assert (bytes(row.body), row.key, row.headers["h"]) == (b'{"a":1}', "k", "x")
+    assert row.expires_at is not None
+
+    assert remove_recurring("made")
+    assert not remove_recurring("made")
+    clock.now += MINUTE
+    timekeeper.tick()
+    assert stored() == at(1, 2)
+
+
+@pytest.mark.django_db
+def test_made_again_it_is_changed(clock: Clock, timekeeper: Timekeeper) -> None:
+    make(body=1)
+    clock.now += MINUTE
+    timekeeper.tick()
+    make(expression="*/5 * * * *", body=2)
+    Schedule.objects.update(last_tick=clock.now)
+    clock.now += 4 * MINUTE
+    timekeeper.tick()
+    assert stored() == at(1, 5)
+    assert bodies() == ["1", "2"]
+
+
+@pytest.mark.django_db
+def test_a_paused_one_stores_nothing(clock: Clock, timekeeper: Timekeeper) -> None:
+    make()
+    assert Schedule.objects.pause("tests", "made")
+    clock.now += MINUTE
+    timekeeper.tick()
+    assert stored() == []
+
+
+@committing
+def test_it_is_made_and_removed_with_its_transaction() -> None:
+    for work in (make, lambda: remove_recurring("kept")):
+        make("kept")
+        with suppress(KeyError), transaction.atomic():
+            work()
+            raise KeyError
+    assert Schedule.objects.get().name == "kept"
+
+
+@committing
+@pytest.mark.postgresql
+def test_a_tick_and_a_removal_at_once_leave_no_message_behind() -> None:
+    """The removal waits for the tick, or the tick finds no row."""
+    clock = Clock()
+    timekeeper = Timekeeper(["default"], now=clock)
+    make()
+
+    def tick() -> None:
+        try:
+            timekeeper.tick()
+        finally:
+            connections.close_all()
+
+    clock.now += MINUTE
+    thread = threading.Thread(target=tick)
+    with transaction.atomic():
+        assert remove_recurring("made")
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()  # it waits for us
+    thread.join(60)
+    assert stored() == []
+    assert not Schedule.objects.exists()
+
+
+@pytest.mark.django_db
+def test_what_the_code_declares_comes_first(
+    clock: Clock, timekeeper: Timekeeper
+) -> None:
+    make("both", body="made")
+    every("* * * * *", "tests.declared", "declared", name="both", tz="UTC")
+    try:
+        with pytest.raises(InvalidMessage, match="is declared by every"):
+            make("both")
+        clock.now += MINUTE
+        timekeeper.tick()
+    finally:
+        forget("both")
+    assert bodies() == ['"declared"']
+
+
+@pytest.mark.django_db
+def test_a_row_that_this_code_cannot_read_keeps_no_other_from_its_ticks(
+    clock: Clock, timekeeper: Timekeeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    make("bad")
+    Schedule.objects.update(made={"expression": "?", "destination": "d"})
+    make("good")
+    clock.now += MINUTE
+    timekeeper.tick()
+    assert stored() == at(1)
+    assert "'bad' cannot be read" in caplog.text
+
+
+@pytest.mark.django_db
+def test_of_another_service_it_is_not_ours(
+    clock: Clock, timekeeper: Timekeeper
+) -> None:
+    with txmsg(SERVICE="elsewhere"):
+        make()
+    assert not remove_recurring("made")
+    clock.now += MINUTE
+    timekeeper.tick()
+    assert stored() == []
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"expression": "often"}, ConfigurationError),
+        ({"name": "x" * 256}, ConfigurationError),
+        ({"name": ""}, ConfigurationError),
+        ({"missed": "some"}, ConfigurationError),
+        ({"body": b"bytes"}, InvalidMessage),
+        ({"body": object()}, InvalidMessage),
+        ({"broker": "nowhere"}, InvalidMessage),
+        ({"key": ""}, InvalidMessage),
+        ({"unique": "k", "unique_until": "processed"}, InvalidMessage),
+    ],
+)
+def test_one_that_cannot_be_stored_is_refused(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        make(**options)
+    assert not Schedule.objects.exists()
+
+
+@pytest.fixture
+def operator(somebody: Callable[..., Client]) -> Client:  # noqa: F811 - the fixture
+    """A user who may make recurring messages."""
+    return somebody("view_schedule", "make_schedule")
+
+
+FORM = {
+    "name": "made",
+    "expression": "0 3 * * *",
+    "tz": "Europe/Berlin",
+    "destination": "tests.made",
+    "body": '{"html": "<b>"}',
+}
+
+
+@pytest.mark.django_db
+def test_the_page_makes_and_removes_one(operator: Client) -> None:
+    page = operator.post(f"{URL}make/", FORM, follow=True).content.decode()
+    assert "Made recurring message made: 0 3 * * * to tests.made." in page
+    assert "Europe/Berlin" in page
+    ((one,),) = ([timing.recurring for timing in schedule.read()],)
+    assert one is not None
+    assert (one.body, one.tz) == ({"html": "<b>"}, "Europe/Berlin")
+
+    for wrong in ({"body": "{"}, {"expression": "<b>"}, {"name": ""}):
+        page = operator.post(f"{URL}make/", FORM | wrong, follow=True).content.decode()
+        assert "Nothing was changed" in page
+        assert "<b>" not in page
+    for _ in range(2):
+        operator.post(f"{URL}remove/", {"name": "made"})
+    assert not Schedule.objects.exists()
+    said = [
+        "Made recurring message made: 0 3 * * * to tests.made.",
+        "Removed recurring message made.",
+    ]
+    assert [entry.text for entry in AuditEntry.objects.order_by("pk")] == said
+    entries = LogEntry.objects.order_by("pk")
+    assert [entry.change_message for entry in entries] == said
+
+
+@pytest.mark.django_db
+def test_making_needs_its_permission(somebody: Callable[..., Client]) -> None:  # noqa: F811 - the fixture
+    make()
+    client = somebody("view_schedule", "pause_schedule")
+    page = client.get(URL).content.decode()
+    assert "made" in page
+    assert "Make it" not in page
+    assert ">Remove<" not in page
+    for verb in ("make", "remove"):
+        assert client.post(f"{URL}{verb}/", FORM).status_code == 403
+    assert Schedule.objects.count() == 1
+
+
+@pytest.mark.django_db
+def test_the_command_makes_and_removes_one() -> None:
+    def told(*arguments: str) -> str:
+        out = StringIO()
+        call_command("txmsg", "schedule", *arguments, stdout=out)
+        return out.getvalue()
+
+    made = ["make", "made", "0 3 * * *", "tests.made", "--body", '{"a": 1}']
+    assert "Made recurring message made" in told(*made)
+    (found,) = json.loads(told("list", "--json"))["recurring"]
+    assert (found["name"], found["every"]) == ("made", "0 3 * * *")
+    with pytest.raises(CommandError, match="Nothing was changed"):
+        told("make", "made", "0 3 * * *", "tests.made", "--body", "{")
+    assert told("remove", "made") == "Removed made.\n"
+    with pytest.raises(CommandError, match="was made here"):
+        told("remove", "made")
+    assert AuditEntry.objects.count() == 2
