@@ -27,7 +27,7 @@ pytestmark = committing
 #: The probes of the page on Kubernetes, and the 600 seconds that they give a handler.
 PAGE = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text()
 READY, LIVE = (
-    re.findall(rf"{kind}Probe:\n +httpGet: {{path: ([^,]+),", PAGE)[0]
+    re.findall(rf"{kind}Probe:\n +httpGet: {{path: \"?([^,\"]+)\"?,", PAGE)[0]
     for kind in ("readiness", "liveness")
 )
 COMMANDS = [
