@@ -34,6 +34,7 @@ from tests.spark.archives import (
     assert_moved_once,
     delta_rows,
     hashes_in,
+    hashes_of_lake,
     path_of,
 )
 from tests.spark.conftest import ROOT
@@ -301,6 +302,28 @@ def test_two_services_share_a_lake(
     }
     assert table.read(spark, services=["shop"]).count() == 3
     assert table.read(spark, since=LONG_AGO.date() + timedelta(days=1)).count() == 0
+
+
+def test_two_databases_of_a_service_share_a_log_and_come_to_rest(
+    make_log, lake: LakeSpec
+) -> None:
+    logs: list[Log] = [make_log("sqlite"), make_log("sqlite", "other")]
+    logs[1].spec = replace(logs[1].spec, service="shop")
+    for log in logs:
+        log.send_many(250)
+    before = [hashes_in(log) for log in logs]
+
+    for log in (*logs, *logs):
+        archive(None, log, lake)
+
+    assert [log.count() for log in logs] == [0, 0]
+    there = sorted(hashes_of_lake(lake))
+    assert there == sorted([*before[0].items(), *before[1].items()])
+    version = DeltaTable(path_of(lake)).version()
+    for log in (*logs, *logs):
+        done = archive(None, log, lake)
+        assert (done.rows, done.notes) == (0, [])
+    assert DeltaTable(path_of(lake)).version() == version
 
 
 def test_services_archive_into_one_lake_at_the_same_time(

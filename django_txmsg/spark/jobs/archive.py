@@ -183,9 +183,13 @@ class Archiver:
                 wave = self._planned(after, cutoff, horizon)
 
     def _resume(self) -> None:
-        """Settle batches that a killed run has left, or that are missing in a database
-        restored from a backup."""
+        """Settle batches that a killed run has left, that are missing in a database
+        restored from a backup, or that another database of the service has made."""
         before, last = self.mark.purged_through, self.log.last
+        if not self.log.place.of_batches(self.source.service, before, last):
+            # Entries without rows, such as ours: another database of the service has
+            # made them, and would answer ours with one of its own in each run.
+            return
         # The run that left them may still be alive, without its lock: fence it off.
         self.log.enter(last + 1, resumed_after=before)
         started = time.monotonic()
