@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 
 from django.db import Error as AnyDatabaseError
@@ -315,7 +314,7 @@ class Consumer:
             lines = RateLine.objects.db_manager(changed[0].using)
             lines.changed(name, rate.period)
             for thread in changed:
-                thread.stage = replace(thread.stage, rate=rate)
+                thread.limit(rate)
             log.info("stage %r: its rate is now %s", name, rate)
 
     def _stop_messages(self) -> None:

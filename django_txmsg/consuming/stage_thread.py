@@ -15,11 +15,13 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 
 from django.db import Error as AnyDatabaseError
 
 from .. import conf
 from ..brokers.base import Delivery, Session
+from ..envelope.rate import Rate
 from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..models.inbox import Parked
 from ..runtime import database_health, liveness
@@ -57,9 +59,8 @@ class StageThread:
     ) -> None:
         self.name = f"txmsg-{stage.name}-{number}"
         self._ident: int | None = None
-        self.stage, self.worker = prepared(stage), worker
-        self.using = self.stage.definition.using
-        self._mode = modes.of(self.stage)
+        self._mode, self.worker = modes.of(prepared(stage)), worker
+        self.using = self._mode.using
         self.paused = threading.Event()
         self._parking = Parking(self.stage)
         self.parked_due = self._parking.due
@@ -81,6 +82,16 @@ class StageThread:
         self._looking = database_health.Retry(
             self.using, f"stage {self.stage.name!r}: cannot look for messages"
         )
+
+    @property
+    def stage(self) -> Stage:
+        """The stage as it runs: with the rate that it has now."""
+        return self._mode.stage
+
+    def limit(self, rate: Rate) -> None:
+        """Use another rate for the messages that arrive from now on. Callable from any
+        thread."""
+        self._mode = modes.of(replace(self.stage, rate=rate))
 
     def run(self) -> None:
         """Run until stopped; wait while the database or the broker is away."""
