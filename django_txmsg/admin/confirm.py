@@ -107,6 +107,8 @@ class ConfirmPages:
         why = plain(request.POST.get("why", "")).strip()
         token = request.POST.get("shown")
         forced = request.POST.get("force") == "1"
+        tolerates = int(request.POST.get("tolerates") or 0)
+        first = request.POST.get("first") == "1" and kind == BulkKind.REDELIVER
         with audited(using):
             operation = bulk.start(
                 kind,
@@ -117,15 +119,17 @@ class ConfirmPages:
                 force=forced,
                 rate=float(rate) if rate else None,
                 shown=Shown.parse(token) if token else None,
+                tolerates=max(tolerates, 0) if first else None,
             )
             audit(
                 request,
                 operation,
                 f"{kind.capitalize()} {operation.letters}"
-                f"{', even if processed in the meantime' if forced else ''}; "
+                f"{', even if processed in the meantime' if forced else ''}"
+                f"{', one first' if first else ''}; "
                 f"filter: {filter_text(filters)}{f'; why: {why}' if why else ''}.",
             )
-        if operation.total <= AT_ONCE and operation.rate is None:
+        if operation.total <= AT_ONCE and operation.rate is None and not first:
             bulk.finish(operation, patience=PATIENCE)
         if operation.state != BulkState.DONE:
             page = "admin:django_txmsg_bulkoperation_change"

@@ -25,11 +25,11 @@ from ..django_internals import in_block, must_roll_back
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
-from ..models.fields import limit_waits
+from ..models.fields import Later, limit_waits
 from ..rules import bulk_operation
 from ..runtime import database_health, liveness, notifications
 from ..runtime.notifications import notify
-from . import resolution, selection
+from . import probing, resolution, selection
 from .resolution import Tally
 from .selection import Shown
 
@@ -60,11 +60,16 @@ def start(
     force: bool = False,
     rate: float | None = None,
     shown: Shown | None = None,
+    tolerates: int | None = None,
 ) -> BulkOperation:
     """Request `kind` for what matches now. Nothing is executed yet.
 
     `rate` limits the messages a second. Messages that die later are not included. With
     `shown`, exactly those are included: raises Changed if one no longer matches.
+
+    With `tolerates`, a redelivery tries one message first, then 10, then 100, then the
+    rest, each after the ones before were processed. It stops itself when more than
+    `tolerates` of them have died again.
     """
     if wrong := bulk_operation.wrong_rate(rate):
         raise TxmsgError(wrong)
@@ -89,6 +94,9 @@ def start(
         )
         cursor.execute(sql, values)
         (pk,) = cursor.fetchone()
+        if tolerates is not None and kind == BulkKind.REDELIVER:
+            started = BulkOperation.objects.using(using).filter(pk=pk)
+            started.update(tolerates=tolerates, batch_size=1)
     operation: BulkOperation = BulkOperation.objects.using(using).get(pk=pk)
     if conf.get().NOTIFY:
         notify(using, {notifications.WORK})
@@ -189,6 +197,15 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
     if operation is None:
         return None
     taken.append(operation)
+    step = operation.batch_size
+    if operation.tolerates is not None:
+        back = probing.died_again(operation, using)
+        if back > operation.tolerates:
+            return _stop(operation, using, back)
+        if probing.unsettled(operation, using):
+            _advance(operation, using, due_at=Later(probing.PAUSE))
+            return 0
+        operation.batch_size = min(step, probing.most(operation, back))
     batch = _next(operation, using)
     if not batch:
         _advance(operation, using, state=BulkState.DONE, finished_at=Now())
@@ -203,6 +220,8 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
     for pk, why in list(tally.skipped.items())[: REMEMBERED - len(remembered)]:
         remembered[str(pk)] = why
     limit: dict[str, Any] = {}
+    if operation.tolerates is not None:
+        limit |= probing.next_step(step, batch, tally)
     if operation.rate is not None:
         pause = dt.timedelta(seconds=len(batch) / operation.rate)
         limit["due_at"] = Now() + pause
@@ -213,10 +232,17 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
         done=F("done") + tally.done,
         skipped=F("skipped") + len(tally.skipped),
         skipped_why=remembered,
-        batch_size=min(operation.batch_size * 2, LARGEST_BATCH),
-        **limit,
+        **{"batch_size": min(operation.batch_size * 2, LARGEST_BATCH)} | limit,
     )
     return len(batch)
+
+
+def _stop(operation: BulkOperation, using: str, back: int) -> int:
+    """Pause an operation whose messages die again."""
+    why = f"{back:,} of {operation.done:,} redelivered messages died again"
+    _advance(operation, using, state=BulkState.PAUSED, stopped_why=why, watched=[])
+    log.error("bulk operation %d has stopped itself: %s", operation.pk, why)
+    return 0
 
 
 def _next(operation: BulkOperation, using: str) -> list[DeadLetter]:

@@ -37,7 +37,12 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
         return self._move(pk, (BulkState.RUNNING,), state=BulkState.PAUSED)
 
     def resume(self, pk: int) -> bool:
-        """Go on after the last batch."""
+        """Go on after the last batch. An operation that has stopped itself goes on with
+        all of the rest."""
+        stopped = ~Q(stopped_why="")
+        self.filter(stopped, pk=pk, state=BulkState.PAUSED).update(
+            tolerates=None, watched=[], stopped_why=""
+        )
         return self._move(
             pk, (BulkState.PAUSED,), state=BulkState.RUNNING, due_at=Now()
         )
@@ -72,6 +77,19 @@ class BulkOperation(models.Model):
     rate = models.FloatField(
         null=True, blank=True, help_text="Messages a second at most; empty: no limit."
     )
+    tolerates = models.PositiveIntegerField(
+        null=True,
+        blank=True,
+        help_text="If given, one message goes first, and the operation stops itself "
+        "when more than this many have died again.",
+    )
+    watched = models.JSONField(
+        default=list,
+        db_default=models.Value([], output_field=models.JSONField()),
+        blank=True,
+        help_text="The dead letters whose outcome the next batch waits for.",
+    )
+    stopped_why = models.TextField(default="", db_default="", blank=True)
     total = models.PositiveIntegerField(default=0)
     done = models.PositiveIntegerField(default=0)
     skipped = models.PositiveIntegerField(default=0)

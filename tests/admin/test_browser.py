@@ -43,6 +43,7 @@ NAMES = {
     "/admin/django_txmsg/worker/": "workers",
     "/admin/django_txmsg/stagestate/": "stages",
     "/admin/django_txmsg/bulkoperation/": "bulk-operations",
+    "/admin/django_txmsg/alert/": "alerts",
     "/admin/django_txmsg/auditentry/": "audit",
 }
 

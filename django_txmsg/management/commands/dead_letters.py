@@ -222,6 +222,14 @@ class Command(BaseCommand):
         parser.add_argument("--why", default="", help="kept with the bulk operation")
         parser.add_argument("--rate", type=float, help="messages a second at most")
         parser.add_argument(
+            "--one-first", action="store_true",
+            help="redeliver one; when a consumer has processed it, 10, 100, the rest",
+        )  # fmt: skip
+        parser.add_argument(
+            "--tolerate", type=_count, default=0, metavar="N",
+            help="of --one-first: stop when more than N have died again (default: 0)",
+        )  # fmt: skip
+        parser.add_argument(
             "--force",
             action="store_true",
             help="redeliver also messages that their stage has processed since; the "
@@ -380,11 +388,13 @@ class Command(BaseCommand):
                 force=options["force"],
                 rate=options["rate"],
                 shown=Shown.parse(token) if token else None,
+                tolerates=options["tolerate"] if options["one_first"] else None,
             )
             operator.record(
                 using,
                 f"{action.capitalize()} {operation.letters}"
-                f"{', even if processed in the meantime' if operation.force else ''}; "
+                f"{', even if processed in the meantime' if operation.force else ''}"
+                f"{', one first' if options['one_first'] else ''}; "
                 f"filter: {filters or 'all'}{f'; why: {why}' if why else ''}.",
             )
         try:
@@ -395,6 +405,11 @@ class Command(BaseCommand):
         if self.stderr.isatty():
             self.stderr.write("")
         report.operation(operation)
+        if operation.stopped_why:
+            raise CommandError(
+                f"Bulk operation {operation.pk} has stopped itself: "
+                f"{operation.stopped_why}. The others are untouched."
+            )
         if operation.state != BulkState.DONE:
             raise CommandError(f"Bulk operation {operation.pk} is {operation.state}.")
 
