@@ -69,6 +69,8 @@ class Shop:
 
     did: ClassVar[list[str]] = []
     by: ClassVar[str] = "first"
+    #: What the next payments raise.
+    error: ClassVar[Exception | None] = None
 
 
 def _booked(order: Order) -> Done:
@@ -81,6 +83,8 @@ def _unbooked(order: Order) -> None:
 
 
 def _paid(order: Order) -> Done:
+    if Shop.error is not None:
+        raise Shop.error
     Shop.did.append("pay")
     return Done(Shop.by)
 
@@ -93,7 +97,7 @@ def _unpaid(order: Order) -> None:
 def trips() -> Iterator[None]:
     """Declare the flow and its participants while the block runs."""
     Shop.did.clear()
-    Shop.by = "first"
+    Shop.by, Shop.error = "first", None
     with ExitStack() as stack:
         stack.enter_context(at_hand(Trip))
         for handler, destination, options in (
@@ -115,6 +119,6 @@ def begin(key: str = "A-1") -> Run:
 def waiting(key: str = "A-1") -> Run:
     """A run that is booked and paid, and waits for a person."""
     run = begin(key)
-    drain()
+    drain(raises=Shop.error is None)
     run.refresh_from_db()
     return run

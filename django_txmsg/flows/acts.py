@@ -18,6 +18,7 @@ from ..errors import FlowError
 from ..models import FlowStep, OutboxMessage, Run
 from ..models.run import WaitsFor
 from ..sending.outbox import Encoded, send_part
+from ..sending.undoing import overtaken
 from . import sending
 from .declaration import Declaration, Step
 from .engine import Going
@@ -60,6 +61,7 @@ def _cancel(run: Run, given: Given) -> str:
 def _answer(run: Run, given: Given) -> str:
     assert run.turn is not None  # it waits
     declared = sending.declaration_of(run)
+    overtaken(run, run.turn, declared.using)
     send_part(
         declared.steps_name,
         Dead(BY_OPERATOR),

@@ -288,6 +288,8 @@ class Going:
         """Undo everything but the first `kept` undos, then call a step again, with the
         state that the run has now."""
         run = self.run
+        if self._turn is not None:
+            overtaken(run, self._turn, self.declared.using)
         run.failing, run.kept_undos, run.step = True, kept, step
         run.answer, run.answer_type = argument.body.decode(), argument.type
         self._step = BACK

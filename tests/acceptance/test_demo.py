@@ -69,6 +69,10 @@ def test_orders_travel_and_one_ends_in_the_dead_letters(
     ):
         pattern = hop.format(re.escape(destination), re.escape(following))
         assert len(re.findall(pattern, said)) == 2, pattern
+    assert len(re.findall(r"order \w{8}   answered: ", said)) == 2
+    assert len(re.findall(r"order \w{8}   failed: .*nobody has approved it", said)) == 1
+    undos = re.findall(r"undo \d (\S+): confirmed", said)
+    assert undos == ["payments.refund", "shipping.release"]
     assert "payments.charge: 1 dead" in said
     assert "/admin/django_txmsg/" in said
     assert len(pids(said)) == 3

@@ -14,7 +14,14 @@ from django.db import connections, transaction
 from django_txmsg import stages
 from django_txmsg.flows import cancel
 from django_txmsg.flows.deadlines import Deadlines
-from django_txmsg.models import AuditEntry, FlowStep, FlowUndo, OutboxMessage, Run
+from django_txmsg.models import (
+    AuditEntry,
+    DeadLetter,
+    FlowStep,
+    FlowUndo,
+    OutboxMessage,
+    Run,
+)
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.testing import drain
 from tests.running import committing, ship
@@ -124,6 +131,31 @@ def test_answer_as_failed_gives_up_the_request_and_drops_its_late_answer() -> No
     assert run.outcome == Outcome.FAILED
     assert Shop.did in ([], ["book", "unbook"])
     assert audit() == [f"Answered as failed run {run.run_id} of flow acts.trip."]
+
+
+@pytest.mark.parametrize("act", ["answer", "go-back", "time-out"])
+def test_an_act_closes_the_dead_letter_of_the_request_that_a_run_waits_for(
+    act: str,
+) -> None:
+    Shop.error = ValueError("no money")
+    run = waiting()
+    letter = DeadLetter.objects.get()
+    assert (letter.destination, letter.resolution) == ("acts.pay", "open")
+    Shop.error = None
+
+    command(act, run.run_id, "--to", "booked")
+    fire()
+    drain()
+
+    letter.refresh_from_db()
+    assert letter.resolution == "discarded"
+    call_command("dead_letters", "redeliver", str(letter.pk), stdout=io.StringIO())
+    drain()
+    again(run)
+    if act == "go-back":
+        assert (run.waits_for, Shop.did) == (WaitsFor.RESUME, ["book", "pay"])
+    else:
+        assert (run.outcome, Shop.did) == (Outcome.FAILED, ["book", "unbook"])
 
 
 def test_cancel_undoes_a_run() -> None:
