@@ -18,6 +18,7 @@ from django.db.models import Q
 from django.db.models.functions import Coalesce, Now
 from django.db.models.lookups import IsNull
 
+from .. import conf
 from ..rules import inbox, lease
 from ..rules import outbox as rules
 from .fields import ids_sql, later_sql, later_value, now_sql, prepared
@@ -79,7 +80,8 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
         """Take these unique keys from rows that hold them no longer: the message has
         expired or, if it holds its key until then, was processed or buried here, or is
-        the `cause`, which is being processed by this transaction."""
+        the `cause`, which is being processed by this transaction; or it left so long
+        ago that the inbox may have forgotten it."""
         connection, table = connections[self.db], self.model._meta.db_table
         inbox_table = InboxMessage._meta.db_table
         having, values = ids_sql(connection, "unique_key", keys)
@@ -93,11 +95,16 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         if cause is not None:
             caused = " OR (o.unique_until_processed AND o.message_id = %s)"
             values = [*values, prepared(self.model, "message_id", cause, connection)]
+        days, forgotten = conf.get().RETENTION.INBOX, ""
+        if days is not None:
+            forgotten = f" OR (dispatched_at < {later_sql(connection)} AND NOT {still})"
+            values = [*values, later_value(connection, -86_400 * days)]
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {table} AS o SET unique_key = NULL WHERE {having}"  # noqa: S608 - constants only
                 f" AND dead_at IS NULL AND ({ended}"
-                f" OR (expires_at <= {now_sql(connection)} AND NOT {still}){caused})",
+                f" OR (expires_at <= {now_sql(connection)} AND NOT {still})"
+                f"{caused}{forgotten})",
                 values,
             )
 

@@ -8,9 +8,11 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import StringIO
 from typing import Any
 
 import pytest
+from django.core.management import call_command
 from django.db import OperationalError, connections, transaction
 
 from django_txmsg import Message, Refuse, send_message, send_messages
@@ -102,6 +104,28 @@ def test_a_message_that_expired_on_its_way_frees_its_key() -> None:
         ship()
         assert send(expires=HOUR) == first
         OutboxMessage.objects.update(expires_at=ago(minutes=1))
+        assert send() != first
+
+
+def test_a_message_that_the_inbox_has_forgotten_frees_its_key() -> None:
+    def fails_once(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            raise ValueError
+
+    keeps = txmsg(RETENTION={"OUTBOX": None, "INBOX": 14})
+    with keeps, declared(fails_once, PLACE) as stage:
+        first = send()
+        ship()
+        OutboxMessage.objects.update(dispatched_at=ago(days=15))
+        step(stage)
+        assert send() == first  # it waits for its redelivery
+        step(stage)
+        then = ago(days=15)
+        InboxMessage.objects.update(
+            processed_at=then, first_received_at=then, last_received_at=then
+        )
+        call_command("prune_messages", stdout=StringIO())
+        assert not InboxMessage.objects.exists()
         assert send() != first
 
 
