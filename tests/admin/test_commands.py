@@ -14,6 +14,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import OperationalError, connection, transaction
 from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
 
 from django_txmsg.models import (
     AuditEntry,
@@ -310,9 +311,14 @@ def test_a_misspelt_stage_is_no_stage_without_dead_letters() -> None:
 def test_the_list_says_how_many_there_are() -> None:
     factories.DeadLetterFactory.create_batch(25)
 
-    text = run("dead_letters", "list", "--limit", "3")
+    with CaptureQueriesContext(connection) as queries:
+        text = run("dead_letters", "list", "--limit", "3")
 
     assert "25 open dead letters, 3 shown (--limit)." in text
+    # It loads no row that it does not show, and no body.
+    (read,) = (one["sql"] for one in queries if '"exception"' in one["sql"])
+    assert read.endswith("LIMIT 3")
+    assert '"body"' not in read
 
 
 EVIL = "\x1b[2J\x1b[1;1H0 open dead letters.\r\x9b2K"
