@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from django_txmsg.models import (
 )
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.testing import drain
+from tests.docs.pages import ROOT
 from tests.running import committing, ship
 from tests.running import step as take
 from tests.trips import Shop, begin, trips, waiting
@@ -61,7 +63,7 @@ def test_list_and_show_tell_what_runs_wait_for() -> None:
     run = waiting()
 
     line = command("list", "--flow", "acts.trip", "--key", "A-1")
-    assert f"{run.run_id}  acts.trip A-1: approved waits for somebody's word" in line
+    assert f"{run.run_id}  acts.trip A-1: approved waits for " in line
     assert command("list", "--state", "undo stuck") == "No run matches.\n"
     assert command("list", "--older-than", "1h") == "No run matches.\n"
     (listed,) = json.loads(command("list", "--json"))["runs"]
@@ -73,6 +75,10 @@ def test_list_and_show_tell_what_runs_wait_for() -> None:
         "acts.unbook",
         "acts.unpay",
     ]
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    (row,) = re.findall(r"^\| `txmsg flows list` \|.*\|(.*)\|$", page, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == listed.keys()
+    assert shown.keys() - listed.keys() == {"state", "steps", "undos"}
     text = command("show", run.run_id)
     assert 'paid, then resume: {"number": 1, "said": ["first", "first"]}' in text
     assert "undo 2 acts.unpay: registered" in text
