@@ -9,7 +9,11 @@ PipelineError
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -48,6 +52,26 @@ def spoilt(path: str, error: object) -> SpoiltFile:
         f"{path} cannot be read: {why}. Restore this file from a backup of the lake; "
         "`pipeline verify` names all that are spoilt."
     )
+
+
+#: What every library says of a disk without room, and of a quota that is used up.
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+
+
+@contextmanager
+def full_disk_told() -> Iterator[None]:
+    """Raise EnvironmentFault, with what helps, if the block finds a disk full."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
+        if not any(one in said for one in _FULL):
+            raise
+        raise EnvironmentFault(
+            f"The disk is full: {said[-500:]}. Nothing is lost: make room, and run "
+            "again. `pipeline sweep` removes from a lake the files that failed runs "
+            "have left, and those that were replaced."
+        ) from error
 
 
 def from_spark(error: Exception) -> PipelineError:

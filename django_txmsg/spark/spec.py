@@ -44,6 +44,19 @@ def digest(value: str) -> str:
     return "sha256:" + hashlib.sha256(value.encode()).hexdigest()[:16]
 
 
+#: The columns by which a condition may name a person, and a text in SQL.
+_PERSONAL = re.compile(r"\b(key|correlation_id|headers|body)\b", re.IGNORECASE)
+_TEXT = re.compile(r"""(['"])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
+
+
+def recordable(condition: str) -> str:
+    """Return a condition as it may be recorded: if it looks at a column that may name
+    a person, with digests for its texts."""
+    if not _PERSONAL.search(condition):
+        return condition
+    return _TEXT.sub(lambda text: f"'{digest(text[2])}'", condition)
+
+
 def password_variable(service: str) -> str:
     """Return the name of the environment variable with a service's password."""
     return "TXMSG_PASSWORD_" + re.sub(r"\W", "_", service).upper()

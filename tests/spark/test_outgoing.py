@@ -328,11 +328,14 @@ def test_filter_that_does_not_parse_is_reported(
     archive(spark, log, lake)
     spec = JobSpec(services=(log.spec,), lake=lake)
 
-    for wrong in ("destination =", "no_such_column = 1"):
+    for wrong in ("destination =", "no_such_column = 1 AND key = 'customer-4711'"):
         with pytest.raises(UsageError, match="does not parse"):
             run(spec, "replay", "--where", wrong)
-    failed = log.rows("SELECT state FROM django_txmsg_pipelinerun")
+    failed = log.rows("SELECT state, options, error FROM django_txmsg_pipelinerun")
     assert [row[0] for row in failed] == ["failed", "failed"]
+    # An erased person's key is not kept by who has looked for it.
+    assert "4711" not in str(failed)
+    assert "sha256:" in str(failed)
 
 
 def start_replay(directory: Path, spec: JobSpec) -> subprocess.Popen[bytes]:

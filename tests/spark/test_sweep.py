@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
+from deltalake import DeltaTable
 
-from django_txmsg.spark.schemas import Table
+from django_txmsg.spark.errors import EnvironmentFault, full_disk_told
+from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import (
     archive,
@@ -121,3 +125,34 @@ def test_results_are_tidied_as_rows_are(spark, log: Log, lake: LakeSpec) -> None
     assert swept["verdicts"]["compacted"] >= 3
     runs = Table("runs", "", "", (), "", ("",))
     assert delta_rows(lake, runs)["job"].to_pylist().count("reconcile") == 3
+
+
+def test_a_sweep_makes_room_before_it_writes(make_log, lake: LakeSpec) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(250)
+    log.receive([{"message_id": uuid.uuid4()}])
+    orphans = []
+    for table in (OUTBOX, INBOX):
+        archive(None, log, lake, table=table)
+        [day] = path_of(lake, table).glob("service=*/day=*")
+        orphans.append(day / "attempt.parquet")
+        orphans[-1].write_bytes(b"half a file")
+        two_days_ago = time.time() - 2 * 86_400
+        os.utime(orphans[-1], (two_days_ago, two_days_ago))
+        # Nothing can be written into this log.
+        entries = path_of(lake, table) / "_delta_log"
+        version = DeltaTable(path_of(lake, table)).version()
+        (entries / f"{version + 1:020}.json").mkdir()
+
+    with pytest.raises(EnvironmentFault, match="outbox was changed"):
+        sweep(log, lake)
+
+    assert not any(one.exists() for one in orphans)
+
+
+def test_a_full_disk_is_told_in_a_sentence() -> None:
+    told = pytest.raises(EnvironmentFault, match=r"disk is full: .*`pipeline sweep`")
+    with told, full_disk_told(), Path("/dev/full").open("w") as full:
+        full.write("a report")
+    with pytest.raises(OSError, match="nowhere"), full_disk_told():
+        Path("/nowhere/report").read_text()

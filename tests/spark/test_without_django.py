@@ -26,7 +26,14 @@ from django_txmsg.spark.errors import (
     from_spark,
 )
 from django_txmsg.spark.session import build
-from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec, hidden
+from django_txmsg.spark.spec import (
+    JobSpec,
+    LakeSpec,
+    SourceSpec,
+    digest,
+    hidden,
+    recordable,
+)
 from tests.acceptance.shop import PROJECT, environment
 from tests.faults import wait_until
 from tests.services.server import free_port
@@ -164,6 +171,20 @@ def test_a_specification_travels_as_json_without_the_password(monkeypatch) -> No
     assert "secret" not in text + repr(spec)
     assert "password=secret" in source.conninfo()
     assert JobSpec.from_json(text).service("shop").password_env == "SHOP_PASSWORD"
+
+
+def test_a_condition_is_recorded_without_texts_that_may_name_a_person() -> None:
+    harmless = "destination = 'orders.place' AND day >= '2026-01-01'"
+    assert recordable(harmless) == harmless
+    for condition in (
+        "key = 'customer-4711'", 'correlation_id LIKE "customer-4711%"',
+        r"destination = 'a' and KEY in ('it\'s customer-4711', '')",
+        "headers['of'] = 'customer-4711'",
+    ):  # fmt: skip
+        told = recordable(condition)
+        assert "4711" not in told
+        assert "sha256:" in told
+    assert recordable("key = 'a' OR key = 'a'").count(digest("a")) == 2
 
 
 @pytest.mark.parametrize(

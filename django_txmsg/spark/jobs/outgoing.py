@@ -26,7 +26,7 @@ from ...rules import dead_letters
 from ..errors import UsageError, VerificationRefused
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
-from ..spec import JobSpec, SourceSpec
+from ..spec import JobSpec, SourceSpec, recordable
 from ..staging import Brought, Merged, Staging, ask_to_redeliver, attempt_key
 from ..transforms.normalise import whole_log, with_cancelled
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
@@ -213,8 +213,8 @@ def choose(
             frame.schema  # noqa: B018 - resolves the names
     except (ParseException, AnalysisException) as error:
         raise UsageError(
-            f"The filter {options.where!r} does not parse: {_short(error)} Columns: "
-            f"{', '.join(struct.fieldNames())}."
+            f"The filter {recordable(options.where)!r} does not parse: "
+            f"{_short(error)} Columns: {', '.join(struct.fieldNames())}."
         ) from error
     if table is OUTBOX and not options.replayed:
         frames = [frame.where("replay_id = ''") for frame in frames]
@@ -305,7 +305,7 @@ def _redeliver(
     if options.dry_run:
         return _shown(chosen, name, run)
     letters = [(row[0], row[1]) for row in chosen.select("id", "message_id").collect()]
-    why = options.where or options.verdict
+    why = recordable(options.where) or options.verdict
     operation = ask_to_redeliver(
         source.resolved(), name, letters, rate=options.rate, why=why
     )

@@ -10,10 +10,10 @@ from importlib import import_module
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from ..errors import from_spark
+from ..errors import from_spark, full_disk_told
 from ..lake import is_mounted
 from ..runs import Run, recorded
-from ..spec import JobSpec, digest, hidden
+from ..spec import JobSpec, digest, hidden, recordable
 from .outcome import Outcome
 
 #: Options of the command line and of Django itself, which do not belong to the job, and
@@ -48,6 +48,8 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         for name in ("key", "correlation_id"):
             if name in options:
                 options[name] = ", ".join(map(digest, getattr(given, name)))
+    if "where" in options:
+        options["where"] = recordable(options["where"])
     if given.job == "follow":
         from .follow import follow_command
 
@@ -61,7 +63,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
     if looks:
         # A job that only reads leaves no trace.
         record = nullcontext(Run(given.job, options))
-    with record as run:
+    with full_disk_told(), record as run:
         if spec.lake is not None and given.job in _OF_THE_LAKE:
             run.makes_lake = not is_mounted(spec)
         try:

@@ -7,7 +7,7 @@ import dataclasses
 import datetime as dt
 import uuid
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -27,7 +27,7 @@ from ..progress import Progress
 from ..results import CLOCK
 from ..runs import Run
 from ..schemas import TABLES
-from ..spec import JobSpec
+from ..spec import JobSpec, SourceSpec
 from .outcome import Outcome, options_of
 from .settling import checksum
 
@@ -147,36 +147,61 @@ def run_sweep(
     swept: dict[str, Swept] = {}
     bar = bar or Progress.silent()
     names = lake.names()
-    bar.start(len(names))
-    for name in names:
-        bar.say(name)
-        place = lake.table(name, t.StructType([]))
-        if place.load() is None:
-            continue
-        try:
-            if name in TABLES:
-                with closing(Ledger(service, TABLES[name])) as ledger, ledger.lock():
-                    swept[name] = _sweep(place, service.service, options)
-            elif name == "journeys":
-                with closing(connect_plain(service)) as held, keeping(held, service):
-                    swept[name] = _sweep(place, service.service, options)
-            else:
-                swept[name] = _sweep(place, service.service, options)
-        except Taken:
-            continue  # `reconcile` uses them: the next run sweeps
-        except CommitFailedError as error:
-            raise EnvironmentFault(
-                f"{name} was changed by another process meanwhile ({error}). Run again."
-            ) from error
-        bar.advance(1)
+    bar.start(2 * len(names))
+    # First in all tables what writes nothing: if the disk is full, this makes room.
+    for step in (_remove_orphans, _tidy):
+        for name in names:
+            bar.say(name)
+            bar.advance(1)
+            place = lake.table(name, t.StructType([]))
+            if place.load() is None:
+                continue
+            try:
+                with _alone(service, name):
+                    step(
+                        place,
+                        service.service,
+                        options,
+                        swept.setdefault(name, Swept()),
+                    )
+            except Taken:
+                continue  # `reconcile` uses them: the next run sweeps
+            except CommitFailedError as error:
+                raise EnvironmentFault(
+                    f"{name} was changed by another process meanwhile ({error}). Run "
+                    "again."
+                ) from error
     bar.stop()
     run.counts = {name: one.__dict__ for name, one in swept.items()}
     run.rows = sum(one.orphans + one.replaced for one in swept.values())
     return swept
 
 
-def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
-    done = Swept()
+@contextmanager
+def _alone(service: SourceSpec, name: str) -> Iterator[None]:
+    """Hold the lock of a table, if it has one."""
+    if name in TABLES:
+        with closing(Ledger(service, TABLES[name])) as ledger, ledger.lock():
+            yield
+    elif name == "journeys":
+        with closing(connect_plain(service)) as held, keeping(held, service):
+            yield
+    else:
+        yield
+
+
+def _remove_orphans(
+    place: LakeTable, service: str, options: SweepOptions, done: Swept
+) -> None:
+    now = dt.datetime.now(dt.timezone.utc)
+    orphans = place.orphans(service, now - options.orphans_older_than)
+    done.orphans = len(orphans)
+    if not options.dry_run:
+        for path in orphans:
+            place.files.delete_file(path)
+
+
+def _tidy(place: LakeTable, service: str, options: SweepOptions, done: Swept) -> None:
     delta = place.load()
     assert delta is not None
     now = dt.datetime.now(dt.timezone.utc)
@@ -198,17 +223,11 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
                     "touched": touched(old),
                 },
             )
+    hours = int(options.replaced_older_than.total_seconds() // 3600)
+    done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))
     # Journeys are joined by the run that maintains them, into files with counts.
     if options.compact and not options.dry_run and place.name != "journeys":
         done.compacted = join(place, service)
-    hours = int(options.replaced_older_than.total_seconds() // 3600)
-    done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))
-    orphans = place.orphans(service, now - options.orphans_older_than)
-    done.orphans = len(orphans)
-    if not options.dry_run:
-        for path in orphans:
-            place.files.delete_file(path)
-    return done
 
 
 def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
