@@ -48,9 +48,17 @@ def died_by_kill(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
+# Killed with Spark; who runs again may have the other engine.
+@pytest.mark.parametrize(
+    "again", [None, pytest.param("spark", marks=pytest.mark.matrix)]
+)
 def test_killed_at_every_step_and_run_again_each_row_is_in_the_lake_once(
-    spark, make_log: Callable[..., Log], tmp_path: Path
+    request: pytest.FixtureRequest,
+    make_log: Callable[..., Log],
+    tmp_path: Path,
+    again: str | None,
 ) -> None:
+    engine = None if again is None else request.getfixturevalue(again)
     plan, logs = [], []
     for vendor, steps in (
         ("postgresql", STEPS),
@@ -79,10 +87,10 @@ def test_killed_at_every_step_and_run_again_each_row_is_in_the_lake_once(
             # Row 7 was made live again while its batch was on the way.
             expected.remove(7)
             before[7] = hashes_in(log)[7]
-        archive(spark, log, lake)
+        archive(engine, log, lake)
         assert_moved_once(before, log, lake, expected)
-        again = archive(spark, log, lake)
-        assert (again.rows, again.refused) == (0, [])
+        idle = archive(engine, log, lake)
+        assert (idle.rows, idle.refused) == (0, [])
         assert_moved_once(before, log, lake, expected)
 
 

@@ -116,6 +116,25 @@ def test_finished_journeys_are_counted_without_reading(
             spoil(path)
 
     assert judged(spark, spec) == expected
+    # What goes on with one of them reads that day's.
+    log.receive([{"message_id": ids[0]}])
+    with pytest.raises(Exception, match="journeys"):
+        judged(spark, spec)
+
+
+@pytest.mark.matrix
+def test_finished_journeys_are_read_where_their_counts_do_not_suffice(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    processed(log, LONG_AGO)
+    processed(log, LONG_AGO + DAY)
+    archive_all(spark, log, lake)
+    judged(spark, spec)
+    for path in files_of(lake):
+        spoil(path)
+
     # To judge by a shorter time they must be read, and so must a part of a file.
     middle = LONG_AGO + 2 * SECOND
     for more in ({"late_after": SECOND}, {"since": middle}):
@@ -124,10 +143,6 @@ def test_finished_journeys_are_counted_without_reading(
     # Days that are left out are not counted.
     late = judged(spark, spec, since=LONG_AGO + DAY)
     assert late == {"orders.place": {"ok": 2, "redelivered_deduplicated": 2}}
-    # What goes on with one of them reads that day's.
-    log.receive([{"message_id": ids[0]}])
-    with pytest.raises(Exception, match="journeys"):
-        judged(spark, spec)
 
 
 # A dozen judgements, of which half read everything.
