@@ -199,6 +199,14 @@ def add_jobs(
     )
     show.add_argument("term", metavar="ID", help="message id, key or correlation id")
 
+    views = jobs.add_parser(
+        "views", parents=[common], help="print SQL views of messages and findings"
+    )
+    views.add_argument(
+        "--of", choices=("database", "lake"), default="database",
+        help="the database's, or those of a Spark session over the lake",
+    )  # fmt: skip
+
     analyze = jobs.add_parser("analyze", parents=[common], help="times, flow, failures")
     analyze.add_argument("--since", type=instant, default="7d")
     analyze.add_argument(

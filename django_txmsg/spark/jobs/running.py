@@ -55,7 +55,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
 
         return follow_command(spec, given, options)
     record: AbstractContextManager[Run] = recorded(spec, given.job, options)
-    looks = given.job == "show"
+    looks = given.job in ("show", "views")
     if given.job == "listeners":
         looks = given.retire is None
     if given.job == "findings":
@@ -72,9 +72,10 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
             raise from_spark(error) from error
     outcome.exit_code = run.exit_code
     seconds = run.seconds
-    outcome.lines.append(
-        f"{given.job}: {run.rows:,} rows in {seconds:,.1f} s, {run.state}."
-    )
+    if given.job != "views":  # whose lines are for a database to read
+        outcome.lines.append(
+            f"{given.job}: {run.rows:,} rows in {seconds:,.1f} s, {run.state}."
+        )
     outcome.facts |= {
         "job": given.job, "run": run.id, "state": run.state, "rows": run.rows,
         "counts": run.counts, "seconds": round(seconds, 3), "exit_code": run.exit_code,

@@ -1,0 +1,176 @@
+"""`views`: prints SQL views, for people who ask by SQL what `reconcile` has found.
+
+A message's verdict is that of the last run that looked at it. It is in the journal of
+findings, or, on the database's side, in the table of findings: no view judges again.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ...rules import outbox
+from ..runs import Run
+from ..schemas import INBOX, OUTBOX
+from ..spec import JobSpec, LakeSpec
+from .outcome import Outcome
+
+#: The tables of the lake from which its views are made.
+_READ = ("verdicts", "reconciliation", "journeys")
+
+#: One row for each finding that stands: the last line of the journal says so.
+_FINDINGS = """
+SELECT service, message_id, destination, consumer, sender, verdict, sent_at, due_at,
+       dispatched_at, received_at, processed_at, deliveries, found_at
+FROM (
+  SELECT *, row_number() OVER (
+    PARTITION BY service, message_id, coalesce(destination, ''),
+                 coalesce(consumer, ''), verdict
+    ORDER BY recorded_at DESC) AS newest
+  FROM {verdicts} WHERE change IS NOT NULL) AS journal
+WHERE newest = 1 AND change = 'found'
+"""
+
+#: The counts of the last run.
+_COUNTS = """
+SELECT service, sent_on, destination, verdict, messages, first_sent_at, last_sent_at,
+       run_id, recorded_at
+FROM (
+  SELECT *, dense_rank() OVER (
+    PARTITION BY service ORDER BY recorded_at DESC, run_id) AS newest
+  FROM {reconciliation}) AS runs
+WHERE newest = 1
+"""
+
+#: Archived messages, one row for each consumer. A topic's message has a journey for
+#: each time it was sent, and one for each consumer that has received it.
+_MESSAGES = """
+WITH sent AS (
+  SELECT service, message_id, destination, min(sender) AS sender,
+         min(stored_at) AS sent_at, min(due_at) AS due_at,
+         min(dispatched_at) AS dispatched_at
+  FROM {journeys} WHERE pair = '' GROUP BY service, message_id, destination
+), received AS (
+  SELECT service, message_id, destination, pair, consumer, told_at, received_at,
+         processed_at, deliveries, cancelled, discarded_at, replaced_at
+  FROM {journeys} WHERE pair <> '' OR destination NOT LIKE 'topic:%'
+), found AS (
+  SELECT *, CASE WHEN destination LIKE 'topic:%' THEN coalesce(consumer, '')
+                 ELSE '' END AS pair
+  FROM {findings}
+)
+SELECT coalesce(r.service, f.service) AS service,
+       coalesce(r.message_id, f.message_id) AS message_id,
+       coalesce(r.destination, f.destination) AS destination,
+       coalesce(f.consumer, r.consumer) AS consumer,
+       coalesce(s.sender, f.sender) AS sender,
+       coalesce(s.sent_at, f.sent_at, r.told_at) AS sent_at,
+       coalesce(s.due_at, f.due_at) AS due_at,
+       coalesce(s.dispatched_at, f.dispatched_at) AS dispatched_at,
+       coalesce(r.received_at, f.received_at) AS received_at,
+       coalesce(r.processed_at, f.processed_at) AS processed_at,
+       coalesce(r.deliveries, f.deliveries) AS deliveries,
+       CASE WHEN f.verdict IS NOT NULL THEN f.verdict
+            WHEN r.processed_at IS NOT NULL AND r.deliveries > 1
+              THEN 'redelivered_deduplicated'
+            WHEN r.processed_at IS NOT NULL THEN 'ok'
+            WHEN r.cancelled > 0 THEN 'cancelled'
+            WHEN r.discarded_at IS NOT NULL THEN 'discarded'
+            WHEN r.replaced_at IS NOT NULL THEN 'replaced' END AS verdict,
+       f.found_at AS found_at
+FROM received AS r
+FULL OUTER JOIN found AS f ON f.service = r.service AND f.message_id = r.message_id
+  AND f.destination = r.destination AND f.pair = r.pair
+LEFT JOIN sent AS s ON s.service = coalesce(r.service, f.service)
+  AND s.message_id = coalesce(r.message_id, f.message_id)
+  AND s.destination = coalesce(r.destination, f.destination)
+"""
+
+#: Messages in a database, one row for each consumer that its own inbox, or a finding,
+#: knows.
+_LIVE = """
+WITH known AS (
+  SELECT i.message_id, i.destination, i.stage, i.first_received_at, i.processed_at,
+         i.deliveries, f.consumer, f.verdict, f.found_at, f.acknowledged_at
+  FROM {inbox} i LEFT JOIN django_txmsg_finding f ON {same}
+  UNION ALL
+  SELECT f.message_id, f.destination, NULL, NULL, NULL,
+         NULL, f.consumer, f.verdict, f.found_at, f.acknowledged_at
+  FROM django_txmsg_finding f WHERE NOT EXISTS (SELECT 1 FROM {inbox} i WHERE {same})
+)
+SELECT o.message_id, o.destination, o.key, o.correlation_id, o.created_at, o.due_at,
+       o.dispatched_at, o.attempts,
+       CASE WHEN {cancelled} THEN 'cancelled' WHEN {dead} THEN 'dead'
+            WHEN {dispatched} THEN 'dispatched' ELSE 'pending' END AS state,
+       k.stage, k.first_received_at, k.processed_at, k.deliveries, k.consumer,
+       k.verdict, k.found_at, k.acknowledged_at
+FROM {outbox} o
+LEFT JOIN known k ON k.message_id = o.message_id AND k.destination = o.destination
+"""
+
+#: Whether a finding is about a row of the inbox.
+_SAME = """f.message_id = i.message_id AND f.destination = i.destination
+    AND (i.destination NOT LIKE 'topic:%' OR f.consumer = f.service || '/' || i.stage)
+"""
+
+
+def database_views() -> dict[str, str]:
+    """Return the views of a service's database, on PostgreSQL and on SQLite."""
+    return {
+        "txmsg_messages": _LIVE.format(
+            cancelled=outbox.CANCELLED.sql("o"),
+            dead=outbox.DEAD.sql("o"),
+            dispatched=outbox.DISPATCHED.sql("o"),
+            outbox=OUTBOX.relation,
+            inbox=INBOX.relation,
+            same=_SAME.strip(),
+        )
+    }
+
+
+def lake_views() -> dict[str, str]:
+    """Return the views of the lake, over tables of the lake's own names."""
+    names = {one: f"txmsg_lake_{one}" for one in _READ}
+    return {
+        "txmsg_findings": _FINDINGS.format(**names),
+        "txmsg_counts": _COUNTS.format(**names),
+        "txmsg_messages": _MESSAGES.format(**names, findings="txmsg_findings"),
+    }
+
+
+def spark_tables(lake: LakeSpec) -> list[str]:
+    """Return the statements that name the lake's tables in a Spark session. Secret
+    options of the store are left out: take them from the environment."""
+    options = {"lake": lake.uri, **{
+        f"storage.{name}": value
+        for name, value in lake.public().storage_options.items()
+    }}  # fmt: skip
+    given = ", ".join(f"'{name}' {_quoted(value)}" for name, value in options.items())
+    return [
+        f"CREATE OR REPLACE TEMPORARY VIEW txmsg_lake_{name} USING txmsg "
+        f"OPTIONS ({given}, 'table' '{name}')"
+        for name in _READ
+    ]
+
+
+def views_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Print the statements that create the views. Raises UsageError without a lake."""
+    if given.of == "database":
+        said = [
+            statement
+            for name, query in database_views().items()
+            for statement in (
+                f"DROP VIEW IF EXISTS {name}",
+                f"CREATE VIEW {name} AS{query.rstrip()}",
+            )
+        ]
+    else:
+        said = spark_tables(spec.lake_spec()) + [
+            f"CREATE OR REPLACE TEMPORARY VIEW {name} AS{query.rstrip()}"
+            for name, query in lake_views().items()
+        ]
+    run.rows = len(said)
+    return Outcome([f"{one};" for one in said], {"statements": said})
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
