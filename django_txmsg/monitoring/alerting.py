@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -17,9 +17,10 @@ from django.core.mail import send_mail
 from django.db import router
 
 from .. import conf, signals
-from ..errors import ConfigurationError
 from ..models import Alert
+from ..models.alert import LEASE
 from ..rules.alarm_kinds import BAD
+from ..runtime import liveness
 from ..scheduling.time_loop import TimeLoop
 from ..wire.webhook import NoWebhook, Webhook, alert_message
 from . import alarms, status
@@ -75,6 +76,8 @@ class Alerting(TimeLoop):
     def __init__(self, using: Sequence[str]) -> None:
         super().__init__(using)
         self._first_seen: dict[str, float] = {}
+        #: The receivers that have an alert which another one has not: not called again.
+        self._reached: dict[tuple[int, str], set[str]] = {}
 
     @property
     def idle(self) -> bool:
@@ -83,27 +86,28 @@ class Alerting(TimeLoop):
 
     @cached_property
     def _webhook(self) -> Webhook | None:
-        try:
-            return Webhook.from_environment(conf.get().ALERTS.WEBHOOK_ENV)
-        except NoWebhook as error:
-            raise ConfigurationError(f'TXMSG["ALERTS"]: {error}') from error
+        return Webhook.from_environment(conf.get().ALERTS.WEBHOOK_ENV)
 
     def _keep(self, using: str) -> float:
         """Compare alarms and alerts once. Returns the seconds until the next look."""
         home = router.db_for_write(Alert)
         if using == home and not self.idle:
             self._compare(home)
-            for alert in Alert.objects.db_manager(home).undelivered(conf.get().SERVICE):
+            alerts = Alert.objects.db_manager(home).undelivered(conf.get().SERVICE)
+            left = {(one.pk, one.status) for one in alerts}
+            self._reached = {k: v for k, v in self._reached.items() if k in left}
+            for alert in alerts:
                 if not self._stop.is_set():
+                    liveness.turned(LEASE)  # a receiver may take its time
                     self._deliver(alert, home)
         return EVERY
 
     def _compare(self, home: str) -> None:
         alerts, service = Alert.objects.db_manager(home), conf.get().SERVICE
         settings, now = conf.get().ALERTS, time.monotonic()
+        picture = status.read()
         found = {
-            name[:255]: alarm
-            for name, alarm in wanted(status.read(), settings.KINDS).items()
+            name[:255]: alarm for name, alarm in wanted(picture, settings.KINDS).items()
         }
         opened = {
             one.name: one for one in alerts.filter(service=service, ended_at=None)
@@ -118,8 +122,11 @@ class Alerting(TimeLoop):
                 kind, text = found[name]
                 if alerts.begin(service, name, kind, text):
                     self._announce(name, kind, "firing", text)
-            elif alerts.end(opened[name].pk):
-                ended = opened[name]
+                continue
+            ended = opened[name]
+            # Of what a database that does not answer had, nothing is known to be over.
+            unknown = picture.unreadable and ended.kind != "database"
+            if not unknown and alerts.end(ended.pk):
                 self._announce(name, ended.kind, "resolved", ended.text)
 
     def _announce(self, name: str, kind: str, state: str, text: str) -> None:
@@ -141,16 +148,36 @@ class Alerting(TimeLoop):
             summary=alert.text,
             kind=alert.kind,
         )
-        webhook, mail = self._webhook, list(conf.get().ALERTS.MAIL)
-        if webhook is not None and not webhook.post(message, self._stop):
-            log.warning("alert %s was not delivered: %s", alert.name, webhook.error)
-            return
+        reached = self._reached.setdefault((alert.pk, alert.status), set())
+        receivers = {"webhook": self._call, "mail": self._mail}
+        for name, send in receivers.items():
+            if name not in reached and send(alert, message):
+                reached.add(name)
+        if len(reached) == len(receivers):
+            alerts.delivered(alert)
+
+    def _mail(self, alert: Alert, message: Mapping[str, str]) -> bool:
+        to = list(conf.get().ALERTS.MAIL)
+        if not to:
+            return True
+        # A header has no line ends.
+        subject = " ".join(message["text"].split())[:200]
         try:
-            if mail:
-                # A header has no line ends.
-                subject = " ".join(message["text"].split())[:200]
-                send_mail(subject, f"{alert.text}\n\nSince {alert.since}.", None, mail)
-        except OSError as error:
-            log.warning("alert %s was not mailed: %s", alert.name, error)
-            return
-        alerts.delivered(alert)
+            send_mail(subject, f"{alert.text}\n\nSince {alert.since}.", None, to)
+        except Exception as error:  # of any kind, by the project's mail backend
+            log.warning("alert %s was not mailed: %r", alert.name, error)
+            return False
+        return True
+
+    def _call(self, alert: Alert, message: Mapping[str, str]) -> bool:
+        try:
+            webhook = self._webhook
+        except NoWebhook as error:
+            log.error(
+                'alert %s was not delivered: TXMSG["ALERTS"]: %s', alert.name, error
+            )
+            return False
+        if webhook is None or webhook.post(message, self._stop):
+            return True
+        log.warning("alert %s was not delivered: %s", alert.name, webhook.error)
+        return False

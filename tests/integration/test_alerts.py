@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from django.core import mail
+from django.core.mail.backends.base import BaseEmailBackend
 from django.core.management import call_command
+from django.db import OperationalError, connections
 from django.test import Client, override_settings
 
 from django_txmsg import checks, signals
@@ -23,7 +25,7 @@ from django_txmsg.rules.alarm_kinds import KINDS
 from django_txmsg.wire import webhook as webhooks
 from tests import factories
 from tests.faults import ManageProcess, wait_until
-from tests.running import IMPATIENT, committing, txmsg
+from tests.running import IMPATIENT, committing, declared, txmsg
 
 MAIL = "ops@example.com"
 
@@ -154,6 +156,66 @@ def test_a_refused_alert_is_delivered_later_and_its_end_only_after_it(
         loop.tick()
         loop.tick()
     assert [call["alert"] for call in receiver.calls[2:]] == ["paused/orders.place"]
+
+
+class Refusing(BaseEmailBackend):
+    """A mail backend with errors of its own, as those of providers have."""
+
+    def send_messages(self, email_messages: Any) -> int:
+        raise LookupError("the provider refuses")
+
+
+@pytest.mark.django_db
+def test_a_receiver_that_fails_keeps_neither_the_relay_nor_the_other_one(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alerts("dead", MAIL=[MAIL]):
+        loop = Alerting(["default"])
+        factories.DeadLetterFactory()
+        backend = f"{__name__}.{Refusing.__name__}"
+        with override_settings(EMAIL_BACKEND=backend):
+            loop.tick()
+        for _ in range(2):
+            Alert.objects.update(lease_until=factories.ago(seconds=1))
+            loop.tick()
+        assert (len(receiver.calls), len(mail.outbox)) == (1, 1)
+
+        receiver.answers = [500]
+        DeadLetter.objects.all().delete()
+        loop.tick()
+        assert len(mail.outbox) == 2
+        assert Alert.objects.get().delivered == "firing"
+
+        monkeypatch.setenv("TXMSG_WEBHOOK_URL", "no address")
+        Alert.objects.update(lease_until=None)
+        Alerting(["default"]).tick()
+        assert Alert.objects.get().delivered == "firing"
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_nothing_is_over_only_because_a_database_does_not_answer() -> None:
+    def refuse(*_: Any) -> Any:
+        raise OperationalError("it is away")
+
+    def names() -> set[str]:
+        opened = Alert.objects.filter(ended_at=None, kind__in=("dead", "database"))
+        return set(opened.values_list("name", flat=True))
+
+    in_use = declared(lambda message: None, using="other")
+    with alerts("dead", "database"), in_use:
+        loop = Alerting(["default"])
+        letter = factories.DeadLetterFactory.build()
+        letter.save(using="other")
+        loop.tick()
+        (before,) = names()
+        with connections["other"].execute_wrapper(refuse):
+            loop.tick()
+        assert names() == {before, "database/other"}
+        loop.tick()
+        assert names() == {before}
+        letter.delete()
+        loop.tick()
+        assert names() == set()
 
 
 @pytest.mark.django_db
