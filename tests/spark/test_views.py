@@ -6,6 +6,8 @@ import datetime as dt
 import uuid
 from typing import Any
 
+import pytest
+
 from django_txmsg.spark.schemas import INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import archive
@@ -69,6 +71,7 @@ def test_a_databases_view_shows_state_and_verdict_of_each_message(log: Log) -> N
     }
 
 
+@pytest.mark.matrix
 def test_the_lakes_views_agree_with_reconcile(
     spark: Any, make_log, lake: LakeSpec
 ) -> None:
