@@ -124,9 +124,12 @@ class Alerting(TimeLoop):
                     self._announce(name, kind, "firing", text)
                 continue
             ended = opened[name]
-            # Of what a database that does not answer had, nothing is known to be over.
+            # It may be of a database that does not answer, or among those that are not
+            # named now.
             unknown = picture.unreadable and ended.kind != "database"
-            if not unknown and alerts.end(ended.pk):
+            if f"{ended.kind}/more" in found or unknown:
+                continue
+            if alerts.end(ended.pk):
                 self._announce(name, ended.kind, "resolved", ended.text)
 
     def _announce(self, name: str, kind: str, state: str, text: str) -> None:

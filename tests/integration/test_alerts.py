@@ -219,6 +219,25 @@ def test_nothing_is_over_only_because_a_database_does_not_answer() -> None:
 
 
 @pytest.mark.django_db
+def test_an_alert_of_many_is_not_over_because_others_are_more() -> None:
+    with alerts("dead"):
+        loop = Alerting(["default"])
+        for number in range(alerting.MOST_DEAD):
+            factories.DeadLetterFactory(fingerprint=f"{number:016x}")
+        loop.tick()
+        opened = set(Alert.objects.values_list("name", flat=True))
+        factories.DeadLetterFactory.create_batch(2, fingerprint="f" * 16)
+        loop.tick()
+        assert not Alert.objects.exclude(ended_at=None).exists()
+        assert opened < set(Alert.objects.values_list("name", flat=True))
+        DeadLetter.objects.filter(fingerprint__in=["f" * 16, f"{3:016x}"]).delete()
+        loop.tick()
+        loop.tick()
+        opened = set(Alert.objects.filter(ended_at=None).values_list("name", flat=True))
+        assert len(opened) == alerting.MOST_DEAD - 1
+
+
+@pytest.mark.django_db
 def test_calls_are_signed(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TXMSG_WEBHOOK_SECRET", "s3cr3t")
     with alerts("dead"):
