@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+import django.db.models.deletion
 import django.db.models.functions.comparison
 import django.db.models.functions.datetime
 import django.db.models.lookups
+import django_txmsg.models.fields
 from django.db import migrations, models
 
 # A claim leaves a dead row version behind: room for it on the same page keeps it out
@@ -75,6 +77,24 @@ class Migration(migrations.Migration):
 
     operations = [
         migrations.CreateModel(
+            name="AuditEntry",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                ("by", models.CharField(max_length=255)),
+                ("text", models.TextField()),
+            ],
+            options={
+                "verbose_name": "audit entry",
+                "verbose_name_plural": "audit entries",
+            },
+        ),
+        migrations.CreateModel(
             name="DatabaseIdentity",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
@@ -97,6 +117,22 @@ class Migration(migrations.Migration):
                 ("fingerprint", models.CharField(max_length=64, unique=True)),
                 ("note", models.TextField(blank=True, default="")),
                 ("muted", models.BooleanField(default=False)),
+                (
+                    "muted_until",
+                    models.DateTimeField(
+                        blank=True,
+                        help_text="When the mute ends; empty: never.",
+                        null=True,
+                    ),
+                ),
+                (
+                    "muted_above",
+                    models.PositiveIntegerField(
+                        blank=True,
+                        help_text="The mute does not apply while more dead letters are open.",
+                        null=True,
+                    ),
+                ),
                 ("noted_by", models.CharField(blank=True, default="", max_length=255)),
                 (
                     "noted_at",
@@ -133,11 +169,46 @@ class Migration(migrations.Migration):
                         null=True,
                     ),
                 ),
+                (
+                    "rate",
+                    models.CharField(
+                        blank=True,
+                        db_default="",
+                        default="",
+                        help_text="The rate that an operator has set, while it holds.",
+                        max_length=32,
+                    ),
+                ),
+                ("rate_until", models.DateTimeField(blank=True, null=True)),
+                (
+                    "rate_by",
+                    models.CharField(
+                        blank=True, db_default="", default="", max_length=255
+                    ),
+                ),
             ],
             options={
                 "verbose_name": "stage",
-                "permissions": [("pause_stage", "Can pause and resume stages")],
+                "permissions": [
+                    ("pause_stage", "Can pause and resume stages"),
+                    ("limit_stage", "Can change the rate of a stage for a while"),
+                ],
             },
+        ),
+        migrations.CreateModel(
+            name="StopRequest",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                ("stage", models.CharField(max_length=255)),
+                ("message_id", models.UUIDField()),
+                ("why", models.CharField(max_length=255)),
+            ],
         ),
         migrations.CreateModel(
             name="TaskRun",
@@ -166,6 +237,12 @@ class Migration(migrations.Migration):
                 ("kind", models.CharField(max_length=16)),
                 (
                     "service",
+                    models.CharField(
+                        blank=True, db_default="", default="", max_length=255
+                    ),
+                ),
+                (
+                    "version",
                     models.CharField(
                         blank=True, db_default="", default="", max_length=255
                     ),
@@ -204,6 +281,42 @@ class Migration(migrations.Migration):
                     ),
                 ),
             ],
+        ),
+        migrations.CreateModel(
+            name="Alert",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("service", models.CharField(max_length=255)),
+                ("name", models.CharField(max_length=255)),
+                ("kind", models.CharField(max_length=32)),
+                ("text", models.TextField(blank=True, default="")),
+                (
+                    "since",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                ("ended_at", models.DateTimeField(blank=True, null=True)),
+                (
+                    "delivered",
+                    models.CharField(
+                        blank=True,
+                        default="",
+                        help_text="What its receivers know.",
+                        max_length=16,
+                    ),
+                ),
+                ("lease_until", models.DateTimeField(blank=True, null=True)),
+            ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(
+                        condition=models.Q(("ended_at__isnull", True)),
+                        fields=("service", "name"),
+                        name="txmsg_alert_open",
+                    )
+                ],
+            },
         ),
         migrations.CreateModel(
             name="Attempt",
@@ -264,6 +377,27 @@ class Migration(migrations.Migration):
                         help_text="Messages a second at most; empty: no limit.",
                         null=True,
                     ),
+                ),
+                (
+                    "tolerates",
+                    models.PositiveIntegerField(
+                        blank=True,
+                        help_text="If given, one message goes first, and the operation stops itself when more than this many have died again.",
+                        null=True,
+                    ),
+                ),
+                (
+                    "watched",
+                    models.JSONField(
+                        blank=True,
+                        db_default=models.Value([], output_field=models.JSONField()),
+                        default=list,
+                        help_text="The dead letters whose outcome the next batch waits for.",
+                    ),
+                ),
+                (
+                    "stopped_why",
+                    models.TextField(blank=True, db_default="", default=""),
                 ),
                 ("total", models.PositiveIntegerField(default=0)),
                 ("done", models.PositiveIntegerField(default=0)),
@@ -409,14 +543,7 @@ class Migration(migrations.Migration):
                     ),
                     models.Index(
                         condition=models.Q(("resolution", "open")),
-                        fields=[
-                            "id",
-                            "stage",
-                            "destination",
-                            "fingerprint",
-                            "reason",
-                            "created_at",
-                        ],
+                        fields=["id"],
                         name="txmsg_dead_open",
                     ),
                     models.Index(
@@ -436,6 +563,7 @@ class Migration(migrations.Migration):
                             "id",
                             "stage",
                             "destination",
+                            "reason",
                             "created_at",
                             "deaths",
                         ],
@@ -445,6 +573,11 @@ class Migration(migrations.Migration):
                         condition=models.Q(("correlation_id", ""), _negated=True),
                         fields=["correlation_id"],
                         name="txmsg_dead_correlation",
+                    ),
+                    models.Index(fields=["fingerprint"], name="txmsg_dead_error"),
+                    models.Index(
+                        django_txmsg.models.fields.MessageKey("headers"),
+                        name="txmsg_dead_key",
                     ),
                 ],
                 "constraints": [
@@ -568,6 +701,14 @@ class Migration(migrations.Migration):
                 ("processed_at", models.DateTimeField(blank=True, null=True)),
                 ("dead_at", models.DateTimeField(blank=True, null=True)),
                 (
+                    "revoked_at",
+                    models.DateTimeField(
+                        blank=True,
+                        help_text="When the flow that asked for it revoked it; it is dead then.",
+                        null=True,
+                    ),
+                ),
+                (
                     "due_at",
                     models.DateTimeField(
                         blank=True,
@@ -623,14 +764,35 @@ class Migration(migrations.Migration):
                         null=True,
                     ),
                 ),
+                (
+                    "slot",
+                    models.BigIntegerField(
+                        blank=True,
+                        help_text="The slot that it waits for, at a stage with a rate.",
+                        null=True,
+                    ),
+                ),
             ],
             options={
                 "verbose_name": "inbox message",
+                "permissions": [
+                    (
+                        "stop_inboxmessage",
+                        "Can stop messages that a handler is processing",
+                    )
+                ],
                 "indexes": [
                     models.Index(
                         condition=models.Q(("due_at__isnull", False)),
                         fields=["stage", "due_at", "id"],
                         name="txmsg_inbox_parked",
+                    ),
+                    models.Index(
+                        condition=models.Q(
+                            ("due_at__isnull", False), ("needs_version__isnull", False)
+                        ),
+                        fields=["stage", "first_received_at"],
+                        name="txmsg_inbox_newer",
                     ),
                     models.Index(
                         condition=models.Q(("waits_for__isnull", False)),
@@ -786,9 +948,16 @@ class Migration(migrations.Migration):
                     "unique_key",
                     models.CharField(
                         blank=True,
-                        help_text="Held by this message until a relay claims it.",
+                        help_text="Held by this message until a relay claims it, or longer.",
                         max_length=255,
                         null=True,
+                    ),
+                ),
+                (
+                    "unique_until_processed",
+                    models.BooleanField(
+                        db_default=False,
+                        help_text="Whether it holds its key until a stage here has processed it.",
                     ),
                 ),
             ],
@@ -805,6 +974,13 @@ class Migration(migrations.Migration):
                         ),
                         fields=["due_at", "id"],
                         name="txmsg_outbox_due",
+                    ),
+                    models.Index(
+                        condition=models.Q(
+                            ("dead_at__isnull", True), ("dispatched_at__isnull", True)
+                        ),
+                        fields=["service", "destination", "due_at"],
+                        name="txmsg_outbox_place",
                     ),
                     models.Index(
                         condition=models.Q(
@@ -845,12 +1021,10 @@ class Migration(migrations.Migration):
                     ),
                     models.UniqueConstraint(
                         condition=models.Q(
-                            ("dead_at__isnull", True),
-                            ("dispatched_at__isnull", True),
-                            ("unique_key__isnull", False),
+                            ("dead_at__isnull", True), ("unique_key__isnull", False)
                         ),
                         fields=("unique_key",),
-                        name="txmsg_outbox_unique_key",
+                        name="txmsg_outbox_holds_key",
                     ),
                     models.CheckConstraint(
                         condition=models.Q(
@@ -877,12 +1051,21 @@ class Migration(migrations.Migration):
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
                 ("start", models.DateTimeField()),
                 ("series", models.CharField(max_length=16)),
+                (
+                    "place",
+                    models.CharField(
+                        db_default="",
+                        default="",
+                        help_text="The destination or stage; empty: marks the period as counted.",
+                        max_length=255,
+                    ),
+                ),
                 ("count", models.BigIntegerField()),
             ],
             options={
                 "constraints": [
                     models.UniqueConstraint(
-                        fields=("start", "series"), name="txmsg_period_count"
+                        fields=("start", "series", "place"), name="txmsg_period_count"
                     )
                 ],
             },
@@ -945,6 +1128,354 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
+            name="RateLine",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("stage", models.CharField(max_length=255)),
+                (
+                    "key",
+                    models.CharField(
+                        help_text="A digest of the header's value.", max_length=32
+                    ),
+                ),
+                (
+                    "origin",
+                    models.FloatField(
+                        help_text="When slot 0 is due, in seconds since 1970."
+                    ),
+                ),
+                (
+                    "period",
+                    models.FloatField(help_text="Seconds from one slot to the next."),
+                ),
+                ("taken", models.BigIntegerField(help_text="Slots taken so far.")),
+            ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("stage", "key"), name="txmsg_rate_line"
+                    )
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="Run",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "run_id",
+                    models.UUIDField(
+                        help_text="The id of the message that started it.", unique=True
+                    ),
+                ),
+                ("service", models.CharField(max_length=100)),
+                ("flow", models.CharField(max_length=200)),
+                ("key", models.CharField(blank=True, default="", max_length=255)),
+                (
+                    "version",
+                    models.PositiveIntegerField(help_text="The version of its state."),
+                ),
+                ("state", models.TextField(help_text="JSON.")),
+                (
+                    "step",
+                    models.CharField(
+                        help_text="The step that runs next.", max_length=200
+                    ),
+                ),
+                (
+                    "reads",
+                    models.TextField(
+                        blank=True,
+                        default="",
+                        help_text="The types and versions that the step took when the run began to wait, one a line.",
+                    ),
+                ),
+                (
+                    "otherwise",
+                    models.CharField(
+                        blank=True,
+                        default="",
+                        help_text="The step that runs if the deadline passes or the request is dead.",
+                        max_length=200,
+                    ),
+                ),
+                (
+                    "turn",
+                    models.UUIDField(
+                        blank=True,
+                        help_text="The token of the message that continues the run.",
+                        null=True,
+                    ),
+                ),
+                (
+                    "waits_for",
+                    models.CharField(
+                        blank=True,
+                        choices=[
+                            ("start", "its first step"),
+                            ("answer", "an answer"),
+                            ("resume", "a signal"),
+                            ("time", "an instant"),
+                            ("itself", "a transaction of its own"),
+                            ("join", "several answers"),
+                            ("undo", "an undo"),
+                            ("", "nothing"),
+                        ],
+                        default="",
+                        max_length=16,
+                    ),
+                ),
+                (
+                    "asked",
+                    models.CharField(
+                        blank=True,
+                        default="",
+                        help_text="The destination of its request.",
+                        max_length=255,
+                    ),
+                ),
+                ("request_id", models.UUIDField(blank=True, null=True)),
+                (
+                    "since",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                (
+                    "due_at",
+                    models.DateTimeField(
+                        blank=True, help_text="The deadline of its wait.", null=True
+                    ),
+                ),
+                (
+                    "resumed_at",
+                    models.DateTimeField(
+                        blank=True,
+                        help_text="When a call of resume() for it was stored.",
+                        null=True,
+                    ),
+                ),
+                (
+                    "failing",
+                    models.BooleanField(
+                        default=False, help_text="Whether it is undoing its work."
+                    ),
+                ),
+                (
+                    "undos",
+                    models.PositiveIntegerField(
+                        default=0, help_text="How many undos were registered."
+                    ),
+                ),
+                (
+                    "kept_undos",
+                    models.PositiveIntegerField(
+                        blank=True,
+                        help_text="While the run goes back to a step: how many of its undos, the oldest, stay registered. The answer is then the argument of that step.",
+                        null=True,
+                    ),
+                ),
+                ("answer", models.TextField(blank=True, default="", help_text="JSON.")),
+                (
+                    "answer_type",
+                    models.CharField(blank=True, default="", max_length=255),
+                ),
+                (
+                    "outcome",
+                    models.CharField(
+                        blank=True,
+                        choices=[
+                            ("", "open"),
+                            ("answered", "answered"),
+                            ("failed", "failed, and undone"),
+                            ("handed_over", "handed over"),
+                        ],
+                        default="",
+                        max_length=16,
+                    ),
+                ),
+                (
+                    "caller",
+                    models.JSONField(
+                        blank=True,
+                        default=dict,
+                        help_text="The caller's headers, by which the answer reaches the caller.",
+                    ),
+                ),
+                (
+                    "first_run",
+                    models.UUIDField(help_text="The first run of the conversation."),
+                ),
+                ("hop", models.PositiveIntegerField(default=0)),
+                ("baggage", models.JSONField(blank=True, default=dict)),
+                (
+                    "correlation_id",
+                    models.CharField(blank=True, default="", max_length=255),
+                ),
+                (
+                    "created_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                ("ended_at", models.DateTimeField(blank=True, null=True)),
+            ],
+            options={
+                "verbose_name": "run of a flow",
+                "verbose_name_plural": "runs of flows",
+                "permissions": [
+                    ("resume_run", "Can resume runs of flows"),
+                    ("time_out_run", "Can let the deadlines of runs pass now"),
+                    ("cancel_run", "Can cancel runs of flows"),
+                    ("answer_run", "Can answer requests of runs as failed"),
+                    ("go_back_run", "Can let runs go back to a step"),
+                ],
+                "indexes": [
+                    models.Index(
+                        condition=models.Q(("due_at__isnull", False)),
+                        fields=["service", "due_at"],
+                        name="txmsg_run_due",
+                    ),
+                    models.Index(fields=["flow", "key"], name="txmsg_run_key"),
+                    models.Index(
+                        condition=models.Q(("ended_at__isnull", False)),
+                        fields=["ended_at"],
+                        name="txmsg_run_ended",
+                    ),
+                    models.Index(
+                        condition=models.Q(("ended_at__isnull", True)),
+                        fields=["service", "flow"],
+                        name="txmsg_run_open",
+                    ),
+                    models.Index(
+                        condition=models.Q(
+                            ("ended_at__isnull", True), ("failing", True)
+                        ),
+                        fields=["service", "flow"],
+                        name="txmsg_run_undoing",
+                    ),
+                ],
+                "constraints": [
+                    models.UniqueConstraint(
+                        condition=models.Q(
+                            ("ended_at__isnull", True),
+                            models.Q(("key", ""), _negated=True),
+                        ),
+                        fields=("service", "flow", "key"),
+                        name="txmsg_run_open_key",
+                    ),
+                    models.CheckConstraint(
+                        condition=models.Q(
+                            models.Q(
+                                ("ended_at__isnull", True), ("turn__isnull", False)
+                            ),
+                            models.Q(
+                                ("due_at__isnull", True),
+                                ("ended_at__isnull", False),
+                                ("turn__isnull", True),
+                            ),
+                            _connector="OR",
+                        ),
+                        name="txmsg_run_ends_once",
+                    ),
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="FlowStep",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("step", models.CharField(max_length=200)),
+                (
+                    "message_id",
+                    models.UUIDField(help_text="The message that continued the run."),
+                ),
+                (
+                    "created_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                ("version", models.PositiveIntegerField()),
+                ("state", models.TextField(help_text="JSON, after the step.")),
+                (
+                    "then",
+                    models.CharField(
+                        blank=True,
+                        default="",
+                        help_text="What the run waits for next.",
+                        max_length=300,
+                    ),
+                ),
+                (
+                    "undos",
+                    models.PositiveIntegerField(
+                        db_default=0,
+                        default=0,
+                        help_text="How many undos were registered by then.",
+                    ),
+                ),
+                (
+                    "left",
+                    models.BooleanField(
+                        db_default=False,
+                        default=False,
+                        help_text="Whether the run has gone back to before this step.",
+                    ),
+                ),
+                (
+                    "run",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="steps",
+                        to="django_txmsg.run",
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "step of a run",
+                "verbose_name_plural": "steps of runs",
+            },
+        ),
+        migrations.CreateModel(
+            name="Batch",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "turn",
+                    models.UUIDField(
+                        help_text="The turn of its run until the end.", unique=True
+                    ),
+                ),
+                (
+                    "total",
+                    models.PositiveIntegerField(help_text="How many requests it has."),
+                ),
+                (
+                    "enough",
+                    models.PositiveIntegerField(help_text="How many answers end it."),
+                ),
+                (
+                    "created_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                (
+                    "run",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="batches",
+                        to="django_txmsg.run",
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "batch",
+                "verbose_name_plural": "batches",
+            },
+        ),
+        migrations.CreateModel(
             name="Schedule",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
@@ -971,6 +1502,14 @@ class Migration(migrations.Migration):
                         default=0, help_text="How often the last tick was advanced."
                     ),
                 ),
+                (
+                    "made",
+                    models.JSONField(
+                        blank=True,
+                        help_text="The arguments of a message that was made at run time.",
+                        null=True,
+                    ),
+                ),
                 ("paused_at", models.DateTimeField(blank=True, null=True)),
                 ("paused_by", models.CharField(blank=True, default="", max_length=255)),
                 (
@@ -981,7 +1520,8 @@ class Migration(migrations.Migration):
             options={
                 "verbose_name": "recurring message",
                 "permissions": [
-                    ("pause_schedule", "Can pause and resume recurring messages")
+                    ("pause_schedule", "Can pause and resume recurring messages"),
+                    ("make_schedule", "Can make and remove recurring messages"),
                 ],
                 "constraints": [
                     models.UniqueConstraint(
@@ -1012,6 +1552,131 @@ class Migration(migrations.Migration):
                 "verbose_name": "session record",
                 "indexes": [
                     models.Index(fields=["created_at"], name="txmsg_session_created")
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="Branch",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("number", models.PositiveIntegerField()),
+                ("destination", models.CharField(max_length=255)),
+                ("request_id", models.UUIDField(help_text="The id of its message.")),
+                ("answer", models.BinaryField(default=b"")),
+                (
+                    "content_type",
+                    models.CharField(blank=True, default="", max_length=255),
+                ),
+                (
+                    "answer_type",
+                    models.CharField(blank=True, default="", max_length=255),
+                ),
+                (
+                    "failed",
+                    models.BooleanField(
+                        default=False, help_text="Whether its request was given up."
+                    ),
+                ),
+                (
+                    "left",
+                    models.BooleanField(
+                        default=False,
+                        help_text="Whether the batch has ended without its answer.",
+                    ),
+                ),
+                ("answered_at", models.DateTimeField(blank=True, null=True)),
+                (
+                    "batch",
+                    models.ForeignKey(
+                        db_index=False,
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="branches",
+                        to="django_txmsg.batch",
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "branch of a batch",
+                "verbose_name_plural": "branches of batches",
+                "indexes": [
+                    models.Index(
+                        condition=models.Q(("answered_at__isnull", True)),
+                        fields=["batch", "number"],
+                        name="txmsg_branch_open",
+                    ),
+                    models.Index(
+                        condition=models.Q(("failed", True)),
+                        fields=["batch"],
+                        name="txmsg_branch_failed",
+                    ),
+                ],
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("batch", "number"), name="txmsg_branch_number"
+                    )
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="FlowUndo",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("number", models.PositiveIntegerField()),
+                ("destination", models.CharField(max_length=255)),
+                ("body", models.BinaryField()),
+                ("body_type", models.CharField(blank=True, default="", max_length=255)),
+                (
+                    "request_id",
+                    models.UUIDField(
+                        blank=True,
+                        help_text="The request that it undoes; empty: a step's own work.",
+                        null=True,
+                    ),
+                ),
+                (
+                    "created_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                (
+                    "cancels",
+                    models.BooleanField(
+                        default=False,
+                        help_text="Whether it cancels the run of a flow that was asked.",
+                    ),
+                ),
+                (
+                    "answered",
+                    models.BooleanField(
+                        default=False,
+                        help_text="Whether the answer to the request has come.",
+                    ),
+                ),
+                ("confirmed_at", models.DateTimeField(blank=True, null=True)),
+                (
+                    "run",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="undo_rows",
+                        to="django_txmsg.run",
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "undo of a run",
+                "verbose_name_plural": "undos of runs",
+                "indexes": [
+                    models.Index(
+                        condition=models.Q(("request_id__isnull", False)),
+                        fields=["request_id"],
+                        name="txmsg_undo_request",
+                    )
+                ],
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("run", "number"), name="txmsg_undo_number"
+                    )
                 ],
             },
         ),
