@@ -97,10 +97,11 @@ def go_on(declared: Declaration, message: Message) -> None:
     given = message.conversation
     if wire.UNDOES in given:
         return _cancelled(declared, message)
-    # A consumer that is not of this package returns it as JMS does.
-    text = given.get(wire.TICKET) or message.correlation_id or ""
+    text = given.get(wire.TICKET, "")
     if text.startswith(f"{SIGNAL};"):
         return _signalled(declared, message)
+    # A consumer that is not of this package returns it as JMS does.
+    text = text or message.correlation_id or ""
     try:
         address, _, branch = text.partition("/")
         run_id, turn = wire.read_ticket(address)

@@ -56,7 +56,7 @@ from django.core.management.base import SystemCheckError
 from django.db import transaction
 from django.db.models import F
 
-from django_txmsg import Destination, stages, upgrade, wire
+from django_txmsg import Destination, send_message, stages, upgrade, wire
 from django_txmsg.checks import check_databases
 from django_txmsg.dead_letters import bulk
 from django_txmsg.errors import ConfigurationError
@@ -325,6 +325,19 @@ def test_a_dead_letter_whose_flow_has_gone_on_is_closed_by_it(
         bulk.finish(bulk.start("restore", {}))
         drain()
     assert not DeadLetter.objects.filter(resolution="open").exists()
+
+
+def test_a_message_with_the_correlation_id_of_nothing_is_dead_at_once(
+    undone: list[int],
+) -> None:
+    for text in ("order 7", "signal;one;2;3"):
+        with transaction.atomic():
+            send_message("rules.flow.steps", None, headers={"correlation-id": text})
+    drain()
+    assert list(DeadLetter.objects.values_list("reason", "attempts")) == [
+        ("ticket", 1),
+        ("ticket", 1),
+    ]
 
 
 def test_a_request_that_is_unreadable_is_answered_at_once_and_revoked(
