@@ -1214,7 +1214,7 @@ class Migration(migrations.Migration):
                         choices=[
                             ("start", "its first step"),
                             ("answer", "an answer"),
-                            ("resume", "a signal"),
+                            ("resume", "resume()"),
                             ("time", "an instant"),
                             ("itself", "a transaction of its own"),
                             ("join", "several answers"),

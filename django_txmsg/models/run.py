@@ -23,7 +23,7 @@ class WaitsFor(models.TextChoices):
 
     START = "start", "its first step"
     ANSWER = "answer", "an answer"
-    RESUME = "resume", "a signal"
+    RESUME = "resume", "resume()"
     TIME = "time", "an instant"
     ITSELF = "itself", "a transaction of its own"
     JOIN = "join", "several answers"
