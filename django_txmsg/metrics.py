@@ -149,13 +149,12 @@ class Collector:
             gauges.set("flow_undoing", flow.undoing, **labels)
             gauges.set("flow_undo_stuck", flow.stuck, **labels)
         late = {timing.name for timing in picture.late_ticks}
-        for recurs in recurring():
-            labels = {"name": recurs.name, "database": recurs.alias}
-            gauges.set("recurring_overdue", int(recurs.name in late), **labels)
+        overdue = {(one.name, one.alias): int(one.name in late) for one in recurring()}
         for timing in picture.late_ticks:  # also those that were made at run time
             if timing.recurring is not None:
-                labels = {"name": timing.name, "database": timing.recurring.alias}
-                gauges.set("recurring_overdue", 1, **labels)
+                overdue[timing.name, timing.recurring.alias] = 1
+        for (name, alias), value in overdue.items():
+            gauges.set("recurring_overdue", value, name=name, database=alias)
         present = picture.attendance
         kinds = Counter(one.kind for one in present.living)
         for kind in ("relay", "consumer"):

@@ -100,5 +100,5 @@ def test_stopped_half_way_it_leaves_no_process_behind(
     process.terminate()
 
     assert process.wait(60) == 1
-    assert "it was told to stop" in said.read_text()
+    assert "it was asked to stop" in said.read_text()
     assert not [pid for pid in pids(said.read_text()) if psutil.pid_exists(pid)]

@@ -51,7 +51,7 @@ def test_a_healthy_installation_is_well_and_left_as_it_was() -> None:
         code, examined = doctor()
 
     assert code == 0
-    said = {one["subject"]: one["said"] for one in examined}
+    said = {one["subject"]: one["text"] for one in examined}
     assert said["tables in database 'default'"] == "all migrations are applied"
     assert "rolled back" in said["writing to database 'default'"]
     assert "went through 'tests.doctor' and back" in said["broker 'default'"]
@@ -71,7 +71,7 @@ def test_a_message_goes_through_each_broker_and_back(
         again, _ = doctor()
 
     assert (code, again) == (0, 0), examined
-    assert "and back" in of(examined, "broker 'default'")[-1]["said"]
+    assert "and back" in of(examined, "broker 'default'")[-1]["text"]
 
 
 @committing
@@ -84,7 +84,7 @@ def test_a_queue_of_the_other_protocol_is_cured_by_the_url(rabbitmq: RabbitMQ) -
     assert by(ByAmqp(rabbitmq).url())[0] == 0
     code, found = by(rabbitmq.url())
     assert (code, found["state"]) == (1, "bad")
-    assert "cannot send to and receive from it" in found["said"]
+    assert "cannot send to and receive from it" in found["text"]
     assert "?existing=" in found["cure"]
     assert by(rabbitmq.url(existing="*"))[0] == 0
 
@@ -97,7 +97,7 @@ def test_a_broker_that_is_not_there_is_bad_and_the_rest_is_tried() -> None:
 
     (bad,) = of(examined, "broker 'default'")
     assert (code, bad["state"]) == (1, "bad")
-    assert "cannot connect to it" in bad["said"]
+    assert "cannot connect to it" in bad["text"]
     assert 'TXMSG["BROKERS"]["default"]' in bad["cure"]
     assert "secret" not in json.dumps(examined)
     assert of(examined, "broker 'good'")[-1]["state"] == "good"
@@ -112,7 +112,7 @@ def test_a_user_who_may_not_write_is_bad(rabbitmq_amqp: Any) -> None:
     found = of(examined, "broker 'default'")
     assert code == 1
     assert [one["state"] for one in found] == ["good", "bad"]
-    assert "access" in found[1]["said"].lower()
+    assert "access" in found[1]["text"].lower()
 
 
 @committing
@@ -123,8 +123,8 @@ def test_a_stage_without_a_worker_is_named_until_one_runs() -> None:
         _, examined = doctor()
         (stages,) = of(examined, "stages")
         assert stages["state"] == "warning"
-        assert "tests.doctored" in stages["said"]
-        assert of(examined, "relay")[0]["said"].startswith("none is running")
+        assert "tests.doctored" in stages["text"]
+        assert of(examined, "relay")[0]["text"].startswith("none is running")
 
         with ManageProcess("relay"):
             wait_until(lambda: of(doctor()[1], "relay")[0]["state"] == "good")
@@ -143,7 +143,7 @@ def test_a_server_that_takes_no_writes_is_bad() -> None:
 
     (bad,) = of(examined, "writing to database 'default'")
     assert (code, bad["state"]) == (1, "bad")
-    assert "read-only" in bad["said"]
+    assert "read-only" in bad["text"]
 
 
 @committing
@@ -168,7 +168,7 @@ def test_a_missing_migration_is_named_with_its_command() -> None:
 
     (bad,) = of(examined, "tables in database 'default'")
     assert code == 1
-    assert name in bad["said"]
+    assert name in bad["text"]
     assert bad["cure"] == "Run manage.py migrate."
     # What is in those tables is not tried, and so not called bad for another reason.
     assert not of(examined, "writing to database 'default'")
