@@ -90,6 +90,8 @@ USE_TZ = True
 ROOT_URLCONF = "tests.urls"
 STATIC_URL = "static/"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+# Django 6.1 warns of a mail without it.
+MAILERS = {"default": {"BACKEND": "django.core.mail.backends.smtp.EmailBackend"}}
 
 INSTALLED_APPS = [
     "django.contrib.admin",

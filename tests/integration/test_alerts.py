@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import django
 import pytest
 from django.core import mail
 from django.core.mail.backends.base import BaseEmailBackend
@@ -173,7 +174,10 @@ def test_a_receiver_that_fails_keeps_neither_the_relay_nor_the_other_one(
         loop = Alerting(["default"])
         factories.DeadLetterFactory()
         backend = f"{__name__}.{Refusing.__name__}"
-        with override_settings(EMAIL_BACKEND=backend):
+        refusing: dict[str, Any] = {"EMAIL_BACKEND": backend}
+        if django.VERSION >= (6, 1):
+            refusing = {"MAILERS": {"default": {"BACKEND": backend}}}
+        with override_settings(**refusing):
             loop.tick()
         for _ in range(2):
             Alert.objects.update(lease_until=factories.ago(seconds=1))

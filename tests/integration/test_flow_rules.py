@@ -232,7 +232,7 @@ def expire() -> None:
     past = clock("default") - MINUTE
     OutboxMessage.objects.update(expires_at=past)
     for model in (QueueMessage, InboxMessage):
-        for row in model.objects.exclude(headers=None):
+        for row in model.objects.exclude(headers__isnull=True):
             row.headers[wire.EXPIRES] = wire.format_instant(past)
             row.save(update_fields=["headers"])
 
