@@ -389,7 +389,7 @@ def told(log: Log) -> None:
     with log.connected() as connection:
         alerts = Alerts(connection, "shop")
         for one in alerts.read():
-            alerts.told(one)
+            alerts.record_delivery(one)
 
 
 def test_an_event_is_kept_until_the_webhook_accepts_it(log: Log) -> None:

@@ -169,7 +169,7 @@ def test_a_person_at_a_terminal_sees_a_bar_and_a_tool_does_not(
     plain = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
 
     assert "sweep █" in drawn
-    assert "1 of 1 tables" in drawn
+    assert "2 of 2 steps" in drawn  # of one table
     assert seen.stdout.decode().splitlines()[-1].startswith("sweep: 0 rows in ")
     assert plain.stderr == b""
 

@@ -83,10 +83,10 @@ def letters(spark: Any, *rows: tuple[Any, ...]) -> Any:
 
 
 def reconcile(
-    sent: Any, received: Any, expected: Any, letters: Any = None, **how: Any
+    sent: Any, arrived: Any, expected: Any, letters: Any = None, **how: Any
 ) -> Any:
     by = Judgement(**how)
-    return judging.reconcile(steps(sent, received, letters), expected, by)
+    return judging.reconcile(steps(sent, arrived, letters), expected, by)
 
 
 def expected(spark: Any, *rows: tuple[Any, ...]) -> Any:

@@ -234,7 +234,7 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
     """Sweep, and report what was removed. Raises PipelineError."""
     options = options_of(SweepOptions, given, compact=not given.no_compact)
     would = "would be " if given.dry_run else ""
-    bar = Progress.on_terminal("sweep", quiet=given.json, unit="tables")
+    bar = Progress.on_terminal("sweep", quiet=given.json, unit="steps")
     swept = run_sweep(spec, options, run, bar)
     return Outcome(
         [
