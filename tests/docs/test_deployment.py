@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # which mkdocs brings along
+import yaml  # which myst-parser brings along
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
