@@ -94,6 +94,27 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         )
         return answer
 
+    def row_to_show(
+        self, request: HttpRequest, object_id: str, *, noun: str = ""
+    ) -> Any:
+        """Return the row of an address, or None and tell the user that it is not here.
+
+        `noun` is what the user reads, by default the model's name. Raises
+        PermissionDenied.
+        """
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        row = self.get_object(request, object_id)
+        if row is None:
+            noun = noun or str(self.opts.verbose_name)
+            messages.warning(request, f"There is no {noun} {object_id} here.")
+        return row
+
+    def led_to_list(self, request: HttpRequest) -> HttpResponse:
+        """Redirect to the list of this model."""
+        rows = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
+        return led(request, rows)
+
     def page_context(self, request: HttpRequest, title: str) -> dict[str, Any]:
         """Return the context that all pages of the console share."""
         return {
@@ -150,14 +171,9 @@ class MessageAdmin(ReadOnlyAdmin):
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
         """Redirect to the message's page."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        row = self.get_object(request, object_id)
+        row = self.row_to_show(request, object_id)
         if row is None:
-            name = self.opts.verbose_name
-            messages.warning(request, f"There is no {name} {object_id} here.")
-            rows = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
-            return led(request, rows)
+            return self.led_to_list(request)
         return led(request, MESSAGE, row.message_id)
 
 

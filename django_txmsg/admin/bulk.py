@@ -68,12 +68,9 @@ class BulkAdmin(ReadOnlyAdmin):
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
         """Show the progress of an operation; the page reloads itself."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        operation = self.get_object(request, object_id)
+        operation = self.row_to_show(request, object_id)
         if operation is None:
-            messages.warning(request, f"There is no bulk operation {object_id} here.")
-            return led(request, "admin:django_txmsg_bulkoperation_changelist")
+            return self.led_to_list(request)
         handled = operation.done + operation.skipped
         ended = operation.finished_at or timezone.now()
         seconds = max((ended - operation.created_at).total_seconds(), 0.001)

@@ -164,12 +164,9 @@ class RunAdmin(ReadOnlyAdmin):
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
         """Show everything known about one run."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        run: Any = self.get_object(request, object_id)
+        run = self.row_to_show(request, object_id, noun="run")
         if run is None:
-            messages.warning(request, f"There is no run {object_id} here.")
-            return led(request, "admin:django_txmsg_run_changelist")
+            return self.led_to_list(request)
         using, user = run._state.db, request.user
         declared = {one.name: one for one in declarations()}.get(run.flow)
         states = user.has_perm("django_txmsg.view_message_body")
@@ -214,7 +211,7 @@ class RunAdmin(ReadOnlyAdmin):
             raise PermissionDenied
         run = Run.objects.using(router.db_for_write(Run)).filter(pk=pk).first()
         if run is None:
-            return led(request, "admin:django_txmsg_run_changelist")
+            return self.led_to_list(request)
         given = acts.Given(
             **{
                 field: plain(request.POST.get(field, "")).strip()
