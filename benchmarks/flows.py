@@ -40,7 +40,7 @@ class Ask:
 
 
 @dataclass
-class Told:
+class Reply:
     """Its answer."""
 
     number: int
@@ -89,7 +89,7 @@ def declare_flow() -> Any:
     from django_txmsg import Destination, stage
     from django_txmsg.flows import Flow, Next, step
 
-    asked = Destination("bench.asked", Ask, reply=Told)
+    asked = Destination("bench.asked", Ask, reply=Reply)
 
     class Four(Flow[Go, int], name="bench.four", within=None):
         number: int = 0
@@ -99,19 +99,19 @@ def declare_flow() -> Any:
         def start(self, go: Go) -> Next[int]:
             effect("step")
             self.number, self.text = go.number, "x" * 1024 * go.size
-            return self.ask(asked, Ask(go.number, 1), then=self.told)
+            return self.ask(asked, Ask(go.number, 1), then=self.replied)
 
         @step
-        def told(self, told: Told) -> Next[int]:
+        def replied(self, reply: Reply) -> Next[int]:
             effect("step")
-            if told.turn == ASKED:
+            if reply.turn == ASKED:
                 return self.number
-            return self.ask(asked, Ask(self.number, told.turn + 1), then=self.told)
+            return self.ask(asked, Ask(self.number, reply.turn + 1), then=self.replied)
 
     @stage(asked)
-    def answer(ask: Ask) -> Told:
+    def answer(ask: Ask) -> Reply:
         effect("asked")
-        return Told(ask.number, ask.turn)
+        return Reply(ask.number, ask.turn)
 
     return Four
 
@@ -121,10 +121,10 @@ def declare_hand() -> None:
     from django_txmsg import Destination, stage
     from tests.app.models import Order
 
-    go, asked, told = (
+    go, asked, replied = (
         Destination("hand.four", Go),
         Destination("hand.asked", Ask),
-        Destination("hand.told", Told),
+        Destination("hand.replied", Reply),
     )
 
     @stage(go)
@@ -133,8 +133,8 @@ def declare_hand() -> None:
         Order.objects.create(number=str(body.number), note="x" * 1024 * body.size)
         asked.send(Ask(body.number, 1))
 
-    @stage(told)
-    def go_on(body: Told) -> None:
+    @stage(replied)
+    def go_on(body: Reply) -> None:
         effect("step")
         order = Order.objects.select_for_update().get(number=str(body.number))
         order.save(update_fields=["note"])
@@ -146,7 +146,7 @@ def declare_hand() -> None:
     @stage(asked)
     def answer(body: Ask) -> None:
         effect("asked")
-        told.send(Told(body.number, body.turn))
+        replied.send(Reply(body.number, body.turn))
 
 
 def flow_rate(flow: Any, count: int, size: int) -> float:
@@ -177,7 +177,7 @@ def by_hand_rate(count: int, size: int) -> float:
 
     return rate(
         count,
-        ("hand.four", "hand.told", "hand.asked"),
+        ("hand.four", "hand.replied", "hand.asked"),
         send,
         lambda: Effect.objects.filter(name="ended").count(),
     )

@@ -48,8 +48,9 @@ def make_recurring(
     within a minute, and catch up the ticks since then as `missed` says. The arguments
     are those of `every()`; the body must be JSON.
 
-    Raises ConfigurationError for an invalid expression, time zone or name, and for a
-    name that this project declares; InvalidMessage for what cannot be carried.
+    Raises ConfigurationError for an invalid expression, time zone or name;
+    InvalidMessage for what cannot be carried, and for a name that this project
+    declares.
     """
     if any(one.name == name for one in recurring()):
         raise InvalidMessage(
