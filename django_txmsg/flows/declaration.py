@@ -60,7 +60,7 @@ class Step:
         """The codec that turns a body into its argument."""
         return codecs.reader(self.annotation)
 
-    @property
+    @cached_property
     def takes(self) -> str:
         """The headers of the types that it takes, one a line."""
         if self.takes_nothing:
