@@ -41,8 +41,11 @@ class Failure:
         numbers, so that it survives an edit."""
         name = _name(type(error))
         text = f"{name}: {text_of(error)}".rstrip(": ")
-        trace = _foreign_text(lambda: "".join(tb.format_exception(error)))
-        trace = trace or "".join([*tb.format_tb(_traceback_of(error)), text])
+        way = _from_the_application(_traceback_of(error))
+        trace = _foreign_text(
+            lambda: "".join(tb.format_exception(type(error), error, way))
+        )
+        trace = trace or "".join([*tb.format_tb(way), text])
         where = _application_frame(error)
         digest = hashlib.sha256(f"2|{name}|{where}".encode()).hexdigest()
         return cls(
@@ -109,14 +112,27 @@ def _bare_name(kind: type[BaseException]) -> str:
     return str(vars(type)["__name__"].__get__(kind))
 
 
+def _from_the_application(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the calls by which this package reached the
+    application. An error of the package's own keeps them."""
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OURS):
+        rest = rest.tb_next
+    return rest if rest is not None and _is_application(rest.tb_frame) else trace
+
+
 def _application_frame(error: BaseException) -> str:
     frames = [frame for frame, _ in tb.walk_tb(_traceback_of(error))]
     for frame in reversed(frames):
-        path = frame.f_code.co_filename
-        library = "site-packages" in path or "/lib/python" in path
-        if not library and not path.startswith(_OURS):
+        if _is_application(frame):
             return _place(frame)
     return _place(frames[-1]) if frames else ""
+
+
+def _is_application(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    library = "site-packages" in path or "/lib/python" in path
+    return not library and not path.startswith(_OURS)
 
 
 def _place(frame: FrameType) -> str:

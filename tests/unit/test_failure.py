@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,6 +93,32 @@ def test_text_and_traceback_are_there_and_bounded() -> None:
     assert len(failure.exception) <= MAX_EXCEPTION + 50
     assert len(failure.traceback) <= MAX_TRACEBACK + 50
     assert "in raised" in Failure.of(raised(ValueError())).traceback
+
+
+def as_the_package_caught(call: Callable[[], object]) -> BaseException:
+    """Return the error of a call, with the traceback that begins inside the package."""
+    with pytest.raises((ValueError, ConfigurationError)) as caught:
+        call()
+    return caught.value.with_traceback(caught.tb.tb_next)
+
+
+def test_traceback_begins_with_the_application() -> None:
+    """How the package called the handler would push the user's line off the page."""
+
+    def handler(message: Any) -> None:
+        raise raised(ValueError("no stock"))
+
+    following: Any = stages.CallNext(None, handler)  # type: ignore[arg-type]
+    failure = Failure.of(as_the_package_caught(partial(following, None)))
+
+    assert "in handler" in failure.traceback
+    assert "stages.py" not in failure.traceback
+
+
+def test_traceback_of_the_packages_own_error_is_complete() -> None:
+    failure = Failure.of(as_the_package_caught(partial(stages.find, ["x"])))
+
+    assert "stages.py" in failure.traceback
 
 
 def test_unstorable_characters_are_escaped() -> None:
