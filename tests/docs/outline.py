@@ -20,10 +20,11 @@ class _Reader(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
+        self.tabs: set[str] = set()
         self._inside: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in TELLING | OF_ROWS:
+        if tag in TELLING | OF_ROWS or ("class", "txmsg-nav") in attrs:
             self._inside.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -32,18 +33,21 @@ class _Reader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         text = " ".join(data.split())
+        if "nav" in self._inside and text:
+            self.tabs.add(f"tab {text}")
         within = TELLING & {*self._inside[-1:]}
         if within and re.search("[A-Za-z]{3}", text):
             self.found.add(text)
 
 
 def outline(page: str) -> list[str]:
-    """Return the headings, columns, buttons and labels of a page that the package has
-    written itself: names and texts of rows are left out."""
+    """Return the tabs, headings, columns, buttons and labels of a page that the package
+    has written itself: names and texts of rows are left out."""
     content = page.partition('id="content')[2] or page
     reader = _Reader()
     reader.feed("<div " + content)
-    return sorted(text for text in reader.found if text.casefold() in _written())
+    written = {text for text in reader.found if text.casefold() in _written()}
+    return sorted(written | reader.tabs)
 
 
 @cache

@@ -13,6 +13,7 @@ from django.contrib.auth.models import User
 from django.test import Client, override_settings
 from django.utils.text import capfirst
 
+from django_txmsg.admin import nav
 from django_txmsg.models import OutboxMessage
 from tests import factories
 from tests.admin import shop
@@ -88,6 +89,15 @@ def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None
     assert len(registered) >= 9
     assert known & {*outline(pages["overview"])} == registered
     assert known & {*TAKEN["overview"]} == registered, "make pictures"
+
+
+def test_the_overviews_picture_has_todays_tabs() -> None:
+    """The example project declares all that has a tab, but no alerts."""
+    tabs = {"Overview", *(title for _, title in nav._LISTS)} - {"Alerts"}
+
+    assert {one for one in TAKEN["overview"] if one.startswith("tab ")} == {
+        f"tab {title}" for title in tabs
+    }, "make pictures"
 
 
 def test_other_columns_are_noticed(pages: dict[str, str]) -> None:
