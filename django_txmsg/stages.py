@@ -45,6 +45,17 @@ _SYNONYMS = {
     "threads": "concurrency",
     "workers": "concurrency",
 }
+#: What these options must be, and how an error says it.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "redelivery": (
+        RedeliveryPolicy,
+        "a RedeliveryPolicy, like RedeliveryPolicy(max_redeliveries=3)",
+    ),
+    "isolation": (str, 'an isolation level, like "serializable"'),
+    "using": (str, "an alias of DATABASES"),
+    "broker": (str, 'an alias of TXMSG["BROKERS"]'),
+    "undoes": ((str, Destination), "a Destination"),
+}
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -253,6 +264,13 @@ def stage(
     reply = getattr(destination, "reply", None)
     destination = _named(destination)
     _check_name(name)
+    _check_kinds(
+        redelivery=redelivery,
+        isolation=isolation,
+        using=using,
+        broker=broker,
+        undoes=undoes,
+    )
     _check(transaction, isolation, concurrency, batch, timeout, ordered)
     limit = None if rate is None else Rate.parse(rate)
     _check_rate(limit, per, batch, ordered, redelivery)
@@ -384,6 +402,13 @@ def _check_name(name: object) -> None:
         )
 
 
+def _check_kinds(**given: object) -> None:
+    for name, value in given.items():
+        kind, words = _KINDS[name]
+        if value is not None and not isinstance(value, kind):
+            raise ConfigurationError(f"{name}={value!r} is not {words}.")
+
+
 def _refuse(unknown: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for an option that `@stage` does not have, with the
     one that was perhaps meant."""
@@ -417,7 +442,8 @@ def _check(
             )
     if batch > 1 and transaction != "outbox":
         raise ConfigurationError('batch needs transaction="outbox".')
-    if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and 0 < timeout <= MAX_TIMEOUT):
         raise ConfigurationError(
             f"timeout={timeout!r} is not a number of seconds above 0, at most a week."
         )

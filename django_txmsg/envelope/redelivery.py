@@ -7,7 +7,7 @@ message is dead. The default is ActiveMQ's maximum, 1 delivery and 6 redeliverie
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ def problems(**values: Any) -> Iterator[tuple[str, str]]:
             not isinstance(value, int) or isinstance(value, bool)
         ):
             yield name, f"must be an integer, not {value!r}"
+        elif not isinstance(value, int | float) or isinstance(value, bool):
+            yield name, f"must be a number, not {value!r}"
         # Written so that NaN fails: every comparison with NaN is false.
         elif not low <= value <= high:
             yield name, f"must be between {low:g} and {high:g}, not {value!r}"
@@ -77,7 +79,14 @@ class RedeliveryPolicy:
             lost_workers=self.lost_workers,
         ):
             raise ValueError(f"RedeliveryPolicy: {problem[0]} {problem[1]}")
-        object.__setattr__(self, "refuse_on", tuple(self.refuse_on))
+        given: Any = self.refuse_on
+        kinds = tuple(given) if isinstance(given, Iterable) else (None,)
+        if not all(isinstance(one, type) for one in kinds):
+            raise ValueError(
+                f"RedeliveryPolicy: refuse_on must be types of exceptions, like "
+                f"(ValueError,), not {given!r}"
+            )
+        object.__setattr__(self, "refuse_on", kinds)
 
     @property
     def max_attempts(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import functools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -253,6 +254,28 @@ def test_a_destination_is_taken_as_it_is() -> None:
 def test_numbers_must_be_positive_integers(option: str, number: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"{option}={number!r} is not a whole"):
         stage("tests.refused", **{option: number})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("redelivery", 3, r"like RedeliveryPolicy\(max_redeliveries=3\)"),
+        ("redelivery", {"max_redeliveries": 3}, "is not a RedeliveryPolicy"),
+        ("isolation", 3, "is not an isolation level"),
+        ("using", ["default"], "is not an alias of DATABASES"),
+        ("broker", 3, "is not an alias of TXMSG"),
+        ("undoes", 3, "is not a Destination"),
+        ("timeout", "3", "is not a number of seconds"),
+        ("timeout", dt.timedelta(seconds=3), "is not a number of seconds"),
+        ("timeout", True, "is not a number of seconds"),
+    ],
+)
+def test_an_option_of_another_type_is_refused(
+    option: str, value: Any, said: str
+) -> None:
+    """Otherwise `check`, or each message, would fail with a traceback."""
+    with pytest.raises(ConfigurationError, match=f"^{option}=.*{said}"):
+        stage("tests.refused", **{option: value})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +84,11 @@ def test_redeliver_obeys_the_maximum_of_attempts() -> None:
         {"max_delay": float("nan")},
         {"max_delay": 1e12},
         {"mode": "sometimes"},
+        {"initial_delay": dt.timedelta(seconds=1)},
+        {"backoff": "2"},
+        {"jitter": True},
+        {"refuse_on": ValueError},
+        {"refuse_on": "ValueError"},
     ],
 )
 def test_an_invalid_policy_is_refused(wrong: dict[str, object]) -> None:
