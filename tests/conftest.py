@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TypeVar
@@ -47,20 +48,27 @@ def pytest_collection_modifyitems(
     engine = settings.DATABASES["default"]["ENGINE"]
     other = "sqlite" if "postgresql" in engine else "postgresql"
     chosen, left_out = [], []
+    on_both: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         used = (fixtures | _parameters(item)) & SERVER_FIXTURES
         if item.get_closest_marker("django_db") or fixtures & DATABASE_FIXTURES:
             item.add_marker("database")
             slow = "manage" in fixtures or used - MARKED["browser"]
-            if slow and not item.get_closest_marker("sqlite"):
-                item.add_marker("once")
+            if not item.get_closest_marker("sqlite"):
+                if slow:
+                    item.add_marker("once")
+                elif not item.get_closest_marker("matrix"):
+                    on_both[item.nodeid.partition("[")[0]].append(item)
         if used:
             item.add_marker("server")
         for marker, names in MARKED.items():
             if used & names:
                 item.add_marker(marker)
         (left_out if item.get_closest_marker(other) else chosen).append(item)
+    for cases in on_both.values():
+        for item in sorted(cases, key=lambda item: item.nodeid)[1:]:
+            item.add_marker("once")
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from django.core.management import CommandParser, call_command, load_command_class
 
+from tests.sampling import sample
+
 #: What Django's own options are read as.
 OPTIONS = [
     (["--verbosity", "0"], {"verbosity": 0}),
@@ -86,7 +88,8 @@ def needed(parser: CommandParser, way: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("command", "way", "option", "read"),
-    WAYS,
+    # So that each way and each option has its turn.
+    list(sample(WAYS, every=7)),
     ids=[" ".join([command, *way, *option]) for command, way, option, _ in WAYS],
 )
 def test_django_s_own_options_stand_before_and_behind_a_verb(

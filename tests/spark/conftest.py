@@ -157,17 +157,13 @@ committing = pytest.mark.django_db(
     available_apps=["django_txmsg", "django_txmsg.spark", "tests.app"],
 )
 
-#: `log`, on one kind of database where `make test` has little time.
-sampled = pytest.mark.parametrize(
-    "log",
-    ["postgresql", pytest.param("sqlite", marks=pytest.mark.matrix)],
-    indirect=True,
-)
+#: `log`, on each kind of database in `make test`, too.
+everywhere = pytest.mark.parametrize("log", ["postgresql", "sqlite"], indirect=True)
 
 
-@pytest.fixture(params=["postgresql", "sqlite"])
+@pytest.fixture(params=["postgresql", pytest.param("sqlite", marks=pytest.mark.matrix)])
 def log(request: pytest.FixtureRequest, make_log: Callable[..., Log]) -> Log:
-    """An empty message log, on each kind of database."""
+    """An empty message log, on each kind of database; in `make test` on one."""
     return make_log(request.param)
 
 

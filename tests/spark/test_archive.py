@@ -37,12 +37,13 @@ from tests.spark.archives import (
     hashes_of_lake,
     path_of,
 )
-from tests.spark.conftest import ROOT
+from tests.spark.conftest import ROOT, everywhere
 from tests.spark.log import LONG_AGO, Log
 
 NOW = datetime.now(timezone.utc)
 
 
+@everywhere
 def test_settled_rows_move_to_the_lake_once_and_all_others_stay(
     spark, log: Log, lake: LakeSpec
 ) -> None:
@@ -546,6 +547,7 @@ def test_other_writers_of_a_sqlite_file_wait_for_less_than_a_second(
     assert max(waited) < max(1.0, done.seconds["purge"] / 2)
 
 
+@everywhere
 def test_little_is_archived_without_spark_to_the_same_files_rows(
     log: Log, lake: LakeSpec
 ) -> None:

@@ -21,7 +21,7 @@ from django_txmsg.spark.jobs.erase import (
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import archive, delta_rows, path_of
-from tests.spark.conftest import sampled
+from tests.spark.conftest import everywhere
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import outcome, run
 
@@ -95,7 +95,7 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
     assert log.count("django_txmsg_keytail") == 0
 
 
-@sampled
+@everywhere
 def test_erasing_a_person_includes_the_files(
     spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from tests.faults import wait_until
 from tests.spark.archives import delta_rows, hashes_in
-from tests.spark.conftest import ANALYZES, ROOT, analyzes, sampled
+from tests.spark.conftest import ANALYZES, ROOT, analyzes
 from tests.spark.log import Log
 from tests.spark.running import outcome
 
@@ -50,7 +50,6 @@ def words(tmp_path: Path) -> dict[str, list[str]]:
     return jobs
 
 
-@sampled
 def test_every_job_ends_with_a_line_of_rows_and_seconds_and_leaves_a_record(
     spark, log: Log, lake: LakeSpec, words: dict[str, list[str]], tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.staging import Brought, Staging
 from tests.faults import wait_until
 from tests.spark.archives import archive
-from tests.spark.conftest import ROOT, sampled
+from tests.spark.conftest import ROOT, everywhere
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import run
 
@@ -44,6 +44,7 @@ def message(number: int, **more: Any) -> dict[str, Any]:
     return row | more
 
 
+@everywhere
 def test_a_dataframe_is_stored_as_it_is_and_once(spark, log: Log) -> None:
     rows = [message(n) for n in range(50)]
     frame = spark.createDataFrame(rows, COLUMNS).repartition(4)
@@ -224,7 +225,6 @@ def test_replay_excludes_replayed_messages_by_default(
     assert told["chosen"] == 40
 
 
-@sampled
 def test_a_message_is_replayed_from_the_database_or_from_the_lake(
     spark, log: Log, lake: LakeSpec
 ) -> None:

@@ -29,6 +29,7 @@ from tests.spark.archives import (
     hashes_in,
     path_of,
 )
+from tests.spark.conftest import everywhere
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import outcome, run
 
@@ -222,6 +223,7 @@ def test_archiving_continues_after_a_loss_is_accepted(
         assert log.count() == 0
 
 
+@everywhere
 def test_a_database_restored_from_a_backup_ends_with_each_message_once(
     spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:

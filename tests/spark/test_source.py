@@ -18,7 +18,7 @@ from django_txmsg.spark.source.batch import id_ranges
 from django_txmsg.spark.source.snapshot import snapshot
 from django_txmsg.spark.spec import LakeSpec
 from django_txmsg.spark.storage import place_of
-from tests.spark.conftest import since_pyspark
+from tests.spark.conftest import everywhere, since_pyspark
 from tests.spark.log import LONG_AGO, Log
 
 
@@ -26,6 +26,7 @@ def options(log: Log, **more: str) -> dict[str, str]:
     return {"service": log.spec.service, "url": log.spec.url, **more}
 
 
+@everywhere
 def test_a_row_arrives_with_every_column_as_it_was_stored(spark, log: Log) -> None:
     message_id, session_id = uuid.uuid4(), uuid.uuid4()
     at = dt.datetime(2026, 3, 1, 12, 0, 0, 120_000, tzinfo=dt.timezone.utc)
@@ -81,6 +82,7 @@ def test_partitions_within_a_snapshot_see_one_state(spark, log: Log) -> None:
     assert spark.read.format("txmsg").options(**options(log)).load().count() == 550
 
 
+@everywhere
 def test_filters_choose_what_spark_would_choose(spark, log: Log) -> None:
     log.send_many(40, every=0.25)
     log.send([{"destination": "it's", "dispatched_at": None, "key": "%"}])
@@ -123,6 +125,7 @@ def test_a_filter_runs_in_the_database(spark, pg_log: Log) -> None:
     assert "(id#" not in plan()
 
 
+@everywhere
 def test_since_and_until_bound_the_clock(spark, log: Log) -> None:
     log.send_many(10)
     since = (LONG_AGO + dt.timedelta(seconds=2)).isoformat()

@@ -19,7 +19,7 @@ from django_txmsg.spark.source import stream as stream_module
 from django_txmsg.spark.source.datasource import TxmsgDataSource
 from django_txmsg.spark.spec import SourceSpec
 from django_txmsg.spark.versions import installed
-from tests.spark.conftest import since_pyspark
+from tests.spark.conftest import everywhere, since_pyspark
 from tests.spark.log import Log
 
 
@@ -144,6 +144,7 @@ def test_a_cap_on_rows_never_splits_a_transaction(
     assert len(batches) == 3
 
 
+@everywhere
 def test_unfinished_micro_batch_is_repeated_unchanged(
     spark, log: Log, tmp_path: Path
 ) -> None:

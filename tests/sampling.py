@@ -1,0 +1,19 @@
+"""Which cases of a test `make test` runs. The matrix runs all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+
+def sample(cases: Iterable[Any], *, every: int | None = None) -> Iterator[Any]:
+    """Yield the cases of a parametrized test; all but the first, or but each `every`th,
+    have the marker `matrix`."""
+    for number, case in enumerate(cases):
+        if number % every if every else number:
+            values = case if isinstance(case, tuple) else (case,)
+            yield pytest.param(*values, marks=pytest.mark.matrix)
+        else:
+            yield case
