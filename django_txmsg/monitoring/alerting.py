@@ -22,7 +22,7 @@ from ..models.alert import LEASE
 from ..rules.alarm_kinds import BAD
 from ..runtime import liveness
 from ..scheduling.time_loop import TimeLoop
-from ..wire.webhook import NoWebhook, Webhook, alert_message
+from ..webhook import NoWebhook, Webhook, alert_message
 from . import alarms, status
 from .lengths import duration
 from .status import Status

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..rules import inbox, outbox
-from ..wire.webhook import Webhook, alert_message
+from ..webhook import Webhook, alert_message
 from .connection import Connection
 from .databases import open_database
 from .databases.sqlite import instant_text, read_instant

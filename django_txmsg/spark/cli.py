@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from itertools import chain
 
-from ..wire.webhook import VARIABLE as WEBHOOK_URL
+from ..webhook import VARIABLE as WEBHOOK_URL
 from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden, password_variable
 

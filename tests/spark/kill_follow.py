@@ -15,7 +15,7 @@ from typing import Any
 
 from django_txmsg.spark.jobs.follow import Follower, FollowOptions
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
-from django_txmsg.wire.webhook import Webhook
+from django_txmsg.webhook import Webhook
 from tests.spark.kill_archive import DIFFERING, requeue
 
 #: Of tests: nothing but the outbox, in small batches, without a JVM.

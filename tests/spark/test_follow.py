@@ -27,6 +27,7 @@ from django.core.management import call_command
 from prometheus_client import CollectorRegistry, generate_latest
 
 from django_txmsg import metrics
+from django_txmsg import webhook as webhooks
 from django_txmsg.spark import alerts
 from django_txmsg.spark.alerts import Alert, Alerts
 from django_txmsg.spark.errors import UsageError
@@ -38,8 +39,7 @@ from django_txmsg.spark.noted import Noted
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.transforms.reconcile import LOST
-from django_txmsg.wire import webhook as webhooks
-from django_txmsg.wire.webhook import NoWebhook, Webhook
+from django_txmsg.webhook import NoWebhook, Webhook
 from tests.faults import Proxy, wait_until
 from tests.services.certificates import Certificates
 from tests.spark.archives import assert_moved_once, delta_rows, hashes_in

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...wire.webhook import KEY_VARIABLE, NoWebhook, Webhook
+from ...webhook import KEY_VARIABLE, NoWebhook, Webhook
 from .. import alerts
 from ..alerts import Alert, Alerts, Telling
 from ..connection import Connection, connect_plain
