@@ -20,7 +20,7 @@ from ..models.holds import Holds
 from ..models.outbox import PENDING
 from ..monitoring import recent
 from ..monitoring.waiting import OVERDUE
-from ..rules import dead_letters, inbox, lease, outbox
+from ..rules import dead_letters, inbox, outbox, rule
 from . import display, message
 from .base import MessageAdmin
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter
@@ -42,7 +42,7 @@ class OutboxStateFilter(StateFilter):
         return {
             "pending": PENDING,
             "overdue": Q(is_overdue()),
-            "in flight": PENDING & Q(Holds(lease.HELD, now=Now())),
+            "in flight": PENDING & Q(Holds(rule.LEASED, now=Now())),
             "dispatched": Q(Holds(outbox.DISPATCHED)),
             "dead": Q(Holds(outbox.DEAD)),
             "cancelled": Q(Holds(outbox.CANCELLED)),

@@ -8,6 +8,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
+#: The kinds of alarms, worst first: what `--fail-on` and `ALERTS["KINDS"]` may name.
+KINDS = (
+    "database", "no-worker", "outage", "overdue", "newer-code", "undo-stuck", "order",
+    "silent", "dead", "unconsumed", "paused", "subscription",
+)  # fmt: skip
+
+#: All alarms but warnings.
+BAD = "bad"
+
 
 @dataclass(frozen=True)
 class RelaySettings:

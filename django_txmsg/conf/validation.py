@@ -15,8 +15,14 @@ from ..envelope import redelivery
 from ..envelope.cron import Cron
 from ..envelope.message import MAX_NAME_LENGTH, check_destination
 from ..errors import ConfigurationError, InvalidMessage
-from ..rules.alarm_kinds import BAD, KINDS
-from .schema import LakeSettings, RedeliverySettings, RetentionSettings, hints
+from .schema import (
+    BAD,
+    KINDS,
+    LakeSettings,
+    RedeliverySettings,
+    RetentionSettings,
+    hints,
+)
 
 #: Two thousand million seconds, bytes or messages: the highest number that every column
 #: and option for such a value can hold.

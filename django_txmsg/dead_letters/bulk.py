@@ -26,7 +26,7 @@ from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
 from ..models.fields import Later, limit_waits
-from ..rules import bulk_operation
+from ..rules import dead_letters
 from ..runtime import database_health, liveness, notifications
 from ..runtime.notifications import notify
 from . import probing, resolution, selection
@@ -71,7 +71,7 @@ def start(
     rest, each after the ones before were processed. It stops itself when more than
     `tolerates` of them have died again.
     """
-    if wrong := bulk_operation.wrong_rate(rate):
+    if wrong := dead_letters.wrong_rate(rate):
         raise TxmsgError(wrong)
     kind = BulkKind(kind)
     selection.insist_on_few_ids(filters)
@@ -81,7 +81,7 @@ def start(
         letters = shown.insist(letters)
         filters["before"] = shown.before(filters)
     with transaction.atomic(using=using), connections[using].cursor() as cursor:
-        sql, values = bulk_operation.started(
+        sql, values = dead_letters.bulk_operation(
             connections[using].vendor,
             kind=kind.value,
             filters=filters,

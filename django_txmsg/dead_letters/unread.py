@@ -11,7 +11,7 @@ from django.db.models.functions import Now
 from ..envelope.failure import Failure
 from ..models import InboxMessage
 from ..models.holds import Holds
-from ..rules import inbox, lease
+from ..rules import inbox, rule
 from ..stages import all_stages
 from . import burial
 
@@ -26,7 +26,7 @@ def bury_unread(using: str, stage: str = "") -> int:
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))
-        .filter(Holds(lease.FREE, now=Now()))
+        .filter(Holds(rule.NOT_LEASED, now=Now()))
         .order_by("id")
     )
     if stage:

@@ -19,7 +19,7 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from ..django_internals import raw
-from ..rules import lease as leases
+from ..rules import rule
 from ..rules.inbox import OPEN
 from .claiming import bounds, claim_sql
 from .fields import (
@@ -321,7 +321,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             queries.append(
                 f"SELECT %s AS stage WHERE EXISTS (SELECT 1 FROM {self._table}"  # noqa: S608 - constants only
                 f" WHERE stage = %s AND due_at <= {now}{readable}"
-                f" AND {leases.FREE.sql(now=now)})"
+                f" AND {rule.NOT_LEASED.sql(now=now)})"
             )
             parameters += [stage, stage, *versions]
         with connection.cursor() as cursor:
@@ -343,7 +343,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             self._table,
             due="due_at",
             where=f"c.stage = %s AND c.due_at <= {began_sql(connection)} AND"
-            f" {leases.FREE.sql('c', now=began_sql(connection))}{readable}",
+            f" {rule.NOT_LEASED.sql('c', now=began_sql(connection))}{readable}",
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
             f" attempts = attempts + 1, started_at = {now}",
             returning=f"{RECORD_COLUMNS.format(now=now)}, destination, headers, body,"

@@ -19,7 +19,7 @@ from django.db.models.functions import Coalesce, Now
 from django.db.models.lookups import IsNull
 
 from .. import conf
-from ..rules import inbox, lease
+from ..rules import inbox, rule
 from ..rules import outbox as rules
 from .fields import ids_sql, later_sql, later_value, now_sql, prepared
 from .inbox import InboxMessage
@@ -118,7 +118,7 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         connection, table = connections[self.db], self.model._meta.db_table
         now, later = now_sql(connection), later_sql(connection)
         # Not those that a relay is sending: its mark would wait for us.
-        pending = f"{{}} AND {rules.PENDING.sql()} AND {lease.FREE.sql(now=now)}"
+        pending = f"{{}} AND {rules.PENDING.sql()} AND {rule.NOT_LEASED.sql(now=now)}"
         # While the row is locked so, claims skip it, and a transaction that wants to
         # change it waits; another one that locks it like this does not.
         lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
@@ -146,7 +146,7 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
             cursor.execute(
                 f"SELECT id FROM {table} WHERE {having} AND dead_at IS NULL"  # noqa: S608 - constants only
                 " AND unique_until_processed AND (dispatched_at IS NOT NULL"
-                f" OR {lease.HELD.sql(now=now)})",
+                f" OR {rule.LEASED.sql(now=now)})",
                 keys,
             )
             return held + [pk for (pk,) in cursor.fetchall()]
@@ -156,7 +156,7 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     ) -> Changed:
         connection, table = connections[self.db], self.model._meta.db_table
         pending = rules.PENDING_OTHERWISE.sql()
-        free = lease.FREE.sql(now=now_sql(connection))
+        free = rule.NOT_LEASED.sql(now=now_sql(connection))
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {table} SET {assign} WHERE message_id = %s AND {pending}"  # noqa: S608 - constants only

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from django.db import connections, models
 
-from ..rules import lease as leases
+from ..rules import rule
 from ..rules.outbox import PENDING, PENDING_OTHERWISE
 from ..runtime.claimed_bytes import UNLIMITED
 from ..wire import format_instant
@@ -129,7 +129,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             waits += f" OR {condition}"
         parameters += [*stored_by, *blocking]
         held, left = (
-            leases.HELD.sql("e", now=now),
+            rule.LEASED.sql("e", now=now),
             "e.id NOT IN (SELECT id FROM picked)",
         )
         no_wait, waits_not = no_wait_sql(connection)
@@ -143,7 +143,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             due="due_at",
             where=f"""
                 {pending} AND c.broker = %s AND {ours.format("c")} AND c.due_at <= {now}
-                AND {leases.FREE.sql("c", now=now)} {narrow}
+                AND {rule.NOT_LEASED.sql("c", now=now)} {narrow}
                 AND {_leads_sql(table, "c", ours, f"{waits} OR {held}")}
             """,
             # Once claimed, it cannot be reused for its unique key: its receiver may
@@ -196,7 +196,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                     WHERE {condition} AND {PENDING_OTHERWISE.sql("c")}
                       AND {ours.format("c")}
                       AND NOT (c.key = '') AND c.due_at <= {now}
-                      AND {leases.FREE.sql("c", now=now)}
+                      AND {rule.NOT_LEASED.sql("c", now=now)}
                     GROUP BY c.key)
                 SELECT e.id FROM held JOIN {table} e
                     ON e.key = held.key AND e.id <= held.last

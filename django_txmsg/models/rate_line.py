@@ -12,7 +12,7 @@ from typing import Any
 from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
-from ..rules import lease
+from ..rules import rule
 from ..rules.inbox import OPEN
 from .fields import began_sql, no_wait_sql, now_sql, skip_locked_sql
 from .inbox import InboxMessage
@@ -104,7 +104,7 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 cursor,
                 f"i.id IN (SELECT id FROM {table} WHERE stage = %s AND due_at <= {now}"  # noqa: S608 - constants only
                 f" AND key = %s AND slot IS NOT NULL AND {OPEN.sql()}"
-                f" AND {lease.FREE.sql(now=now)}"
+                f" AND {rule.NOT_LEASED.sql(now=now)}"
                 f" ORDER BY due_at, id LIMIT {MOVED} {skip_locked_sql(connection)})",
                 [stage, key],
             )

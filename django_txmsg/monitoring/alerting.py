@@ -17,9 +17,9 @@ from django.core.mail import send_mail
 from django.db import router
 
 from .. import conf, signals
+from ..conf.schema import BAD
 from ..models import Alert
 from ..models.alert import LEASE
-from ..rules.alarm_kinds import BAD
 from ..runtime import liveness
 from ..scheduling.time_loop import TimeLoop
 from ..webhook import NoWebhook, Webhook, alert_message

@@ -14,7 +14,7 @@ from typing import Any
 from django.db import connections
 
 from ..models.fields import now_sql, read_instant
-from ..rules import dead_letters, failure_note
+from ..rules import dead_letters
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def by_error(using: str) -> list[Dead]:
             " GROUP BY stage, destination, fingerprint, reason) AS found"
             " LEFT JOIN django_txmsg_failurenote note"
             " ON note.fingerprint = found.fingerprint"
-            f" AND {failure_note.MUTED.sql('note', now=now_sql(connection))}"
+            f" AND {dead_letters.MUTED.sql('note', now=now_sql(connection))}"
             " ORDER BY number DESC, stage, destination, found.fingerprint, reason",
             [],
         )

@@ -16,7 +16,7 @@ from typing import Any
 from django.db import connections
 
 from ..models.fields import later_sql, later_value, now_sql, read_instant
-from ..rules import inbox, lease, outbox
+from ..rules import inbox, outbox, rule
 from ..rules.rule import Rule
 
 #: Most rows that are counted for one place; more are "50,000+".
@@ -100,7 +100,7 @@ def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
         outbox.PENDING,
         due="due_at",
         retried="attempts > 0",
-        leased=lease.HELD.sql(now="{now}"),
+        leased=rule.LEASED.sql(now="{now}"),
         most=most,
     )
 
@@ -118,7 +118,7 @@ def in_inbox(
         inbox.RETRYING,
         due="due_at",
         retried="TRUE",
-        leased=lease.HELD.sql(now="{now}"),
+        leased=rule.LEASED.sql(now="{now}"),
         most=most,
     )
     return [_held(one) if one.name in held else one for one in found]

@@ -25,7 +25,7 @@ from django.db import connections, router
 from .. import conf
 from ..django_internals import can_listen, djangos_errors, raw
 from ..models import OutboxMessage, QueueMessage
-from ..rules import lease
+from ..rules import rule
 from ..rules.outbox import PENDING
 from ..runtime import database_health, notifications
 from ..runtime.notifications import CHANNEL, notify
@@ -42,7 +42,7 @@ _LOOK = f"""
     SELECT 'outbox ' || name, EXTRACT(EPOCH FROM (
         SELECT due_at FROM {_OUTBOX}
         WHERE {PENDING.sql()} AND broker = name AND service = ANY(%s::text[])
-          AND {lease.FREE.sql(now="statement_timestamp()")}
+          AND {rule.NOT_LEASED.sql(now="statement_timestamp()")}
         ORDER BY due_at, id LIMIT 1) - statement_timestamp())
     FROM unnest(%s::text[]) name
 """  # noqa: S608 - constants only

@@ -1,6 +1,12 @@
-"""The states of a dead letter: `open → redelivered | replaced | discarded`."""
+"""The states of a dead letter: `open → redelivered | replaced | discarded`; the bulk
+operations that resolve many of them, and the mute of an error.
+"""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
 
 from .rule import Rule
 
@@ -18,3 +24,68 @@ def is_open(stage: str) -> Rule:
         "EXISTS (SELECT 1 FROM django_txmsg_deadletter d WHERE"  # noqa: S608 - constants only
         f" d.message_id = {{message_id}} AND d.stage = {stage} AND {OPEN.sql('d')})"
     )
+
+
+#: An error is muted: its dead letters are not counted until the mute ends.
+MUTED = Rule("{muted} AND ({muted_until} IS NULL OR {muted_until} > {now})")
+
+
+#: Dead letters in the first batch. Later batches are larger.
+FIRST_BATCH = 100
+#: The lowest and highest rate that can be requested, in messages a second.
+RATES = 0.001, 1_000_000
+
+
+def wrong_rate(rate: float | None) -> str:
+    """Return what is wrong with a rate in messages a second, or "" if it is valid."""
+    if rate is None or RATES[0] <= rate <= RATES[1]:
+        return ""
+    return (
+        f"The rate must be greater than zero: between {RATES[0]:g} and "
+        f"{RATES[1]:,} messages a second, not {rate:g}."
+    )
+
+
+def bulk_operation(
+    vendor: str,
+    *,
+    kind: str,
+    filters: Mapping[str, Any],
+    total: int,
+    up_to: int,
+    by: str,
+    why: str,
+    force: bool = False,
+    rate: float | None = None,
+) -> tuple[str, list[Any]]:
+    """Return the statement and parameters that store a running bulk operation and
+    return its id, whether the admin, a command or the pipeline starts it.
+
+    `filters` select the dead letters, `total` of them, with ids up to `up_to`; `rate`
+    is the highest number of messages a second.
+    """
+    as_json = "%s::jsonb" if vendor == "postgresql" else "%s"
+    values = {
+        "kind": kind,
+        "filter": json.dumps(dict(filters)),
+        "force": force,
+        "by": by[:255],
+        "why": why[:255],
+        "rate": rate,
+        "total": total,
+        "done": 0,
+        "skipped": 0,
+        "skipped_why": "{}",
+        "cursor": 0,
+        "up_to": up_to,
+        "batch_size": FIRST_BATCH,
+        "state": "running",
+        "last_error": "",
+    }
+    places = [as_json if name in ("filter", "skipped_why") else "%s" for name in values]
+    names = ", ".join(f'"{name}"' for name in values)
+    sql = (
+        f"INSERT INTO django_txmsg_bulkoperation ({names})"  # noqa: S608 - constants only
+        f" VALUES ({', '.join(places)}) RETURNING id"
+    )
+    return sql, list(values.values())

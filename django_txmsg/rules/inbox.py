@@ -1,5 +1,5 @@
 """The states of a received message: `received → processed | dead`, and what it waits
-for between two attempts."""
+for between two attempts. Its recorded attempts are deleted together with it."""
 
 from __future__ import annotations
 
@@ -58,3 +58,15 @@ _LAST = (
 SETTLED = Rule(_LAST + " < {cutoff}") & (
     PROCESSED | (DEAD & ~is_open("{stage}")) | KILLED
 )
+
+
+#: An attempt's message is still needed by the inbox.
+_REMEMBERED = Rule(
+    "EXISTS (SELECT 1 FROM django_txmsg_inboxmessage i WHERE"  # noqa: S608 - constants only
+    " i.message_id = {message_id} AND i.stage = {stage}"
+    f" AND {(~SETTLED).sql('i', cutoff='{cutoff}')})"
+)
+
+#: An attempt may be deleted or archived: its stage no longer remembers the message,
+#: and no open dead letter needs its traceback.
+ATTEMPT_SETTLED = Rule("{failed_at} < {cutoff}") & ~_REMEMBERED & ~is_open("{stage}")

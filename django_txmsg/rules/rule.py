@@ -1,4 +1,5 @@
-"""A condition on the rows of one table, for use in any SQL statement."""
+"""A condition on the rows of one table, for use in any SQL statement; and the lease,
+which rows of several tables have."""
 
 from __future__ import annotations
 
@@ -40,3 +41,10 @@ class Rule:
 
     def __invert__(self) -> Rule:
         return Rule(f"NOT ({self.text})")
+
+
+#: A worker holds it.
+LEASED = Rule("{lease_until} >= {now}")
+
+#: No worker holds it, or the worker's lease has ended.
+NOT_LEASED = Rule("({lease_until} IS NULL OR {lease_until} < {now})")

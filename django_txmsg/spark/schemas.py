@@ -13,7 +13,7 @@ from typing import Literal
 import pyarrow as pa
 from pyspark.sql import types as t
 
-from ..rules import attempts, dead_letters, inbox, outbox
+from ..rules import dead_letters, inbox, outbox
 from ..rules.rule import Rule
 
 #: Version of the lake's layout and schemas. A reader refuses a newer one.
@@ -239,7 +239,7 @@ ATTEMPTS = Table(
         Column("traceback", "text"),
         Column("fingerprint", "text"),
     ),
-    settled=attempts.SETTLED,
+    settled=inbox.ATTEMPT_SETTLED,
     outcome=(("failed", ""),),
 )
 

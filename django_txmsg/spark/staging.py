@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import TaskContext
 
-from ..rules import bulk_operation
+from ..rules import dead_letters
 from .connection import Connection, connect_plain
 from .databases.sqlite import instant_text
 from .errors import EnvironmentFault, UsageError
@@ -280,7 +280,7 @@ def ask_to_redeliver(
     Raises UsageError if that request was for others, and for a rate that no worker can
     keep.
     """
-    if wrong := bulk_operation.wrong_rate(rate or None):
+    if wrong := dead_letters.wrong_rate(rate or None):
         raise UsageError(wrong)
     ids = sum(uuid.UUID(message).int for _, message in letters) % 2**128
     connection = connect_plain(spec)
@@ -289,7 +289,7 @@ def ask_to_redeliver(
             if not remember(connection, name, len(letters), f"{ids:032x}"):
                 return None
             numbers = sorted(number for number, _ in letters)
-            sql, values = bulk_operation.started(
+            sql, values = dead_letters.bulk_operation(
                 spec.vendor,
                 kind="redeliver",
                 filters={"ids": numbers},

@@ -20,10 +20,10 @@ from django.test import Client, override_settings
 
 from django_txmsg import checks, signals
 from django_txmsg import webhook as webhooks
+from django_txmsg.conf.schema import KINDS
 from django_txmsg.models import Alert, DeadLetter, StageState, Worker
 from django_txmsg.monitoring import alarms, alerting
 from django_txmsg.monitoring.alerting import Alerting
-from django_txmsg.rules.alarm_kinds import KINDS
 from tests import factories
 from tests.faults import ManageProcess, wait_until
 from tests.running import IMPATIENT, committing, declared, txmsg

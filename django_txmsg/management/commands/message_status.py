@@ -12,13 +12,13 @@ from django.core.management.base import BaseCommand
 from django.db import router
 
 from ... import conf
+from ...conf.schema import BAD, KINDS
 from ...models import OutboxMessage, SessionRecord
 from ...monitoring import alarms, status
 from ...monitoring.lengths import duration
 from ...monitoring.status import Place, Status
 from ...monitoring.turns import at_least
 from ...monitoring.waiting import CAP, Waiting, capped
-from ...rules.alarm_kinds import BAD, KINDS
 from ..tables import require_tables
 from ..terminal import printable
 
