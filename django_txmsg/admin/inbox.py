@@ -11,7 +11,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from ..models import InboxMessage
-from ..models.holds import Holds
+from ..models.fields import Holds
 from ..monitoring import recent
 from ..rules import inbox
 from ..stages import all_stages

@@ -15,8 +15,7 @@ from django.views.decorators.http import require_POST
 
 from .. import conf
 from ..models import DeadLetter, InboxMessage, OutboxMessage
-from ..models.fields import Later
-from ..models.holds import Holds
+from ..models.fields import Holds, Later
 from ..models.outbox import PENDING
 from ..monitoring import recent
 from ..monitoring.waiting import OVERDUE

@@ -7,8 +7,7 @@ from django.db.models import Exists, OuterRef, QuerySet
 
 from ..models import DeadLetter, InboxMessage
 from ..models.dead_letter import Resolution
-from ..models.fields import Later
-from ..models.holds import Holds
+from ..models.fields import Holds, Later
 from ..monitoring.waiting import OVERDUE
 from ..rules import inbox
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from ..dead_letters import bulk
 from ..models.fields import clock
-from ..models.period_count import PERIOD
+from ..models.monitoring import PERIOD
 from ..monitoring import periods
 from ..runtime import database_health, liveness, notifications
 from ..runtime.connections import recycle

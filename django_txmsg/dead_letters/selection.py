@@ -21,8 +21,7 @@ from ..errors import TxmsgError
 from ..models import DeadLetter
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
-from ..models.fields import MessageKey, OneOf, clock
-from ..models.holds import Holds
+from ..models.fields import Holds, MessageKey, OneOf, clock
 from ..rules import dead_letters as rules
 from ..sending.undoing import IN_DOUBT
 

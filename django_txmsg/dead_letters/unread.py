@@ -10,7 +10,7 @@ from django.db.models.functions import Now
 
 from ..envelope.failure import Failure
 from ..models import InboxMessage
-from ..models.holds import Holds
+from ..models.fields import Holds
 from ..rules import inbox, rule
 from ..stages import all_stages
 from . import burial

@@ -25,8 +25,8 @@ from .. import conf, signals
 from ..brokers.base import Delivery
 from ..errors import BrokerError
 from ..models import OutboxMessage, SessionRecord
+from ..models.http_outbox import SessionStatus
 from ..models.outbox import PENDING
-from ..models.session_record import SessionStatus
 from ..runtime import database_health
 from . import commit_status, control_group, database_identity
 from .commit_status import Verdict

@@ -10,29 +10,18 @@ from ..errors import ConfigurationError
 if not apps.is_installed("django_txmsg"):
     raise ConfigurationError('Add "django_txmsg" to INSTALLED_APPS.')
 
-from .alert import Alert
-from .attempt import Attempt
-from .audit_entry import AuditEntry
-from .batch import Batch
-from .branch import Branch
+from .batch import Batch, Branch
 from .bulk_operation import BulkOperation
-from .database_identity import DatabaseIdentity
-from .dead_letter import DeadLetter
-from .failure_note import FailureNote
-from .flow_step import FlowStep
-from .flow_undo import FlowUndo
-from .idempotency_key import IdempotencyKey
+from .dead_letter import Attempt, DeadLetter, FailureNote
+from .http_outbox import DatabaseIdentity, IdempotencyKey, SessionRecord
 from .inbox import InboxMessage
 from .key_tail import KeyTail
+from .monitoring import Alert, AuditEntry, PeriodCount
 from .outbox import OutboxMessage
-from .period_count import PeriodCount
 from .queue import QueueMessage, QueueSubscription
-from .rate_line import RateLine
-from .run import Run
+from .run import FlowStep, FlowUndo, Run
 from .schedule import Schedule
-from .session_record import SessionRecord
-from .stage_state import StageState
-from .stop_request import StopRequest
+from .stage import RateLine, StageState, StopRequest
 from .task_run import TaskRun
 from .worker import Worker
 

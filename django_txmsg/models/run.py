@@ -1,7 +1,8 @@
-"""A run of a flow: its state, what it waits for, and its caller.
+"""Runs of flows, with their committed steps and their undos.
 
-States: `waiting → undoing → ended`, or directly from waiting to ended. The message that
-takes its row under the present turn continues the run, and gives it a new turn.
+A run holds its state, what it waits for, and its caller. Its states: `waiting → undoing
+→ ended`, or directly from waiting to ended. The message that takes its row under the
+present turn continues the run, and gives it a new turn.
 """
 
 from __future__ import annotations
@@ -227,3 +228,87 @@ class Run(models.Model):
         """Wait for nothing any more."""
         self.wait(WaitsFor.NOTHING, self.step)
         self.turn, self.outcome, self.ended_at = None, outcome, Now()
+
+
+# The history of a run: a row for each committed step.
+
+
+class FlowStep(models.Model):
+    """One step of a run, and the state after it."""
+
+    id = models.BigAutoField(primary_key=True)
+    run = models.ForeignKey(Run, models.CASCADE, related_name="steps")
+    step = models.CharField(max_length=200)
+    message_id = models.UUIDField(help_text="The message that continued the run.")
+    created_at = models.DateTimeField(db_default=Now())
+    version = models.PositiveIntegerField()
+    state = models.TextField(help_text="JSON, after the step.")
+    then = models.CharField(
+        max_length=300, default="", blank=True, help_text="What the run waits for next."
+    )
+    undos = models.PositiveIntegerField(
+        default=0, db_default=0, help_text="How many undos were registered by then."
+    )
+    left = models.BooleanField(
+        default=False,
+        db_default=False,
+        help_text="Whether the run has gone back to before this step.",
+    )
+
+    objects: models.Manager[FlowStep] = models.Manager()
+
+    class Meta:
+        verbose_name = "step of a run"
+        verbose_name_plural = "steps of runs"
+
+    def __str__(self) -> str:
+        return self.step
+
+
+# The undos of a run, in case it fails.
+#
+# A row is written in the transaction that sends the request: after a time-out it is
+# unknown whether the request was executed.
+
+
+class FlowUndo(models.Model):
+    """One undo of a run. The highest number is undone first."""
+
+    id = models.BigAutoField(primary_key=True)
+    run = models.ForeignKey(Run, models.CASCADE, related_name="undo_rows")
+    number = models.PositiveIntegerField()
+    destination = models.CharField(max_length=255)
+    body = models.BinaryField()
+    body_type = models.CharField(max_length=255, default="", blank=True)
+    request_id = models.UUIDField(
+        null=True,
+        blank=True,
+        help_text="The request that it undoes; empty: a step's own work.",
+    )
+    created_at = models.DateTimeField(db_default=Now())
+    cancels = models.BooleanField(
+        default=False, help_text="Whether it cancels the run of a flow that was asked."
+    )
+    answered = models.BooleanField(
+        default=False, help_text="Whether the answer to the request has come."
+    )
+    confirmed_at = models.DateTimeField(null=True, blank=True)
+
+    objects: models.Manager[FlowUndo] = models.Manager()
+
+    class Meta:
+        verbose_name = "undo of a run"
+        verbose_name_plural = "undos of runs"
+        constraints = [
+            models.UniqueConstraint(fields=["run", "number"], name="txmsg_undo_number"),
+        ]
+        indexes = [
+            models.Index(
+                fields=["request_id"],
+                condition=Q(request_id__isnull=False),
+                name="txmsg_undo_request",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"undo {self.number} by {self.destination}"

@@ -31,7 +31,7 @@ class Alarm:
     what: str
     more: str = ""
     kind: str = ""
-    """One of `rules.alarm_kinds.KINDS`."""
+    """One of `conf.schema.KINDS`."""
     about: str = ""
     """What distinguishes it from others of its kind, for as long as it lasts."""
 

@@ -19,7 +19,7 @@ from django.db import router
 from .. import conf, signals
 from ..conf.schema import BAD
 from ..models import Alert
-from ..models.alert import LEASE
+from ..models.monitoring import LEASE
 from ..runtime import liveness
 from ..scheduling.time_loop import TimeLoop
 from ..webhook import NoWebhook, Webhook, alert_message

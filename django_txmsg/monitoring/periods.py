@@ -16,7 +16,7 @@ from django.db.models import Count, F, Max, Q, Sum
 from django.db.models.functions import TruncMinute
 
 from ..models import DeadLetter, InboxMessage, OutboxMessage, PeriodCount
-from ..models.period_count import PERIOD
+from ..models.monitoring import PERIOD
 
 SERIES = ("stored", "dispatched", "processed", "dead")
 

@@ -36,8 +36,7 @@ from ..models import (
     TaskRun,
     Worker,
 )
-from ..models.fields import clock
-from ..models.holds import Holds
+from ..models.fields import Holds, clock
 from ..rules import dead_letters, inbox, outbox
 from ..rules.rule import Rule
 

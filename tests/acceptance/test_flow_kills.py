@@ -27,7 +27,7 @@ from django_txmsg.models import (
     OutboxMessage,
     Run,
 )
-from django_txmsg.models.holds import Holds
+from django_txmsg.models.fields import Holds
 from django_txmsg.rules import inbox, outbox
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect

@@ -32,7 +32,7 @@ from django_txmsg.models import (
     OutboxMessage,
     StageState,
 )
-from django_txmsg.models.holds import Holds
+from django_txmsg.models.fields import Holds
 from django_txmsg.models.outbox import PENDING
 from django_txmsg.monitoring import retention, status
 from django_txmsg.rules import outbox as outbox_rules

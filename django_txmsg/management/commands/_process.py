@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from ... import conf
 from ...models.fields import clock
-from ...models.period_count import PERIOD
+from ...models.monitoring import PERIOD
 from ...monitoring import periods
 from ...monitoring.presence import Presence
 from ...runtime import database_health, liveness

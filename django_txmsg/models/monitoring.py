@@ -1,11 +1,10 @@
-"""What was wrong, from when to when, and whether it was reported.
-
-A problem has one row for each time that it occurs. Rows without an end are open.
-"""
+"""What the service itself records about its operation: alerts, counts of finished
+periods, and the actions of operators."""
 
 from __future__ import annotations
 
 import datetime as dt
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,10 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from .fields import Later
+
+# What was wrong, from when to when, and whether it was reported.
+#
+# A problem has one row for each time that it occurs. Rows without an end are open.
 
 #: Seconds for which one process has the delivery of an alert. Then it is tried again.
 LEASE = 60.0
@@ -99,3 +102,76 @@ class Alert(models.Model):
     def status(self) -> str:
         """The state: firing or resolved."""
         return "firing" if self.ended_at is None else "resolved"
+
+
+# How many messages were stored, dispatched, processed and buried in five minutes, at
+# each destination and stage.
+#
+# Written once a period has ended, so that showing a day does not count it again.
+
+#: The length of a period.
+PERIOD = dt.timedelta(minutes=5)
+
+
+class PeriodCount(models.Model):
+    """One finished period of one series at one place."""
+
+    id = models.BigAutoField(primary_key=True)
+    start = models.DateTimeField()
+    series = models.CharField(max_length=16)
+    place = models.CharField(
+        max_length=255,
+        default="",
+        db_default="",
+        help_text="The destination or stage; empty: marks the period as counted.",
+    )
+    count = models.BigIntegerField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["start", "series", "place"], name="txmsg_period_count"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.series} from {self.start:%Y-%m-%d %H:%M}"
+
+
+# Actions of operators, by page or command, recorded in the transaction of the action.
+
+log = logging.getLogger("django_txmsg.audit")
+
+
+class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The only way to create entries."""
+
+    def record(self, by: str, text: str) -> None:
+        """Record an action. Call it in the transaction of the action, in its database.
+        It is also logged when the transaction commits, for systems that collect
+        logs."""
+        # PostgreSQL stores no NUL.
+        self.create(by=by[:255], text=text.replace("\x00", "")[:4000])
+
+        def tell() -> None:
+            log.info("%s: %s", by, text)
+
+        transaction.on_commit(tell, using=self.db, robust=True)
+
+
+class AuditEntry(models.Model):
+    """One action of one operator. `by` is a user of the admin, or "command: USER"."""
+
+    id = models.BigAutoField(primary_key=True)
+    at = models.DateTimeField(db_default=Now())
+    by = models.CharField(max_length=255)
+    text = models.TextField()
+
+    objects = AuditManager()
+
+    class Meta:
+        verbose_name = "audit entry"
+        verbose_name_plural = "audit entries"
+
+    def __str__(self) -> str:
+        return self.text

@@ -1,0 +1,191 @@
+"""The rows of the HTTP outbox: outcomes of sessions, idempotency keys, and the identity
+of the database that holds them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from typing import Any
+
+from django.db import connections, models, transaction
+from django.db.models.functions import Now
+
+from .fields import limit_waits
+
+# The outcome of an outbox session whose transaction id cannot be queried.
+#
+# States: none `→ committed | tombstone`. The session's own transaction writes the
+# one, a control message that has waited too long writes the other, and the primary
+# key permits only the first of them.
+
+
+class SessionStatus(models.TextChoices):
+    """How a session ended."""
+
+    COMMITTED = "committed", "committed"
+    TOMBSTONE = "tombstone", "given up"
+
+
+#: How long writing a tombstone waits, in milliseconds, for a commit in progress.
+PATIENCE_MS = 200
+
+
+class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The two outcomes, each a single INSERT that fails if the other exists."""
+
+    def commit(self, session_id: uuid.UUID) -> bool:
+        """Record, within the session's transaction, that it committed.
+
+        Returns False if a tombstone exists: the transaction must not commit.
+        """
+        return self._insert(session_id, SessionStatus.COMMITTED)
+
+    def give_up(self, session_id: uuid.UUID) -> bool:
+        """Write a tombstone. Returns False if the session has committed.
+
+        Raises OperationalError if that is unknown after PATIENCE_MS, because the
+        session's transaction is just committing.
+        """
+        connection = connections[self.db]
+        if connection.vendor == "postgresql":
+            with transaction.atomic(using=self.db), connection.cursor() as cursor:
+                limit_waits(connection, PATIENCE_MS / 1000)
+                return self._insert(session_id, SessionStatus.TOMBSTONE)
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout")
+            (usual,) = cursor.fetchone()
+            cursor.execute(f"PRAGMA busy_timeout = {PATIENCE_MS}")
+            try:
+                return self._insert(session_id, SessionStatus.TOMBSTONE)
+            finally:
+                cursor.execute(f"PRAGMA busy_timeout = {usual}")
+
+    def given_up(self, since: dt.timedelta) -> int:
+        """Count the tombstones written in the last period of this length."""
+        recent = self.filter(created_at__gte=Now() - since)
+        return recent.filter(status=SessionStatus.TOMBSTONE).count()
+
+    def _insert(self, session_id: uuid.UUID, status: SessionStatus) -> bool:
+        connection = connections[self.db]
+        field: Any = self.model._meta.get_field("session_id")
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"INSERT INTO {self.model._meta.db_table} (session_id, status)"  # noqa: S608 - constants only
+                f" VALUES (%s, %s) ON CONFLICT DO NOTHING",
+                [field.get_db_prep_value(session_id, connection), status.value],
+            )
+            return bool(cursor.rowcount == 1)
+
+
+class SessionRecord(models.Model):
+    """An outbox session that has ended. Written only if the receiver finds its commit
+    status by waiting."""
+
+    session_id = models.UUIDField(primary_key=True)
+    status = models.CharField(max_length=16, choices=SessionStatus.choices)
+    created_at = models.DateTimeField(db_default=Now())
+
+    objects = SessionManager()
+
+    class Meta:
+        verbose_name = "session record"
+        indexes = [models.Index(fields=["created_at"], name="txmsg_session_created")]
+
+    def __str__(self) -> str:
+        return f"{self.session_id} {self.status}"
+
+
+# A request executed under an Idempotency-Key, and its response.
+
+
+class IdempotencyKey(models.Model):
+    """One key of one caller. It commits with the request's effects, or not at all."""
+
+    id = models.BigAutoField(primary_key=True)
+    caller = models.CharField(max_length=255)
+    key = models.CharField(max_length=255)
+    fingerprint = models.CharField(
+        max_length=64,
+        help_text="Digest of method, path and body: a key is for one request.",
+    )
+    status_code = models.PositiveSmallIntegerField(null=True, blank=True)
+    headers = models.JSONField(default=list)
+    body = models.BinaryField(
+        null=True, blank=True, help_text="Empty for a streaming response."
+    )
+    session_id = models.UUIDField(
+        null=True,
+        blank=True,
+        help_text="The session under which its messages are stored.",
+    )
+    created_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        verbose_name = "idempotency key"
+        constraints = [
+            models.UniqueConstraint(
+                fields=["caller", "key"], name="txmsg_idempotency_key"
+            )
+        ]
+        indexes = [models.Index(fields=["created_at"], name="txmsg_idempotency_when")]
+
+    def __str__(self) -> str:
+        return self.key
+
+
+# A database's identity, and since when it has it: a row for each start of its server.
+#
+# A copy of a database has its original's rows, and gets an identity of its own when
+# it is first used: from then on the two can be told apart.
+
+_MAY_ASK = "SELECT has_function_privilege('pg_control_system()', 'EXECUTE')"
+#: All sessions of a server see the same start time. A copy of its files starts at
+#: another time; so does a standby, whose value has the same part before the last "/".
+_IDENTITY = """
+    SELECT current_database() || '/' || oid || '@' || {system} || '/'
+        || trunc(extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint
+    FROM pg_database WHERE datname = current_database()
+"""
+_SYSTEM = "(SELECT system_identifier FROM pg_control_system())"
+
+
+class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """Reads and records the identity of the database."""
+
+    def ask(self) -> str:
+        """Return the present identity; "" if the database has none (SQLite)."""
+        connection = connections[self.db]
+        if connection.vendor != "postgresql":
+            return ""
+        with connection.cursor() as cursor:
+            cursor.execute(_MAY_ASK)
+            (may_ask,) = cursor.fetchone()
+            cursor.execute(_IDENTITY.format(system=_SYSTEM if may_ask else "''"))
+            (identity,) = cursor.fetchone()
+        return str(identity)[-255:]
+
+    def note(self, identity: str) -> dt.datetime:
+        """Record an identity, and return when the database was first seen with it.
+
+        In a transaction of its own. Raises database errors, on a standby too.
+        """
+        with transaction.atomic(using=self.db):
+            self.bulk_create([self.model(identity=identity)], ignore_conflicts=True)
+        seen_at: dt.datetime = self.get(identity=identity).seen_at
+        return seen_at
+
+
+class DatabaseIdentity(models.Model):
+    """An identity of this row's database, and when it was first seen."""
+
+    id = models.BigAutoField(primary_key=True)
+    identity = models.CharField(max_length=255, unique=True)
+    seen_at = models.DateTimeField(db_default=Now())
+
+    objects = DatabaseIdentityManager()
+
+    class Meta:
+        verbose_name_plural = "database identities"
+
+    def __str__(self) -> str:
+        return self.identity

@@ -1,0 +1,320 @@
+"""What operators ask of a stage (to pause, to run at another rate, to stop a message),
+and the slots of a stage with a rate."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from typing import Any
+
+from django.db import connections, models, transaction
+from django.db.models.functions import Now
+
+from .. import conf
+from ..rules import rule
+from ..rules.inbox import OPEN
+from ..runtime import notifications
+from ..runtime.notifications import notify
+from .fields import began_sql, no_wait_sql, now_sql, skip_locked_sql
+from .inbox import InboxMessage
+
+# Whether an operator has paused a stage, or changed its rate for a while.
+#
+# A stage without a row runs as it is declared.
+
+
+class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of a stage."""
+
+    def pause(self, stage: str, *, by: str = "", why: str = "") -> bool:
+        """Make the stage's consumers take no new messages. False if it was paused."""
+        self.get_or_create(stage=stage)
+        paused = self.filter(stage=stage, paused_at=None).update(
+            paused_at=Now(), paused_by=by[:255], paused_why=why[:255]
+        )
+        return self._notified(paused)
+
+    def resume(self, stage: str) -> bool:
+        """Let the stage's consumers go on. False if it was not paused."""
+        resumed = self.filter(stage=stage, paused_at__isnull=False).update(
+            paused_at=None, paused_by="", paused_why=""
+        )
+        return self._notified(resumed)
+
+    def _notified(self, changed: int) -> bool:
+        """Wake the consumers, which read the state."""
+        if changed and conf.get().NOTIFY:
+            notify(self.db, {notifications.WORK})
+        return bool(changed)
+
+    def limit(self, stage: str, rate: str, period: dt.timedelta, *, by: str) -> None:
+        """Give a stage another rate for a while."""
+        self.get_or_create(stage=stage)
+        changed = self.filter(stage=stage).update(
+            rate=rate, rate_until=Now() + period, rate_by=by[:255]
+        )
+        self._notified(changed)
+
+    def unlimit(self, stage: str) -> bool:
+        """Give a stage its declared rate back. False if it has it."""
+        changed = self.filter(stage=stage, rate_until__gt=Now()).update(
+            rate="", rate_until=None, rate_by=""
+        )
+        return self._notified(changed)
+
+    def rates(self) -> dict[str, tuple[str, float]]:
+        """Return the changed rates that hold now, each with the seconds left."""
+        rows = self.filter(rate_until__gt=Now()).annotate(now=Now())
+        return {
+            row.stage: (row.rate, (row.rate_until - row.now).total_seconds())
+            for row in rows
+        }
+
+    def ordered(self, stage: str) -> None:
+        """Record when the stage first ran in order in this database."""
+        if not self.filter(stage=stage, ordered_since__isnull=False).exists():
+            self.get_or_create(stage=stage)
+            self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
+
+    def full(self, stage: str, full: bool) -> None:
+        """Record since when a stage has no room for more waiting messages, or that it
+        has room again."""
+        if full:
+            self.get_or_create(stage=stage)
+        self.filter(stage=stage, full_since__isnull=full).update(
+            full_since=Now() if full else None
+        )
+
+    def paused(self) -> set[str]:
+        """Return the names of all stages that are paused now."""
+        rows: Any = self.filter(paused_at__isnull=False).values_list("stage", flat=True)
+        return set(rows)
+
+
+class StageState(models.Model):
+    """Whether one stage is paused, since when, by whom and why; and the state of its
+    order."""
+
+    id = models.BigAutoField(primary_key=True)
+    stage = models.CharField(max_length=255, unique=True)
+    paused_at = models.DateTimeField(null=True, blank=True)
+    paused_by = models.CharField(max_length=255, default="", blank=True)
+    paused_why = models.CharField(max_length=255, default="", blank=True)
+    ordered_since = models.DateTimeField(
+        null=True,
+        blank=True,
+        help_text="When the stage was first ordered in this database.",
+    )
+    full_since = models.DateTimeField(
+        null=True,
+        blank=True,
+        help_text="Since when it receives nothing, because too many messages wait.",
+    )
+
+    rate = models.CharField(
+        max_length=32,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The rate that an operator has set, while it holds.",
+    )
+    rate_until = models.DateTimeField(null=True, blank=True)
+    rate_by = models.CharField(max_length=255, default="", db_default="", blank=True)
+
+    objects = StageStateManager()
+
+    class Meta:
+        verbose_name = "stage"
+        permissions = [
+            ("pause_stage", "Can pause and resume stages"),
+            ("limit_stage", "Can change the rate of a stage for a while"),
+        ]
+
+    def __str__(self) -> str:
+        return self.stage
+
+
+# Hop 6's record of the slots of a stage with a rate: one line for each key.
+#
+# Slot n of a line is due at `origin + n * period`. Slots are numbers and not
+# instants, so a changed rate moves the messages that wait. A line that falls behind
+# (it was idle, or its consumers were down) moves its origin, so overdue slots are not
+# used all at once.
+
+#: Most waiting messages that one statement moves to the instants of their slots.
+MOVED = 1000
+#: The slot that is due now, which stays due now at another period.
+_ORIGIN = "{now} - ({now} - l.origin) / l.period * %s"
+
+
+class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of lines, each in one statement with its own commit."""
+
+    def place(
+        self,
+        stage: str,
+        key: str,
+        period: float,
+        tolerance: float,
+        slot: int | None = None,
+    ) -> tuple[int, float]:
+        """Take the line's next slot, or return to a `slot` taken before.
+
+        Returns the slot, and in how many seconds it is due: 0 or less if it is due. On
+        PostgreSQL the commit does not wait for the disk: a crash may free the last
+        slots.
+        """
+        connection = connections[self.db]
+        native = connection.vendor == "postgresql"
+        now, greatest = _epoch_sql(connection), "greatest" if native else "max"
+        number, taken = ("l.taken", 1) if slot is None else (str(int(slot)), 0)
+        no_wait, waits_not = no_wait_sql(connection)
+        source = f"VALUES (%s, %s, {now} - %s, %s, %s)"
+        if no_wait:
+            no_wait = f"WITH {no_wait} "
+            source = (
+                f"SELECT %s, %s, {now} - %s, %s::float8, %s::bigint WHERE {waits_not}"
+            )
+        first = slot or 0
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"{no_wait}INSERT INTO {self._table} AS l"
+                f" (stage, key, origin, period, taken) {source}"
+                " ON CONFLICT (stage, key) DO UPDATE SET period = excluded.period,"
+                f" taken = l.taken + {taken}, origin = {greatest}(CASE"
+                " WHEN l.period = excluded.period THEN l.origin"
+                f" ELSE {_ORIGIN.format(now=now)} END,"
+                f" {now} - %s - {number} * excluded.period)"
+                f" RETURNING taken, origin - {now}",
+                [
+                    *(stage, key, tolerance + first * period, period, first + 1),
+                    *(period, tolerance),
+                ],
+            )
+            after, origin = cursor.fetchone()
+        place = after - 1 if slot is None else slot
+        return place, origin + place * period
+
+    def changed(self, stage: str, period: float) -> None:
+        """Move all lines of a stage whose rate has changed, and what waits in them."""
+        connection = connections[self.db]
+        now = _epoch_sql(connection)
+        # Both or none: a second try would not find that the rate has changed.
+        with transaction.atomic(using=self.db), connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {self._table} AS l SET period = %s,"  # noqa: S608 - constants only
+                f" origin = {_ORIGIN.format(now=now)}"
+                " WHERE stage = %s AND period <> %s",
+                [period, period, stage, period],
+            )
+            if cursor.rowcount:
+                self._move(cursor, "i.stage = %s", [stage])
+
+    def no_more(self, stage: str) -> None:
+        """Release the messages that wait in the lines of a stage, which has no rate any
+        more."""
+        waiting = InboxMessage.objects.using(self.db).filter(
+            stage=stage, slot__isnull=False, due_at__isnull=False
+        )
+        waiting.update(due_at=Now(), slot=None, key="")
+
+    def move_overdue(self, stage: str, key: str) -> None:
+        """Move waiting messages of a line whose origin has moved to the new instants of
+        their slots: those that would be claimed too early, a bounded number."""
+        connection = connections[self.db]
+        table, now = InboxMessage._meta.db_table, began_sql(connection)
+        with connection.cursor() as cursor:
+            self._move(
+                cursor,
+                f"i.id IN (SELECT id FROM {table} WHERE stage = %s AND due_at <= {now}"  # noqa: S608 - constants only
+                f" AND key = %s AND slot IS NOT NULL AND {OPEN.sql()}"
+                f" AND {rule.NOT_LEASED.sql(now=now)}"
+                f" ORDER BY due_at, id LIMIT {MOVED} {skip_locked_sql(connection)})",
+                [stage, key],
+            )
+
+    def _move(self, cursor: Any, which: str, parameters: list[Any]) -> None:
+        native = connections[self.db].vendor == "postgresql"
+        instant = "l.origin + i.slot * l.period"
+        at = (
+            f"to_timestamp({instant})"
+            if native
+            else f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', {instant}, 'unixepoch')"
+        )
+        cursor.execute(
+            f"UPDATE {InboxMessage._meta.db_table} AS i SET due_at = {at}"  # noqa: S608 - constants only
+            f" FROM {self._table} AS l WHERE l.stage = i.stage AND l.key = i.key"
+            f" AND i.slot IS NOT NULL AND i.due_at IS NOT NULL AND {which}",
+            parameters,
+        )
+
+    @property
+    def _table(self) -> str:
+        table: str = self.model._meta.db_table
+        return table
+
+
+def _epoch_sql(connection: Any) -> str:
+    """Return SQL for the database's present instant as Unix time in seconds."""
+    if connection.vendor == "postgresql":
+        return f"extract(epoch FROM {now_sql(connection)})::float8"
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+class RateLine(models.Model):
+    """The slots of one key at one stage."""
+
+    id = models.BigAutoField(primary_key=True)
+    stage = models.CharField(max_length=255)
+    key = models.CharField(max_length=32, help_text="A digest of the header's value.")
+    origin = models.FloatField(help_text="When slot 0 is due, in seconds since 1970.")
+    period = models.FloatField(help_text="Seconds from one slot to the next.")
+    taken = models.BigIntegerField(help_text="Slots taken so far.")
+
+    objects = RateLineManager()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["stage", "key"], name="txmsg_rate_line"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.key}"
+
+
+# An operator's request to stop a message while its handler runs.
+#
+# In a table of its own: a running stage holds the lock on its inbox row. The consumer
+# that runs the message deletes the request when it obeys.
+
+#: How long a request holds: the message may be between two attempts.
+HOLDS = dt.timedelta(minutes=1)
+
+
+class StopRequestManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The one transition of a request."""
+
+    def ask(self, stage: str, message_id: uuid.UUID, why: str) -> None:
+        """Ask the consumer that runs a message at a stage to stop it."""
+        self.create(stage=stage, message_id=message_id, why=why[:255])
+        if conf.get().NOTIFY:
+            notify(self.db, {notifications.WORK})
+
+    def open(self) -> list[StopRequest]:
+        """Return the requests that hold."""
+        return list(self.filter(at__gt=Now() - HOLDS))
+
+
+class StopRequest(models.Model):
+    """One message that a stage should stop."""
+
+    id = models.BigAutoField(primary_key=True)
+    at = models.DateTimeField(db_default=Now())
+    stage = models.CharField(max_length=255)
+    message_id = models.UUIDField()
+    why = models.CharField(max_length=255)
+
+    objects = StopRequestManager()
+
+    def __str__(self) -> str:
+        return f"{self.message_id} at {self.stage}"
