@@ -3,6 +3,8 @@ where `FLOWS["BATCHES"]` is set."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .. import conf, stages
 from ..errors import FlowError
 from ..models import Batch
@@ -32,5 +34,9 @@ class Batches(
         )
 
 
-# No message is sent to it, and it would cost each process a thread and a subscription.
+# No message is sent to its start, which would cost each process a thread and a
+# subscription, so its other stage undoes nothing that a stage here has processed.
+(_steps,) = stages.find([Batches._declaration.steps_name])
 stages.unregister(Batches._declaration.name)
+stages.unregister(_steps.name)
+stages.register(replace(_steps, undoes=None))

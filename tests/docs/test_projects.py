@@ -56,6 +56,33 @@ def test_the_page_on_async_projects_works_with_atomic_requests(tmp_path: Path) -
     assert " passed" in project.run(*PYTEST)
 
 
+BATCHED = """
+from django.db import transaction
+from django_txmsg.flows import batch
+with transaction.atomic():
+    stored = batch([{"destination": "mail", "body": {}}], then="newsletter.sent")
+"""
+PROGRESS = """
+from django_txmsg.models import Batch
+print(Batch.objects.get().progress)
+"""
+
+
+def test_the_page_on_flows_works_with_batches(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.follow(ROOT / "docs" / "how-to" / "flows.md")
+    with (tmp_path / "settings.py").open("a") as settings:
+        settings.write('TXMSG = {"FLOWS": {"BATCHES": True}}\n')
+    with (tmp_path / "shop" / "stages.py").open("a") as declared:
+        declared.write('\n\n@stage("mail")\ndef mail(message):\n    pass\n')
+    project.run("manage.py", "migrate", "--run-syncdb", "--verbosity", "0")
+    project.run("manage.py", "shell", "--command", BATCHED)
+    for command in ("relay", "consume", "relay", "consume"):
+        project.run("manage.py", command, "--once")
+
+    assert "answered=1" in project.run("manage.py", "shell", "--command", PROGRESS)
+
+
 ORDERED = """
 from django.db import transaction
 from shop.models import Order
