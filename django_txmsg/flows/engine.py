@@ -128,7 +128,9 @@ def _signalled(declared: Declaration, message: Message) -> None:
         service=conf.get().SERVICE, flow=declared.name, key=key
     )
     taken = declared.signal(name)
-    run = runs.filter(ended_at=None).select_for_update().first()
+    # A signal that overtakes the message of start() would take the place of that step.
+    begun = runs.filter(ended_at=None).exclude(waits_for=WaitsFor.START)
+    run = begun.select_for_update().first()
     if run is not None and not run.failing:
         going = Going(declared, run, message)
         going.signalled(going.call(taken, message.body.read(taken.reader)))

@@ -296,10 +296,10 @@ def test_caller_is_answered_after_all_undos() -> None:
     assert got[0].correlation_id == run.correlation_id
 
 
-def test_an_answer_after_a_signal_has_the_correlation_id_of_its_run() -> None:
+def test_the_answer_of_a_run_cancelled_at_once_has_its_correlation_id() -> None:
     run = place(answer_to="tests.answers")
     with transaction.atomic():
-        Checkout.signal("1", Stop("changed my mind"))
+        cancel(run, "changed my mind")
     ship()
     take(stages.find(["shop.checkout.steps"])[0])
     answer = OutboxMessage.objects.get(destination="tests.answers")
@@ -485,6 +485,18 @@ def test_a_signal_replaces_what_the_run_waits_for() -> None:
     drain()
     assert failed(run) == {"why": "changed my mind"}
     assert effects() == ["reserve 1", "release 1"]
+
+
+def test_a_signal_that_overtakes_the_first_message_of_its_run_waits_for_it() -> None:
+    with transaction.atomic():
+        run = start(Checkout, PlaceOrder("1"), key="1")
+        Checkout.signal("1", Stop("changed my mind"))
+    ship()
+    take(stages.find(["shop.checkout.steps"])[0])
+    assert again(run).waits_for == WaitsFor.START
+    drain(ahead=MINUTE)
+    assert failed(run) == {"why": "changed my mind"}
+    assert FlowStep.objects.earliest("pk").step == "start"
 
 
 def test_a_signal_before_its_run_waits_for_it_and_for_no_other() -> None:
