@@ -161,6 +161,7 @@ def test_a_row_changed_on_the_way_is_refused_named_and_stays(
     assert_moved_once(before, log, lake, set(range(1, 251)) - {7})
 
 
+@pytest.mark.matrix
 def test_the_next_wave_is_written_while_this_one_is_deleted(
     spark, pg_log: Log, lake: LakeSpec
 ) -> None:
@@ -185,6 +186,7 @@ def test_the_next_wave_is_written_while_this_one_is_deleted(
     assert_moved_once(before, pg_log, lake, set(before))
 
 
+@pytest.mark.matrix
 def test_batch_written_ahead_is_rewritten_if_its_number_is_taken(
     spark, pg_log: Log, lake: LakeSpec
 ) -> None:
@@ -210,6 +212,7 @@ def test_batch_written_ahead_is_rewritten_if_its_number_is_taken(
     assert_moved_once(before, pg_log, lake, set(before) - {7})
 
 
+@pytest.mark.matrix
 def test_a_body_changed_behind_our_back_is_never_deleted(
     spark, log: Log, lake: LakeSpec
 ) -> None:
@@ -249,7 +252,9 @@ def test_two_archives_of_a_table_exclude_each_other(
     assert refusals
 
 
-@pytest.mark.parametrize("step", ["written", "committing"])
+@pytest.mark.parametrize(
+    "step", ["committing", pytest.param("written", marks=pytest.mark.matrix)]
+)
 def test_an_archiver_that_has_lost_its_lock_changes_nothing(
     spark, pg_log: Log, lake: LakeSpec, step: str
 ) -> None:
@@ -286,6 +291,7 @@ def test_bodies_stay_out_of_the_lake_where_they_must(
     assert rows["body"].to_pylist() == [None] * 5
 
 
+@pytest.mark.matrix
 def test_two_services_share_a_lake(
     spark, make_log: Callable[..., Log], lake: LakeSpec
 ) -> None:
@@ -327,6 +333,7 @@ def test_two_databases_of_a_service_share_a_log_and_come_to_rest(
     assert DeltaTable(path_of(lake)).version() == version
 
 
+@pytest.mark.matrix
 def test_services_archive_into_one_lake_at_the_same_time(
     spark, make_log: Callable[..., Log], lake: LakeSpec
 ) -> None:
@@ -349,6 +356,7 @@ def test_services_archive_into_one_lake_at_the_same_time(
     assert (rows.num_rows, len(pairs)) == (1000, 1000)
 
 
+@pytest.mark.matrix
 def test_a_row_that_settles_late_joins_its_day(spark, log: Log, lake: LakeSpec) -> None:
     log.send_many(5)
     log.send([{"dispatched_at": None}])
@@ -399,6 +407,7 @@ def test_a_directory_that_is_not_our_lake_is_left_alone(
     assert log.count() == 2
 
 
+@pytest.mark.matrix
 def test_a_newer_lake_is_left_alone(spark, log: Log, lake: LakeSpec) -> None:
     log.send_many(2)
     place = Lake(lake, create=True)
@@ -410,6 +419,7 @@ def test_a_newer_lake_is_left_alone(spark, log: Log, lake: LakeSpec) -> None:
     assert log.count() == 2
 
 
+@pytest.mark.matrix
 def test_a_batch_on_its_way_into_one_lake_does_not_go_to_another(
     spark, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:

@@ -61,7 +61,9 @@ def read(path: Path) -> pa.Table:
     return pa.Table.from_batches(rows_of(fs.LocalFileSystem(), str(path)))
 
 
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    "joined", [False, pytest.param(True, marks=pytest.mark.matrix)]
+)
 def test_no_flipped_bit_of_any_column_is_read_as_right(
     make_log, lake: LakeSpec, joined: bool
 ) -> None:

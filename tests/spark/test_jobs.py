@@ -147,6 +147,7 @@ def test_the_tasks_that_run_are_shown(spark) -> None:
     assert stream.getvalue().endswith("\r\x1b[K")
 
 
+@pytest.mark.matrix
 def test_a_person_at_a_terminal_sees_a_bar_and_a_tool_does_not(
     spark, make_log, lake: LakeSpec, tmp_path: Path
 ) -> None:

@@ -244,7 +244,9 @@ class Killed(Exception):
     """Stands for the death of the process."""
 
 
-@pytest.mark.parametrize("step", ["written", "committed"])
+@pytest.mark.parametrize(
+    "step", ["committed", pytest.param("written", marks=pytest.mark.matrix)]
+)
 def test_a_run_that_is_killed_has_brought_its_batches_or_not(
     spark, make_log, lake: LakeSpec, step: str
 ) -> None:

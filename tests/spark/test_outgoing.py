@@ -181,6 +181,7 @@ def test_replayed_copies_have_new_ids_that_are_stable(
     assert run(spec, *words, "--limit", "3", "--dry-run")["chosen"] == 3
 
 
+@pytest.mark.matrix
 def test_a_run_is_remembered_when_its_messages_are_archived_and_pruned(
     spark, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_name_is_one_choice_of_messages(
     assert run(spec, *words[:-1], "april")["rows"] == 2
 
 
+@pytest.mark.matrix
 def test_a_replay_beside_an_archive_finds_each_message_once(
     spark, log: Log, lake: LakeSpec
 ) -> None:

@@ -519,6 +519,7 @@ def judged(spark: Any, spec: JobSpec, **more: Any) -> tuple[Counter[str], Any]:
 
 
 def play(spark: Any, lake: LakeSpec, seed: int, *, whole: bool = True) -> None:
+    """Judge the messages; if not `whole`, only while they lie in both places."""
     dice = random.Random(seed)
     ahead = dice.choice([0, 0, -3, 3]) * HOUR
     with playing(dice) as services:
@@ -550,31 +551,33 @@ def play(spark: Any, lake: LakeSpec, seed: int, *, whole: bool = True) -> None:
                 [ahead / HOUR] if ahead else []
             ), (seed, when)
 
-        agree("live")
+        if whole:
+            agree("live")
         for source in spec.services:
             alone = JobSpec((source,), lake)
             days = dice.randrange(84, 130)
             run(alone, "archive", "--older-than", f"{days}h", "--no-vacuum")
         agree("half archived")
+        if not whole:
+            return
         come_again(services)
         for source in spec.services:
             run(
                 JobSpec((source,), lake), "archive", "--older-than", "0s", "--no-vacuum"
             )
         agree("archived")
-        if whole:
-            agree("from the journeys")
+        agree("from the journeys")
 
 
-def test_random_fates_are_judged_the_same_wherever_they_lie(
+def test_random_fates_are_judged_where_they_lie_in_two_places(
     spark: object, lake: LakeSpec
 ) -> None:
     play(spark, lake, 1, whole=False)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", [5, 9])
-def test_other_random_fates_are_judged_the_same_wherever_they_lie(
+@pytest.mark.parametrize("seed", [1, 5, 9])
+def test_random_fates_are_judged_the_same_wherever_they_lie(
     spark: object, lake: LakeSpec, seed: int
 ) -> None:
     play(spark, lake, seed)

@@ -227,7 +227,9 @@ def test_while_logs_are_compared_no_transaction_is_open(
         assert sent.count() == 10
 
 
-@pytest.mark.parametrize("purged", [True, False])
+@pytest.mark.parametrize(
+    "purged", [True, pytest.param(False, marks=pytest.mark.matrix)]
+)
 def test_rows_are_compared_only_while_they_may_be_in_two_places(
     spark: Any, pg_log: Log, lake: LakeSpec, purged: bool
 ) -> None:

@@ -19,7 +19,7 @@ from django_txmsg.spark.source import stream as stream_module
 from django_txmsg.spark.source.datasource import TxmsgDataSource
 from django_txmsg.spark.spec import SourceSpec
 from django_txmsg.spark.versions import installed
-from tests.spark.conftest import everywhere, since_pyspark
+from tests.spark.conftest import since_pyspark
 from tests.spark.log import Log
 
 
@@ -131,6 +131,7 @@ def add_to(log: Log, connection: Any) -> None:
 
 
 @since_pyspark(4, 2)
+@pytest.mark.matrix
 def test_a_cap_on_rows_never_splits_a_transaction(
     spark, pg_log: Log, tmp_path: Path
 ) -> None:
@@ -144,7 +145,6 @@ def test_a_cap_on_rows_never_splits_a_transaction(
     assert len(batches) == 3
 
 
-@everywhere
 def test_unfinished_micro_batch_is_repeated_unchanged(
     spark, log: Log, tmp_path: Path
 ) -> None:
@@ -168,6 +168,7 @@ def test_unfinished_micro_batch_is_repeated_unchanged(
     assert follow(spark, log, tmp_path) == list(range(1, 19))
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_of_another_cluster_is_refused(
     spark, pg_log: Log, tmp_path: Path
 ) -> None:
@@ -192,6 +193,7 @@ def test_changes_can_be_followed(spark, pg_log: Log, tmp_path: Path) -> None:
     assert follow(spark, pg_log, tmp_path, follow="changed") == [1, 2, 2, 3]
 
 
+@pytest.mark.matrix
 def test_rows_that_are_older_than_the_pipelines_columns_come_first(
     spark, pg_log: Log, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_days_past_the_lakes_own_retention_are_dropped(
     assert len(set(delta_rows(lake)["day"].to_pylist())) == 30 - dropped
 
 
+@pytest.mark.matrix
 def test_batches_joined_before_they_are_settled_are_settled(
     spark, log: Log, lake: LakeSpec
 ) -> None:

@@ -180,6 +180,7 @@ def test_what_two_consumers_of_a_queue_process_is_processed_twice(spark) -> None
     ]
 
 
+@pytest.mark.matrix
 def test_expired_and_external_messages_are_not_lost(spark) -> None:
     after = HORIZON + dt.timedelta(hours=1)
     messages = sent(
@@ -282,6 +283,7 @@ def test_a_message_is_late_and_lost_from_when_it_was_due(spark) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_message_that_waits_too_long_is_a_finding(spark) -> None:
     messages = sent(
         spark,
@@ -306,6 +308,7 @@ def test_message_that_waits_too_long_is_a_finding(spark) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_resolved_dead_letter_is_no_finding(spark) -> None:
     topic = "topic:t"
     messages = sent(
@@ -352,6 +355,7 @@ def test_resolved_dead_letter_is_no_finding(spark) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_destination_that_matches_a_pattern_is_external(spark) -> None:
     lost = [
         ("a", name, place, at(0), None, at(1), None)
@@ -603,6 +607,7 @@ def test_sketches_merge_to_percentiles_and_keep_negative_times(spark) -> None:
     assert row.p95 == pytest.approx(95, abs=2)
 
 
+@pytest.mark.matrix
 def test_activity_counts_by_hour(spark) -> None:
     outbox = spark.createDataFrame(
         [
@@ -665,6 +670,7 @@ def test_backlog_includes_messages_that_waited_before(spark) -> None:
 
 
 @analyzes
+@pytest.mark.matrix
 def test_delayed_messages_are_neither_backlog_nor_latency(spark) -> None:
     outbox = sent(
         spark,
@@ -759,6 +765,7 @@ def test_a_dataset_becomes_messages_of_its_template(spark) -> None:
     }
 
 
+@pytest.mark.matrix
 def test_equal_rows_without_an_identity_are_messages_of_their_own(spark) -> None:
     rows = spark.createDataFrame([(1,), (1,), (2,)], "n int")
     make = lambda: outgoing.from_dataset(  # noqa: E731
