@@ -54,16 +54,11 @@ def store(destination: str) -> None:
             send_messages([{"destination": destination, "body": body}])
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "broker",
-    [
-        "embedded",
-        *(
-            pytest.param(name, marks=pytest.mark.matrix)
-            for name in ("activemq", "rabbitmq", "rabbitmq_amqp")
-        ),
-    ],
+    ["embedded", "activemq", "rabbitmq", "rabbitmq_amqp"],
 )
 def test_large_messages_pass_through_little_memory(
     broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest

@@ -146,7 +146,7 @@ def test_workers_are_killed(
 @pytest.mark.parametrize(
     ("broker", "kills"),
     [
-        ("activemq", 1),
+        pytest.param("activemq", 1, marks=pytest.mark.matrix),
         pytest.param("activemq", 5, marks=pytest.mark.soak),
         pytest.param("rabbitmq", 5, marks=pytest.mark.soak),
         pytest.param("rabbitmq_amqp", 5, marks=pytest.mark.soak),

@@ -164,12 +164,20 @@ SENDERS: dict[str, tuple[str, Callable[[Any, str, Draw], bytes | None]]] = {
     "stomp at activemq": ("activemq", by_stomp),
     "by hand": ("", by_hand),
 }
+#: What `make test` runs: each client at one broker.
+SAMPLE = {"amqp", "stomp to amqp", "stomp at activemq", "by hand"}
 
 
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 12))]
 )
-@pytest.mark.parametrize("sender", SENDERS)
+@pytest.mark.parametrize(
+    "sender",
+    [
+        pytest.param(one, marks=() if one in SAMPLE else pytest.mark.matrix)
+        for one in SENDERS
+    ],
+)
 def test_everything_ends_processed_or_dead_with_its_bytes(
     sender: str, seed: int, destination: str, request: pytest.FixtureRequest
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -36,17 +35,23 @@ def greet(greeting: Greeting, message: Message) -> None:
     got.append((greeting, message))
 
 
-@pytest.fixture
-def peer(activemq: ActiveMQ, tmp_path: Path) -> Iterator[JmsPeer]:
-    """A JMS client of the test's default broker."""
+@pytest.fixture(scope="module")
+def client(activemq: ActiveMQ, tmp_path_factory: pytest.TempPathFactory) -> JmsPeer:
+    """A JMS client, compiled once."""
     absent = java.missing()
     if absent and os.environ.get("CI") == "true":
         pytest.fail(absent)
     if absent:
         pytest.skip(absent)
+    return JmsPeer(activemq, tmp_path_factory.mktemp("classes"))
+
+
+@pytest.fixture
+def peer(client: JmsPeer, activemq: ActiveMQ) -> Iterator[JmsPeer]:
+    """The JMS client of the test's default broker."""
     got.clear()
     with txmsg(BROKERS={"default": {"URL": activemq.url()}}):
-        yield JmsPeer(activemq, tmp_path)
+        yield client
 
 
 TEXT = 'ä€\U0001f600 and "\U0001f468\u200d\U0001f469"'
