@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
@@ -20,37 +22,38 @@ from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..runtime.per_process import PerProcess
 from ..stages import Stage
-from .deadline import Deadline
+from . import deadline
+
+#: The name of the loop's thread.
+THREAD = "txmsg-loop"
 
 
 def blocking(stage: Stage) -> Handler:
     """Return the stage's handler as a function that waits for the coroutine. The
-    coroutine has the caller's context, and is cancelled after the stage's timeout."""
-    handler, using, seconds = stage.handler, stage.definition.using, stage.timeout
+    coroutine has the caller's context, and is cancelled at the caller's deadline."""
+    handler, using = stage.handler, stage.definition.using
 
     def wait(message: Message) -> Any:
         if in_block(connections[using]):
             # Inside a TestCase, the handler's queries belong to the test's transaction.
             return _result(async_to_sync(_caught)(handler, message))
-        work = _alone(handler, message, seconds)
-        limit = Deadline(stage.name, seconds or 0.0, message.id)
-        try:
-            ended = asyncio.run_coroutine_threadsafe(work, _loop()).result()
-        except asyncio.TimeoutError:
-            if seconds is not None and limit.passed:
-                raise limit.error() from None
-            raise  # the handler raised it
-        return _result(ended)
+        work = _alone(handler, message)
+        return _result(asyncio.run_coroutine_threadsafe(work, _loop()).result())
 
     return wait
 
 
-async def _alone(handler: Handler, message: Message, seconds: float | None) -> Any:
+async def _alone(handler: Handler, message: Message) -> Any:
     """Run a handler. Its queries use a separate thread and connection, which end with
     it, so a broken connection affects only this message."""
     async with ThreadSensitiveContext():
+        work = asyncio.ensure_future(_caught(handler, message))
+        limit = deadline.current.get()
+        if limit is not None:
+            loop = asyncio.get_running_loop()
+            limit.interrupt = partial(loop.call_soon_threadsafe, work.cancel)
         try:
-            return await asyncio.wait_for(_caught(handler, message), seconds)
+            return await work
         finally:
             await sync_to_async(connections.close_all)()
 
@@ -72,8 +75,16 @@ def _result(ended: Any) -> Any:
 
 def _started() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="txmsg-loop", daemon=True).start()
+    threading.Thread(target=_run, args=[loop], name=THREAD, daemon=True).start()
     return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop for ever: a task of a handler that raises SystemExit, or stops the
+    loop, must not stop the coroutines of all others."""
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
 
 
 _loop = PerProcess(_started)

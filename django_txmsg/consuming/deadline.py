@@ -2,8 +2,8 @@
 
 No exception is thrown into a thread. After the time-out the running query is cancelled
 at the server, every further one is refused, and a handler that still returns is too
-late: the attempt fails, rolls back and counts like any other. A message that an
-operator stops ends in the same way, as a dead letter.
+late: the attempt fails, rolls back and counts like any other. A coroutine is cancelled.
+A message that an operator stops ends in the same way, as a dead letter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any
 
 from django.db import OperationalError, connections
@@ -62,15 +64,15 @@ def timed(stage: Stage, seconds: float) -> Handler:
 
     def limited(message: Message) -> Any:
         limit = Deadline(stage.name, seconds, message.id)
-        token = should_end.set(lambda: limit.passed)
         with ExitStack() as stack:
-            stack.callback(should_end.reset, token)
+            stack.callback(should_end.reset, should_end.set(lambda: limit.passed))
+            stack.callback(current.reset, current.set(limit))
             for alias in connections:
                 stack.enter_context(connections[alias].execute_wrapper(limit))
             _watch().add(limit)
             try:
                 result = handler(message)
-            except OperationalError as error:
+            except (OperationalError, CancelledError) as error:
                 if limit.passed and _is_cancelled(error):
                     raise limit.error() from error
                 raise
@@ -103,6 +105,9 @@ class Deadline:
         self._ended = False
         #: The connections that the handler has used.
         self._used: dict[str, Any] = {}
+        #: Cancels the handler's coroutine. Called once: a second cancellation would
+        #: interrupt how the coroutine ends.
+        self.interrupt: Callable[[], object] | None = None
 
     @property
     def passed(self) -> bool:
@@ -146,11 +151,15 @@ class Deadline:
         return execute(sql, params, many, context)
 
     def cancel(self) -> None:
-        """Cancel the handler's running queries. From another thread, until `end()`."""
+        """Cancel the handler's running queries, or its coroutine. From another thread,
+        until `end()`."""
         self.due = time.monotonic() + AGAIN
         with self._lock:
             if self._ended:
                 return
+            interrupt, self.interrupt = self.interrupt, None
+            if interrupt is not None:
+                interrupt()
             for connection in list(self._used.values()):
                 try:
                     _cancel(connection)
@@ -240,10 +249,14 @@ def _cancel(connection: Any) -> None:
             driver.cancel()
 
 
-def _is_cancelled(error: OperationalError) -> bool:
+def _is_cancelled(error: OperationalError | CancelledError) -> bool:
     return (
-        database_health.sqlstate(error) == _CANCELLED or text_of(error) == "interrupted"
+        isinstance(error, CancelledError)
+        or database_health.sqlstate(error) == _CANCELLED
+        or text_of(error) == "interrupted"
     )
 
 
+#: The deadline of the running handler, at a stage with a time-out.
+current: ContextVar[Deadline | None] = ContextVar("django_txmsg_deadline", default=None)
 _watch = PerProcess(Watch)

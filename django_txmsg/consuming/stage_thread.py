@@ -29,7 +29,7 @@ from ..runtime.breaker import Breaker
 from ..runtime.connections import leave_blocks, open_caches, recycle
 from ..runtime.idle_clock import Activity
 from ..stages import Stage
-from . import decoding, modes, rates
+from . import coroutines, decoding, modes, rates
 from .arrival import Arrival, Outcome, Postponed, to_acknowledge
 from .backpressure import Room
 from .parking import NO_SESSION, Parking
@@ -150,12 +150,21 @@ class StageThread:
         return reading and not self.paused.is_set()
 
     def stuck(self, after: float) -> str | None:
-        """Return the handler's stack if it has been running for `after` seconds."""
+        """Return the handler's stack if it has been running for `after` seconds; for a
+        coroutine also that of the event loop, which another coroutine may block."""
         began = self.busy_since
-        if began is None or time.monotonic() - began < after or self._ident is None:
+        if began is None or time.monotonic() - began < after:
             return None
-        frame = sys._current_frames().get(self._ident)
-        return "".join(traceback.format_stack(frame)) if frame else None
+        idents = [self._ident]
+        if self.stage.transaction == "none":
+            idents += [
+                one.ident
+                for one in threading.enumerate()
+                if one.name == coroutines.THREAD
+            ]
+        frames = sys._current_frames()
+        found = [frames[one] for one in idents if one in frames]
+        return "\n".join("".join(traceback.format_stack(one)) for one in found) or None
 
     def _step(self) -> None:
         session = self._open()

@@ -6,6 +6,7 @@ message is dead. The default is ActiveMQ's maximum, 1 delivery and 6 redeliverie
 
 from __future__ import annotations
 
+import builtins
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -125,13 +126,25 @@ class Dead:
 def decide(
     policy: RedeliveryPolicy, attempt: int, error: BaseException
 ) -> RedeliverAfter | Dead:
-    """Return what follows from `error` in the `attempt`-th execution (from 1)."""
-    if isinstance(error, (Refuse, *policy.refuse_on)):
+    """Return what follows from `error` in the `attempt`-th execution (from 1). An
+    exception group counts like each exception in it."""
+    errors = list(_flat(error))
+    if any(isinstance(one, (Refuse, *policy.refuse_on)) for one in errors):
         return Dead("refused")
     if isinstance(error, DecodeError):
         return Dead(error.reason)
     if attempt >= policy.max_attempts:
         return Dead("attempts_exhausted")
-    if isinstance(error, Redeliver):
-        return RedeliverAfter(error.after)
-    return RedeliverAfter(policy.delay(attempt))
+    pauses = [one.after for one in errors if isinstance(one, Redeliver)]
+    return RedeliverAfter(max(pauses, default=policy.delay(attempt)))
+
+
+def _flat(error: BaseException) -> Iterator[BaseException]:
+    yield error
+    if isinstance(error, _GROUP):
+        for one in error.exceptions:
+            yield from _flat(one)
+
+
+#: What a TaskGroup raises; Python 3.10 has none.
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())

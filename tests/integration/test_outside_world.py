@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from django.db import connection, transaction
 
 from django_txmsg import Message, Refuse, send_message, stage, wire
+from django_txmsg.consuming import deadline
 from django_txmsg.errors import ConfigurationError, StageTimedOut
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.testing import drain
@@ -140,6 +142,73 @@ def test_a_coroutine_past_its_timeout_is_cancelled() -> None:
     row = InboxMessage.objects.get()
     assert row.processed_at is None
     assert StageTimedOut.__name__ in row.last_error
+
+
+def test_a_coroutine_that_is_stopped_is_cancelled_and_ends_in_order() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    async def handler(message: Message) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            assert message.cancelled()
+            await Effect.objects.acreate(name="ended", message_id=message.id)
+            ended.set()
+
+    with (
+        declared(handler, transaction="none", timeout=60.0) as declared_stage,
+        running(declared_stage),
+    ):
+        sent = put(declared_stage.destination)
+        assert began.wait(60)
+        assert deadline.stop(declared_stage.name, sent, "wrong card")
+        wait_until(lambda: DeadLetter.objects.exists(), deadline=30)
+    assert ended.is_set()
+    assert Effect.objects.count() == 1
+    assert DeadLetter.objects.get().exception.endswith(": wrong card")
+
+
+@pytest.mark.parametrize("how", ["exit", "stop", "cancel"])
+def test_a_coroutine_that_ends_its_event_loop_disturbs_no_other(how: str) -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def handler(message: Message) -> None:
+        if message.body == "good":
+            return
+        if how == "exit":
+            await asyncio.create_task(leave())
+        elif how == "cancel":
+            raise asyncio.CancelledError
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0)
+
+    with declared(handler, transaction="none") as declared_stage:
+        put(declared_stage.destination, b'"bad"')
+        step(declared_stage)
+        put(declared_stage.destination, b'"good"')
+        step(declared_stage, parked=False)
+    assert processed() == (2 if how == "stop" else 1)
+
+
+def test_a_coroutine_that_blocks_the_loop_is_named_with_its_stack() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    async def blocks_the_loop(message: Message) -> None:
+        inside.set()
+        go_on.wait(30)
+
+    with (
+        declared(blocks_the_loop, transaction="none") as declared_stage,
+        running(declared_stage) as (thread,),
+    ):
+        put(declared_stage.destination)
+        assert inside.wait(30)
+        stack = thread.stuck(0.0)
+        go_on.set()
+        assert stack is not None
+        assert "in blocks_the_loop" in stack
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), TimeoutError("no"), SystemExit(3)])

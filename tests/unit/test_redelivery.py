@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import datetime as dt
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -102,3 +104,19 @@ def test_an_invalid_policy_is_refused(wrong: dict[str, object]) -> None:
 def test_a_delay_that_no_database_has_a_place_for(after: float) -> None:
     with pytest.raises(ValueError, match="hundred years"):
         Redeliver(after=after)
+
+
+#: Python 3.10 has none.
+Group: Any = getattr(builtins, "ExceptionGroup", None)
+
+if Group is not None:
+
+    def test_an_exception_group_counts_like_each_exception_in_it() -> None:
+        policy = RedeliveryPolicy(max_redeliveries=1, jitter=0, refuse_on=(KeyError,))
+        nested = Group("", [ValueError(), Group("", [KeyError()])])
+        later = Group("", [Redeliver(after=30.0), Redeliver(after=60.0)])
+        assert decide(policy, 1, Group("", [ValueError()])) == RedeliverAfter(1.0)
+        assert decide(policy, 1, nested) == Dead("refused")
+        assert decide(policy, 1, Group("", [Refuse("")])) == Dead("refused")
+        assert decide(policy, 1, later) == RedeliverAfter(60.0)
+        assert decide(policy, 2, later) == Dead("attempts_exhausted")
