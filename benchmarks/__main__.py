@@ -52,6 +52,8 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("jms_send", [], ["--messages", "2000", "--rounds", "1"]),
     ("celery_outbox", [], ["--calls", "200", "--rounds", "2"]),
     ("workers", [], []),
+    ("limits", [], ["--rounds", "1", "--messages", "200", "--many", "1000",
+        "--seconds", "10"]),
 ]  # fmt: skip
 
 

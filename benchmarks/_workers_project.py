@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import environ
@@ -23,7 +25,9 @@ DATABASES = {
         "CONN_MAX_AGE": int(os.environ.get("BENCH_MAX_AGE", "600")),
     }
 }
-INSTALLED_APPS = ["django.contrib.contenttypes", "django_tasks"]
+INSTALLED_APPS = ["django.contrib.contenttypes"]
+if find_spec("django.tasks") is None:  # Django 5.2
+    INSTALLED_APPS.append("django_tasks")
 SECRET_KEY = "bench"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
@@ -47,6 +51,26 @@ if BACKEND == "txmsg":
 elif BACKEND == "django-tasks-db":
     INSTALLED_APPS.append("django_tasks_db")
     TASKS = {"default": {"BACKEND": "django_tasks_db.DatabaseBackend"}}
+elif BACKEND == "dj-queue":
+    INSTALLED_APPS.append("dj_queue")
+    TASKS = {
+        "default": {
+            "BACKEND": "dj_queue.backend.DjQueueBackend",
+            "QUEUES": [],
+            # Its five minutes would be most of the wait after a SIGKILL.
+            "OPTIONS": {
+                "process_heartbeat_interval": 5,
+                "process_alive_threshold": 20,
+            },
+        }
+    }
+elif BACKEND == "steady-queue":
+    import steady_queue
+
+    steady_queue.process_heartbeat_interval = timedelta(seconds=5)
+    steady_queue.process_alive_threshold = timedelta(seconds=20)
+    INSTALLED_APPS.append("steady_queue")
+    TASKS = {"default": {"BACKEND": "steady_queue.backend.SteadyQueueBackend"}}
 elif BACKEND == "procrastinate":
     INSTALLED_APPS.append("procrastinate.contrib.django")
     PROCRASTINATE_IMPORT_PATHS = ["benchmarks._workers_tasks"]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from django.db import connection, transaction
 
 from benchmarks._workers_project import AMQP, BACKEND
 
+COMPUTE = int(os.environ.get("BENCH_COMPUTE", "0"))
+RATE = os.environ.get("BENCH_RATE")
+
 
 def insert(number: int) -> None:
-    """Insert a row; the database adds the time."""
+    """Compute for so many times 100,000 steps, and insert a row; the database adds the
+    time."""
+    for _ in range(COMPUTE):
+        sum(one * one for one in range(100_000))
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("INSERT INTO bench_effect (task) VALUES (%s)", [number])
 
@@ -22,8 +30,9 @@ def begin(number: int) -> None:
         cursor.execute("INSERT INTO bench_call (task) VALUES (%s)", [number])
 
 
-if BACKEND in ("txmsg", "django-tasks-db"):
-    from django_tasks import task
+if BACKEND in ("txmsg", "django-tasks-db", "dj-queue", "steady-queue"):
+    django_5 = find_spec("django.tasks") is None
+    task: Any = import_module("django_tasks" if django_5 else "django.tasks").task
 
     @task
     def effect(number: int) -> None:
@@ -33,6 +42,18 @@ if BACKEND in ("txmsg", "django-tasks-db"):
     def call(number: int) -> Any:
         """Enqueue the task."""
         return effect.enqueue(number)
+
+    if RATE:
+        from django_txmsg import Message, send_message, stage
+
+        @stage("bench.rated", rate=RATE)
+        def rated(message: Message) -> None:
+            """Insert the row, at a stage with a rate."""
+            insert(message.body)
+
+        def call(number: int) -> Any:
+            """Send the stage's message."""
+            return send_message("bench.rated", number)
 
 elif BACKEND == "procrastinate":
     from procrastinate.contrib.django import app
