@@ -88,6 +88,7 @@ def test_a_failed_demo_prints_its_error(demo: Start, tmp_path: Path) -> None:
     assert "unable to open database file" in said
 
 
+@pytest.mark.matrix
 def test_stopped_half_way_it_leaves_no_process_behind(
     demo: Start, tmp_path: Path
 ) -> None:

@@ -53,7 +53,10 @@ def what_ran() -> Any:
     return module
 
 
-@pytest.fixture(scope="module", params=["one process", "two workers"])
+@pytest.fixture(
+    scope="module",
+    params=["one process", pytest.param("two workers", marks=pytest.mark.matrix)],
+)
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
