@@ -13,8 +13,8 @@ export PATH := $(PATH)$(shell printf %s $(addprefix :,$(PYTHONS)))
 
 help:
 	@echo "make demo   an order travels through the example project, and ends"
-	@echo "make test   lint, then every test: on SQLite, on PostgreSQL, and with Spark"
-	@echo "make test-matrix  the same on every Python, Django, PySpark and server of tox.ini;"
+	@echo "make test   lint, and a sample of the tests: on SQLite, on PostgreSQL, with Spark"
+	@echo "make test-matrix  every test, on every Python, Django, PySpark and server of tox.ini;"
 	@echo "            writes README's table of what ran"
 	@echo "make soak   long runs under faults, on PostgreSQL; an hour of chaos among them,"
 	@echo "            or TXMSG_SOAK_SECONDS of it"

@@ -25,10 +25,7 @@ PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:django_txmsg
 
 
 #: What `make test` runs; `make docs` and the matrix run every page.
-SAMPLE = {
-    "async", "celery", "django-tasks", "flows", "install", "keep-order",
-    "several-databases", "test-your-stages", "typed-messages", "webhooks",
-}  # fmt: skip
+SAMPLE = {"celery", "django-tasks", "flows", "install", "several-databases"}
 
 
 @pytest.mark.parametrize(
