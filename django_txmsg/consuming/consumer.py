@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from django.db import Error as AnyDatabaseError
 from django.db import router
 
 from .. import conf, wire
@@ -138,6 +137,8 @@ class Consumer:
             for room in [Room(stage) if stage.ordered else None]
             for number in range(_threads(stage, concurrency or stage.concurrency))
         ]
+        #: A thread of each stage whose order and rate are not recorded yet.
+        self._new = {one.stage.name: one for one in self.threads}
         self._rates = {one.stage.name: one.stage.rate for one in self.threads}
         #: When a rate that an operator has set ends, by `time.monotonic()`.
         self._rate_until = math.inf
@@ -211,20 +212,13 @@ class Consumer:
 
     def _begin(self) -> None:
         """Record which stages are ordered from now on, which no longer are, and whose
-        rate has changed or is gone."""
-        stages = {thread.stage.name: thread.stage for thread in self.threads}
-        try:
-            ordering.begin(list(stages.values()))
-            for stage in stages.values():
-                lines = RateLine.objects.db_manager(stage.definition.using)
-                if stage.rate is None:
-                    lines.no_more(stage.name)
-                else:
-                    lines.changed(stage.name, stage.rate.period)
-        except AnyDatabaseError as error:
-            log.warning(
-                "cannot record which stages are ordered, and their rates: %s", error
+        rate has changed or is gone; of a stage whose database is away, later."""
+        for name, thread in list(self._new.items()):
+            looking = database_health.retry(
+                thread.using, "cannot record which stages are ordered, and their rates"
             )
+            if looking.run(partial(_record_options, thread.stage)):
+                del self._new[name]
 
     def _watch(self, once: bool) -> None:
         beat_at, beats, look_at, obey_at = 0.0, 0, 0.0, 0.0
@@ -234,6 +228,7 @@ class Consumer:
         )
         while not self._stop.wait(pause):
             liveness.turned()
+            self._begin()
             calm = wakeup.has_listener and self._activity.calm
             now = time.monotonic()
             if wakeup.due() or not calm or now >= min(obey_at, self._rate_until):
@@ -363,6 +358,17 @@ class Consumer:
             room=room,
             number=number,
         )
+
+
+def _record_options(stage: Stage) -> bool:
+    """Record whether a stage is ordered, and its rate. Returns True."""
+    ordering.begin([stage])
+    lines = RateLine.objects.db_manager(stage.definition.using)
+    if stage.rate is None:
+        lines.no_more(stage.name)
+    else:
+        lines.changed(stage.name, stage.rate.period)
+    return True
 
 
 def _threads(stage: Stage, wanted: int) -> int:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from django.core.management import CommandError, call_command
 
 from django_txmsg.consuming.consumer import Consumer
+from django_txmsg.envelope.rate import Rate
 from django_txmsg.models import AuditEntry, RateLine, StageState
 from tests.app.models import Effect
 from tests.factories import ago
 from tests.faults import wait_until
 from tests.integration.test_rates import HOUR, effect, seconds_until, waiting
+from tests.integration.test_refused_statements import trigger
 from tests.integration.test_stop_message import consuming
 from tests.running import committing, declared, send, step
 
@@ -82,6 +86,22 @@ def test_a_process_that_starts_meanwhile_obeys_too() -> None:
         assert rate("reset", one.name) == f"Stage {one.name} has its own rate again."
         first._obey()
         assert first.threads[0].stage.rate == one.rate
+
+
+def test_a_new_rate_that_the_database_refuses_at_the_start_is_recorded_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with declared(effect, rate="1/h") as one:
+        send(one.destination)
+        send(one.destination)
+        step(one, times=2)
+        assert hours() == pytest.approx([1], abs=0.05)
+        with ExitStack() as refused:
+            refused.enter_context(trigger("UPDATE", RateLine._meta.db_table))
+            with consuming(replace(one, rate=Rate.parse("2/h"))):
+                wait_until(lambda: "cannot record which stages" in caplog.text)
+                refused.close()
+                wait_until(lambda: hours() == pytest.approx([0.5], abs=0.05))
 
 
 def test_only_a_stage_with_a_rate_can_have_another() -> None:
