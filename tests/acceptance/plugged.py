@@ -142,25 +142,25 @@ TEST_BROKERS = """
 
 
     @pytest.mark.txmsg_real_broker
-    def test_who_asks_reaches_the_brokers_of_the_settings():
+    def test_marker_keeps_the_brokers_of_the_settings():
         assert ":1?" in conf.get().BROKERS["default"]["URL"]
         assert "DISPATCH_ON_COMMIT" not in settings.TXMSG
 
 
     @pytest.mark.txmsg_real_broker
     @pytest.mark.txmsg_on_commit(mode="inline")
-    def test_and_may_dispatch_there():
+    def test_markers_keep_brokers_and_dispatch_on_commit():
         assert ":1?" in conf.get().BROKERS["default"]["URL"]
         assert conf.get().DISPATCH_ON_COMMIT == "inline"
 
 
     @override_settings(TXMSG={"BROKERS": {"default": {"URL": "stomp://there:2"}}})
     class OverridesTheSettings(SimpleTestCase):
-        def test_nobody_has_asked(self):
+        def test_overridden_settings_reach_no_broker(self):
             assert conf.get().BROKERS["default"]["URL"].startswith("database://")
 
         @pytest.mark.txmsg_real_broker
-        def test_somebody_has_asked(self):
+        def test_overridden_settings_reach_their_broker_by_marker(self):
             assert conf.get().BROKERS["default"]["URL"] == "stomp://there:2"
 
 
@@ -171,7 +171,7 @@ TEST_BROKERS = """
 
 
     @pytest.mark.django_db(transaction=True)
-    def test_a_broker_that_follows_a_script(txmsg, scripted_broker):
+    def test_scripted_broker_receives_what_the_relay_sends(txmsg, scripted_broker):
         with transaction.atomic():
             sent = send_message("orders.place", {"number": "A-3"})
         call_command("relay", "--once", verbosity=0)
@@ -180,6 +180,6 @@ TEST_BROKERS = """
 
 
     @pytest.mark.parametrize("scripted_broker", [RABBITMQ], indirect=True)
-    def test_a_profile(scripted_broker):
+    def test_scripted_broker_has_the_given_profile(scripted_broker):
         assert scripted_broker.profile is RABBITMQ
 """

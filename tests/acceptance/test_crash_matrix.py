@@ -73,7 +73,7 @@ def test_the_docs_show_what_is_expected_here() -> None:
         for one in [(mode, fault, broker)]
     ],
 )
-def test_a_fault_at_every_step(
+def test_fault_at_each_step_ends_as_the_table_says(
     mode: str,
     fault: str,
     broker: str,

@@ -284,7 +284,7 @@ def judge(total: int) -> None:
         pytest.param("rabbitmq", 2000, 60, marks=pytest.mark.soak),
     ],
 )
-def test_flows_whose_services_are_killed(
+def test_flows_end_once_although_their_services_are_killed(
     broker: str,
     total: int,
     kills: int,

@@ -19,7 +19,9 @@ ONCE = Outcome(effects=1, sent=1, copies=1)
 
 
 @pytest.mark.matrix
-def test_on_the_embedded_broker(manage: Manage, tmp_path: Path) -> None:
+def test_killed_consumer_has_one_effect_on_the_embedded_broker(
+    manage: Manage, tmp_path: Path
+) -> None:
     url = "database://?poll=0.01&lease=2"
     play = Play("outbox", url, manage, tmp_path, uuid.uuid4().hex[:8])
     assert killed_worker(play) == dict.fromkeys(play.stages, ONCE)
@@ -33,7 +35,7 @@ def test_on_the_embedded_broker(manage: Manage, tmp_path: Path) -> None:
         pytest.param("rabbitmq_amqp", marks=pytest.mark.soak),
     ],
 )
-def test_on_a_server(
+def test_killed_consumer_has_one_effect_on_a_server(
     broker: str, manage: Manage, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     server: StompServer = request.getfixturevalue(broker)

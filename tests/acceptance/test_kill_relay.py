@@ -89,7 +89,9 @@ def play(url: str, manage: Manage, destination: str) -> None:
 
 
 @pytest.mark.matrix
-def test_on_the_embedded_broker(manage: Manage, destination: str) -> None:
+def test_a_killed_relay_loses_nothing_on_the_embedded_broker(
+    manage: Manage, destination: str
+) -> None:
     play("database://?poll=0.01", manage, destination)
 
 

@@ -132,7 +132,7 @@ def through(stream: Stream, fault: Callable[[], None]) -> None:
         pytest.param("rabbitmq_amqp", marks=pytest.mark.soak),
     ],
 )
-def test_the_broker_is_killed(
+def test_killed_broker_loses_and_doubles_nothing(
     broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
 ) -> None:
     server: StompServer = request.getfixturevalue(broker)
@@ -148,7 +148,7 @@ def test_the_broker_is_killed(
 @pytest.mark.parametrize(
     "broker", ["activemq", pytest.param("embedded", marks=pytest.mark.matrix)]
 )
-def test_postgresql_is_killed(
+def test_killed_postgresql_loses_and_doubles_nothing(
     broker: str,
     manage: Manage,
     destination: str,
@@ -167,7 +167,7 @@ def test_postgresql_is_killed(
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(20_000, marks=pytest.mark.soak)])
-def test_two_relays_and_four_consumers(
+def test_two_relays_and_four_consumers_process_each_message_once(
     count: int, manage: Manage, destination: str, activemq: services.ActiveMQ
 ) -> None:
     stream = Stream(manage, activemq.url(), destination, 20)

@@ -25,7 +25,7 @@ BROKERS = {"BROKERS": {"default": {"URL": "database://?poll=0.01&lease=2"}}}
 
 
 @pytest.mark.parametrize(("mode", "effects"), [("outbox", 1), ("none", 2)])
-def test_a_task_whose_worker_is_killed(
+def test_task_of_a_killed_worker_takes_effect_as_its_mode_says(
     mode: str,
     effects: int,
     manage: Callable[..., ManageProcess],

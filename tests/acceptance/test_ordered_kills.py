@@ -128,7 +128,7 @@ def open_rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "broker", ["activemq", pytest.param("rabbitmq", marks=pytest.mark.soak)]
 )
-def test_workers_are_killed(
+def test_killed_workers_keep_the_order_of_each_key(
     broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
 ) -> None:
     server: StompServer = request.getfixturevalue(broker)
@@ -152,7 +152,7 @@ def test_workers_are_killed(
         pytest.param("rabbitmq_amqp", 5, marks=pytest.mark.soak),
     ],
 )
-def test_the_broker_is_killed(
+def test_killed_broker_keeps_the_order_of_each_key(
     broker: str,
     kills: int,
     manage: Manage,
@@ -170,7 +170,7 @@ def test_the_broker_is_killed(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("fault", "times"), [(demoted, 4), (all_connections_ended, 8)])
-def test_the_database_takes_no_writes_for_a_while(
+def test_read_only_database_keeps_the_order_of_each_key(
     fault: Callable[[], None], times: int, manage: Manage, destination: str
 ) -> None:
     """As after a failover to a read-only server, or by a proxy."""

@@ -38,7 +38,7 @@ def break_down(destination: str, headers: dict[str, str], body: Any) -> Any:
     raise RuntimeError("no mask today")
 
 
-def test_facts_timeline_attempts_and_body(operator: Client) -> None:
+def test_page_shows_facts_timeline_attempts_and_body(operator: Client) -> None:
     row = factories.OutboxMessageFactory(
         dispatched=True,
         key="customer-7",
@@ -73,7 +73,7 @@ def test_facts_timeline_attempts_and_body(operator: Client) -> None:
     assert "&quot;order&quot;: 1" in page
 
 
-def test_the_gaps_say_where_the_time_went(operator: Client) -> None:
+def test_timeline_shows_the_time_between_steps(operator: Client) -> None:
     stored = factories.ago(minutes=10)
     row = factories.OutboxMessageFactory(
         created_at=stored, dispatched_at=factories.ago(minutes=8)
@@ -97,7 +97,7 @@ def test_the_timeline_says_when_by_the_clock(viewer: Client) -> None:
     assert "2026-03-04 05:06:07.089 UTC<" in page
 
 
-def test_a_message_known_only_by_its_dead_letter(operator: Client) -> None:
+def test_message_known_only_by_its_dead_letter_has_a_page(operator: Client) -> None:
     letter = factories.DeadLetterFactory(deaths=2)
 
     page = operator.get(url(letter.message_id)).content.decode()

@@ -66,7 +66,7 @@ def page(of: DeadLetter, operator: Client) -> str:
     return operator.get(url).content.decode()
 
 
-def test_how_many_wait_behind_a_dead_letter(
+def test_dead_letter_shows_how_many_wait_behind_it(
     letter: DeadLetter, operator: Client
 ) -> None:
     told = "2 wait behind this one. If you redeliver it, it runs, and then they do"
@@ -121,7 +121,7 @@ def test_state_of_a_predecessor_is_shown(
     assert why in printed("order", "list")
 
 
-def test_page_of_a_message_that_its_relay_gave_up(letter: DeadLetter) -> None:
+def test_list_names_a_predecessor_that_its_relay_gave_up(letter: DeadLetter) -> None:
     InboxMessage.objects.filter(message_id=letter.message_id).delete()
     factories.OutboxMessageFactory(
         message_id=letter.message_id, dead_at=timezone.now(), last_error="rejected"

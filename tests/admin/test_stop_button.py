@@ -47,7 +47,7 @@ def test_a_message_that_runs_is_asked_to_stop(
     assert LogEntry.objects.get().change_message == said
 
 
-def test_nothing_else_can_be_stopped(
+def test_only_a_running_message_with_a_time_out_can_be_stopped(
     somebody: Callable[..., Client], timed: str
 ) -> None:
     client = somebody("view_inboxmessage", "stop_inboxmessage")
@@ -62,7 +62,9 @@ def test_nothing_else_can_be_stopped(
     assert not AuditEntry.objects.exists()
 
 
-def test_it_needs_its_permission(viewer: Client, operator: Client, timed: str) -> None:
+def test_stopping_needs_its_permission(
+    viewer: Client, operator: Client, timed: str
+) -> None:
     row = factories.InboxMessageFactory(stage=timed, processed_at=None)
     for client in (viewer, operator):
         assert BUTTON not in client.get(page_of(row)).content.decode()

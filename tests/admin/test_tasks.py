@@ -42,7 +42,7 @@ def page_of(client: Client, path: str) -> str:
     return response.content.decode()
 
 
-def test_the_lists_name_it(task: Any, viewer: Client) -> None:
+def test_lists_name_the_task_without_its_arguments(task: Any, viewer: Client) -> None:
     other = factories.DeadLetterFactory(headers={"task": "call Mrs Smith"})
     for path in ("outboxmessage/", "deadletter/", "deadletter/?resolution=open"):
         page = page_of(viewer, LISTS + path)
@@ -52,11 +52,11 @@ def test_the_lists_name_it(task: Any, viewer: Client) -> None:
     assert DeadLetter.objects.exclude(pk=other.pk).count() == 1
 
 
-def test_the_page_of_stages_has_its_queue(task: Any, viewer: Client) -> None:
+def test_stages_page_lists_the_queue_of_a_task(task: Any, viewer: Client) -> None:
     assert "tests.tasks.default.default" in page_of(viewer, LISTS + "stagestate/")
 
 
-def test_its_page_shows_the_call_masked(task: Any, somebody: Any) -> None:
+def test_page_of_a_task_shows_its_call_masked(task: Any, somebody: Any) -> None:
     address = f"{LISTS}outboxmessage/{task.id}/"
     views = ("view_outboxmessage", "view_deadletter")
     reader = somebody(*views, "view_message_body")

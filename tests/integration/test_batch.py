@@ -104,7 +104,7 @@ def test_a_refusing_member_is_buried_alone() -> None:
     assert DeadLetter.objects.get().reason == "refused"
 
 
-def test_duplicates_inside_a_batch_and_of_an_earlier_one() -> None:
+def test_batch_drops_duplicates_of_its_own_and_of_earlier_ones() -> None:
     with declared(effect, batch=10) as stage:
         before = put(stage.destination, b'"before"')
         step(stage)

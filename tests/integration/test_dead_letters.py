@@ -199,7 +199,7 @@ def test_unburiable_message_is_kept_until_it_can_be_buried(
     assert DeadLetter.objects.get().deaths == 1
 
 
-def test_a_dead_outbox_row_says_why() -> None:
+def test_dead_outbox_row_must_have_an_error() -> None:
     """A database constraint enforces it."""
     with transaction.atomic():
         send_message("tests.next", None)
@@ -248,7 +248,7 @@ def test_topics_dead_letter_is_redelivered_to_its_stage_only() -> None:
     assert not InboxMessage.objects.filter(processed_at=None).exists()
 
 
-def test_the_dead_letter_of_a_stage_that_is_gone() -> None:
+def test_removed_stages_letter_goes_to_its_queue_but_to_no_topic() -> None:
     """A queue has one present consumer, whatever its stage's name; a topic has many."""
     handler = Stubborn()
     with declared(handler, "tests.kept", name="old") as stage:

@@ -62,7 +62,9 @@ def test_a_set_rollback_is_not_lost_in_silence(options: dict[str, Any]) -> None:
 
 
 @drawn
-def test_a_swallowed_error_of_an_inner_atomic(options: dict[str, Any]) -> None:
+def test_swallowed_error_of_an_inner_atomic_fails_the_attempt(
+    options: dict[str, Any],
+) -> None:
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
         if message.body == "bad" and message.delivery_attempt == 1:
@@ -79,7 +81,7 @@ def test_a_swallowed_error_of_an_inner_atomic(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 @drawn
-def test_a_block_that_is_entered_and_not_left(
+def test_block_left_open_ends_with_its_message(
     options: dict[str, Any], raises: bool
 ) -> None:
     """Otherwise nothing more would be committed, of this message and all later ones."""
@@ -117,7 +119,7 @@ def test_a_block_left_open_elsewhere_ends_with_its_message() -> None:
 
 @pytest.mark.postgresql
 @drawn
-def test_a_swallowed_error_of_a_query(options: dict[str, Any]) -> None:
+def test_swallowed_error_of_a_query_fails_the_attempt(options: dict[str, Any]) -> None:
     """On PostgreSQL the transaction is aborted, and COMMIT means ROLLBACK."""
 
     def handler(message: Message) -> None:

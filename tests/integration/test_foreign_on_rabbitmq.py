@@ -198,7 +198,7 @@ def declare() -> None:
     crash_points.after(inbox, "run", "committed")
 
 
-def test_a_worker_killed_before_each_acknowledgement(
+def test_workers_killed_before_acknowledging_have_one_effect(
     destination: str, manage: Manage, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     put_foreign(destination, b'"once"')

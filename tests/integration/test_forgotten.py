@@ -92,7 +92,7 @@ def test_an_import_without_the_app_asks_for_installed_apps(
 
 
 @pytest.mark.sqlite
-def test_the_middleware_where_the_app_is_missing(tmp_path: Path) -> None:
+def test_middleware_without_the_app_asks_for_installed_apps(tmp_path: Path) -> None:
     with (tmp_path / "served.py").open("w") as file:
         file.write(SERVED)
 
@@ -202,7 +202,7 @@ def test_status_names_the_commands_of_processes_that_do_not_run() -> None:
 
 
 @pytest.mark.sqlite
-def test_a_module_named_stages(tmp_path: Path) -> None:
+def test_consume_without_stages_says_where_to_declare_them(tmp_path: Path) -> None:
     django(tmp_path, EVERYTHING, "migrate")
 
     text = django(tmp_path, EVERYTHING, "consume", "--once")

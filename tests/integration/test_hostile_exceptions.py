@@ -78,7 +78,7 @@ def test_djangos_own_error_with_a_misspelt_parameter_is_one_attempt(batch: int) 
 
 
 @pytest.mark.parametrize("mode", ["outbox", "none"])
-def test_a_task_fails_with_it(mode: str) -> None:
+def test_task_that_raises_an_unreadable_exception_fails(mode: str) -> None:
     backend = "django_txmsg.tasks_backend.TransactionalBackend"
     options = {"TRANSACTION": mode}
     given = {"default": {"BACKEND": backend, "OPTIONS": options}}

@@ -132,7 +132,7 @@ def test_stage_hook_without_transaction_raises(
     ],
 )
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_receiver_of_a_stages_signal(
+def test_receiver_of_a_stages_signal_sends_once(
     signal: Signal, batch: int, key: str | None
 ) -> None:
     def handler(message: Message) -> None:
@@ -157,7 +157,9 @@ def test_a_receiver_of_a_stages_signal(
         signals.session_ended,
     ],
 )
-def test_a_receiver_of_a_sessions_signal(signal: Signal, key: str | None) -> None:
+def test_receiver_of_a_sessions_signal_sends_once(
+    signal: Signal, key: str | None
+) -> None:
     """One of the signals is sent right before the commit, and its message must be part
     of that."""
     with (

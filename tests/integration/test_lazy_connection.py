@@ -238,7 +238,7 @@ def test_a_function_of_the_project_defines_the_transactions_of_all_stages(
 
 
 @pytest.mark.parametrize("outer", [True, False])
-def test_hooks_of_an_unused_transaction(outer: bool) -> None:
+def test_hooks_of_an_unused_transaction_run_after_success_only(outer: bool) -> None:
     """They run after a success and never after a failure; an error in a robust hook
     affects no other."""
     ran: list[str] = []

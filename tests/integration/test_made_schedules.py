@@ -59,7 +59,7 @@ def bodies() -> list[str]:
 
 
 @pytest.mark.django_db
-def test_it_is_stored_at_its_ticks_until_it_is_removed(
+def test_made_message_is_stored_at_its_ticks_until_removed(
     clock: Clock, timekeeper: Timekeeper
 ) -> None:
     make(body={"a": 1}, key="k", expires=dt.timedelta(hours=1), headers={"h": "x"})
@@ -80,7 +80,9 @@ def test_it_is_stored_at_its_ticks_until_it_is_removed(
 
 
 @pytest.mark.django_db
-def test_made_again_it_is_changed(clock: Clock, timekeeper: Timekeeper) -> None:
+def test_making_a_recurring_message_again_changes_it(
+    clock: Clock, timekeeper: Timekeeper
+) -> None:
     make(body=1)
     clock.now += MINUTE
     timekeeper.tick()
@@ -93,7 +95,9 @@ def test_made_again_it_is_changed(clock: Clock, timekeeper: Timekeeper) -> None:
 
 
 @pytest.mark.django_db
-def test_a_paused_one_stores_nothing(clock: Clock, timekeeper: Timekeeper) -> None:
+def test_paused_recurring_message_stores_nothing(
+    clock: Clock, timekeeper: Timekeeper
+) -> None:
     make()
     assert Schedule.objects.pause("tests", "made")
     clock.now += MINUTE
@@ -102,7 +106,7 @@ def test_a_paused_one_stores_nothing(clock: Clock, timekeeper: Timekeeper) -> No
 
 
 @committing
-def test_it_is_made_and_removed_with_its_transaction() -> None:
+def test_recurring_message_is_made_and_removed_by_its_transaction() -> None:
     for work in (make, lambda: remove_recurring("kept")):
         make("kept")
         with suppress(KeyError), transaction.atomic():
@@ -167,7 +171,7 @@ def test_a_row_that_this_code_cannot_read_keeps_no_other_from_its_ticks(
 
 
 @pytest.mark.django_db
-def test_of_another_service_it_is_not_ours(
+def test_recurring_message_of_another_service_is_left_alone(
     clock: Clock, timekeeper: Timekeeper
 ) -> None:
     with txmsg(SERVICE="elsewhere"):
@@ -193,7 +197,7 @@ def test_of_another_service_it_is_not_ours(
         ({"unique": "k", "unique_until": "processed"}, InvalidMessage),
     ],
 )
-def test_one_that_cannot_be_stored_is_refused(
+def test_unstorable_recurring_message_is_refused(
     options: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -217,7 +221,7 @@ FORM = {
 
 
 @pytest.mark.django_db
-def test_the_page_makes_and_removes_one(operator: Client) -> None:
+def test_the_page_makes_and_removes_a_recurring_message(operator: Client) -> None:
     page = operator.post(f"{URL}make/", FORM, follow=True).content.decode()
     assert "Made recurring message made: 0 3 * * * to tests.made." in page
     assert "Europe/Berlin" in page
@@ -255,7 +259,7 @@ def test_making_needs_its_permission(somebody: Callable[..., Client]) -> None:  
 
 
 @pytest.mark.django_db
-def test_the_command_makes_and_removes_one() -> None:
+def test_the_command_makes_and_removes_a_recurring_message() -> None:
     def told(*arguments: str) -> str:
         out = StringIO()
         call_command("txmsg", "schedule", *arguments, stdout=out)

@@ -101,7 +101,9 @@ def test_rows_of_other_brokers_and_services_are_not_held_back() -> None:
             lane.close()
 
 
-def test_across_two_relays_with_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_relays_keep_the_order_of_keys_despite_rejections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Messages leave in the order of each key, from any relay, and despite retries."""
     dice, lock = random.Random(7), threading.Lock()
     sent: dict[str, list[int]] = defaultdict(list)

@@ -41,7 +41,7 @@ from tests.running import committing, declared, put, running, step, thread_of, t
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
-def test_a_stage_that_is_renamed_under_traffic() -> None:
+def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
     """The renamed stage has no record of what the old one has processed, and waits for
     it only for a short time."""
     destination, sent = "tests.renamed", 0

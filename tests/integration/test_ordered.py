@@ -162,7 +162,9 @@ def test_linked_message_leaves_even_if_expired() -> None:
 
 
 @pytest.mark.parametrize("ordered", ["block", "skip"])
-def test_a_broker_that_reorders(ordered: stages.Order) -> None:
+def test_messages_run_in_order_although_the_broker_reorders(
+    ordered: stages.Order,
+) -> None:
     with declared(effect, ordered=ordered) as stage:
         send_chain(stage.destination, list(range(12)))
         found = taken(stage.destination)

@@ -54,7 +54,9 @@ def left_in_queue(destination: str) -> int:
 
 @modes
 @how
-def test_fails_twice_and_succeeds(transaction: Any, mode: Any) -> None:
+def test_message_that_fails_twice_is_processed_at_the_third_attempt(
+    transaction: Any, mode: Any
+) -> None:
     script = Script(ValueError("one"), ValueError("two"))
     with declared(script, transaction=transaction, redelivery=policy(mode=mode)) as s:
         send(s.destination)
@@ -68,7 +70,9 @@ def test_fails_twice_and_succeeds(transaction: Any, mode: Any) -> None:
 
 @modes
 @how
-def test_fails_for_good_after_exactly_the_maximum(transaction: Any, mode: Any) -> None:
+def test_message_is_buried_after_exactly_the_maximum_of_attempts(
+    transaction: Any, mode: Any
+) -> None:
     script = Script(*[ValueError(f"number {n}") for n in range(9)])
     with declared(script, transaction=transaction, redelivery=policy(mode=mode)) as s:
         message = send(s.destination, {"order": 1}, headers={"tenant": "a"})
@@ -130,7 +134,7 @@ def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
 
 
 @how
-def test_many_that_succeed_fail_once_or_always(mode: Any) -> None:
+def test_each_of_many_runs_as_often_as_its_policy_says(mode: Any) -> None:
     """Each is executed exactly as often as its policy requires; none starves."""
     runs: Counter[int] = Counter()
 
@@ -217,7 +221,7 @@ def test_a_system_exit_of_a_handler_is_a_failure() -> None:
     assert script.attempts == [1, 2]
 
 
-def test_after_failures_in_a_row_one_at_a_time_until_a_success() -> None:
+def test_failures_in_a_row_limit_the_stage_to_one_at_a_time() -> None:
     inside = 0
     most = 0
     lock = threading.Lock()

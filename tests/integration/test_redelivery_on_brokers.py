@@ -239,7 +239,7 @@ def test_heart_beats_flow_while_a_blocking_stage_waits(
 
 
 @pytest.mark.parametrize("transaction_mode", MODES)
-def test_a_cut_connection_during_a_handler(
+def test_cut_connection_during_a_handler_loses_nothing(
     transaction_mode: Any, destination: str, broker: StompServer
 ) -> None:
     """The stage connects again; in mode outbox there is one effect in any case."""
@@ -271,7 +271,7 @@ def test_a_cut_connection_during_a_handler(
     assert not DeadLetter.objects.exists()
 
 
-def test_a_destination_that_must_not_be_written_and_its_companions(
+def test_forbidden_destination_delays_no_other_message(
     destination: str, broker: StompServer
 ) -> None:
     """This user may only send to names that begin with `allowed.` The other messages

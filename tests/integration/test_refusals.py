@@ -127,7 +127,7 @@ def node(request: pytest.FixtureRequest, rabbitmq: RabbitMQ) -> RabbitMQ | ByAmq
 
 
 @lasting
-def test_a_full_queue_of_rabbitmq(
+def test_full_queue_of_rabbitmq_delays_only_its_own_messages(
     node: Any, destination: str, trials: Callable[[], int], seconds: float
 ) -> None:
     full, free = f"{destination}.full", f"{destination}.free"
@@ -150,7 +150,7 @@ def test_a_full_queue_of_rabbitmq(
 
 
 @lasting
-def test_a_permission_that_is_taken_away_and_given_back(
+def test_forbidden_destination_waits_until_permission_is_back(
     node: Any, destination: str, trials: Callable[[], int], seconds: float
 ) -> None:
     user, topic = uuid.uuid4().hex, f"topic:{destination}.forbidden"
@@ -176,7 +176,7 @@ def test_a_permission_that_is_taken_away_and_given_back(
 
 
 @lasting
-def test_a_memory_alarm_of_rabbitmq_and_a_big_body(
+def test_memory_alarm_of_rabbitmq_costs_no_attempt(
     rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int], seconds: float
 ) -> None:
     rabbitmq.control("set_vm_memory_high_watermark", "absolute", "1MB")
@@ -230,7 +230,7 @@ def get_broker_of(url: str) -> Iterator[Any]:
 
 
 @lasting
-def test_a_full_queue_of_activemq(
+def test_full_queue_of_activemq_delays_only_its_own_messages(
     small_activemq: SmallActiveMQ,
     destination: str,
     trials: Callable[[], int],

@@ -194,19 +194,21 @@ batches = pytest.mark.parametrize("batch", [1, 3])
 
 @batches
 @pytest.mark.parametrize("event", ["INSERT", "UPDATE"])
-def test_a_trigger_on_the_inbox(event: str, batch: int) -> None:
+def test_message_waits_while_a_trigger_refuses_the_inbox(
+    event: str, batch: int
+) -> None:
     """Either the arrival cannot be recorded, or the message cannot be taken."""
     stays(lambda: trigger(event, INBOX), batch)
 
 
 @batches
 @pytest.mark.postgresql
-def test_a_trigger_that_speaks_of_a_constraint(batch: int) -> None:
+def test_message_waits_while_a_trigger_reports_a_constraint(batch: int) -> None:
     stays(lambda: trigger("INSERT", INBOX, "23514"), batch)
 
 
 @batches
-def test_a_failure_that_cannot_be_noted(batch: int) -> None:
+def test_failure_refused_by_the_database_counts_once(batch: int) -> None:
     """The handler fails, and runs again until its failure is recorded, once."""
     stays(lambda: trigger("INSERT", ATTEMPT), batch, "fails")
     assert Attempt.objects.count() == 1
@@ -215,7 +217,7 @@ def test_a_failure_that_cannot_be_noted(batch: int) -> None:
 @batches
 @pytest.mark.postgresql
 @pytest.mark.parametrize("refusal", [privilege, policy])
-def test_a_role_that_may_not_insert(refusal: Any, batch: int) -> None:
+def test_message_waits_while_its_role_may_not_insert(refusal: Any, batch: int) -> None:
     with no_superuser():
         stays(lambda: refusal(INBOX), batch)
 
@@ -224,7 +226,7 @@ def test_a_role_that_may_not_insert(refusal: Any, batch: int) -> None:
 @pytest.mark.postgresql
 @pytest.mark.parametrize("limit", ["lock_timeout", "statement_timeout"])
 @pytest.mark.parametrize(("table", "body"), [(INBOX, "sound"), (ATTEMPT, "fails")])
-def test_a_lock_that_is_held_for_longer(
+def test_message_waits_while_a_lock_outlasts_its_time_out(
     limit: str, table: str, body: str, batch: int
 ) -> None:
     with limits(limit):
@@ -250,7 +252,7 @@ def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
     assert Effect.objects.count() == 2
 
 
-def test_a_dead_letter_that_cannot_be_stored() -> None:
+def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
     """The message dies of its handler's error, as soon as that can be recorded."""
 
     def failing(message: Message) -> None:

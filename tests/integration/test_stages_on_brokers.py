@@ -208,7 +208,7 @@ class ClientDecidesIds:
         send_message(self._target, "ordered")
 
 
-def test_the_hazard_of_1pc_with_ids_from_the_client(
+def test_1pc_with_ids_from_the_client_ends_as_a_dead_letter(
     destination: str, proxy: Proxy
 ) -> None:
     """Documented: the second run collides with the first one's row, and the stage's

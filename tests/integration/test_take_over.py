@@ -211,7 +211,7 @@ def published() -> Iterator[Callable[..., None]]:
             editor.delete_model(model)
 
 
-def test_headers_that_are_empty_or_cannot_travel(
+def test_unusable_headers_are_left_out_and_destinations_reported(
     published: Callable[..., None],
 ) -> None:
     for headers in (None, {"dop-correlation-id": None, "a": 1}, ["x"], {"a\nb": "x"}):

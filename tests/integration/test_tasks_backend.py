@@ -142,7 +142,7 @@ def test_get_result_returns_the_enqueued_result() -> None:
 
 
 @pytest.mark.parametrize("unknown", ["123", str(uuid.UUID(int=7)), "", 123])
-def test_a_result_that_is_not_there(unknown: Any) -> None:
+def test_unknown_result_raises_does_not_exist(unknown: Any) -> None:
     with pytest.raises(TaskResultDoesNotExist):
         jobs.nothing.get_result(unknown)
     with pytest.raises(TaskResultDoesNotExist):

@@ -21,7 +21,7 @@ pytestmark = [committing, pytest.mark.postgresql]
 
 @pytest.mark.parametrize("mode", ["outbox", "none"])
 @pytest.mark.parametrize("broker", ["activemq", "rabbitmq"])
-def test_tasks_on_a_server(
+def test_tasks_succeed_are_retried_and_die_on_a_server(
     broker: str, mode: str, request: pytest.FixtureRequest
 ) -> None:
     server: StompServer = request.getfixturevalue(broker)

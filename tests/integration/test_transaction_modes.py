@@ -74,7 +74,7 @@ class Steps:
         ("broker_only", ["receive", "handler", "enlist", "commit"]),
     ],
 )
-def test_the_order_of_the_steps(
+def test_each_mode_keeps_its_order_of_steps(
     mode: Any, order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def handler(message: Message) -> None:
@@ -170,7 +170,7 @@ def client_decides_ids(message: Message) -> None:
     send_message("tests.next", "ordered")
 
 
-def test_the_hazard_of_1pc_with_ids_from_the_client(
+def test_1pc_with_ids_from_the_client_loses_the_outgoing_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Documented: the second run collides with the first one's row, and the stage's
@@ -281,7 +281,7 @@ def test_an_inner_block_takes_back_no_message_of_the_brokers_transaction(
     assert (Effect.objects.count(), waiting("tests.next")) == (0, 1)
 
 
-def test_an_initiation_inside_an_atomic_that_rolls_back() -> None:
+def test_rolled_back_send_stores_nothing_and_the_next_leaves() -> None:
     with transaction.atomic():
         send_message("tests.next", None)
         transaction.set_rollback(True)

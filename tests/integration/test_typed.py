@@ -139,7 +139,9 @@ def test_a_typed_body_arrives_as_it_was_sent() -> None:
 
 @pytest.mark.parametrize("mode", ["outbox", "best_effort_1pc", "broker_only"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_in_every_mode_and_in_batches(mode: Any, batch: int) -> None:
+def test_typed_bodies_are_read_in_every_mode_and_in_batches(
+    mode: Any, batch: int
+) -> None:
     batch = batch if mode == "outbox" else 1
     with declared(both, transaction=mode, batch=batch) as stage:
         send(stage.destination, ORDER)
@@ -207,7 +209,7 @@ def test_bodies_that_are_wrong_in_the_same_way_are_one_group() -> None:
     assert len(set(prints)) == 2
 
 
-def test_no_body_stops_a_stage() -> None:
+def test_unreadable_body_stops_no_stage() -> None:
     """PostgreSQL's text type cannot hold a NUL, and a validator may raise anything."""
     with declared(odd) as stage:
         put(stage.destination, b'{"sizes": {"a\\u0000b": "x"}}')

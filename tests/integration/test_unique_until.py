@@ -175,7 +175,7 @@ def test_a_handler_stores_its_own_successor(batch: int) -> None:
     assert OutboxMessage.objects.count() == 2
 
 
-def test_it_needs_a_stage_that_records_what_it_processes() -> None:
+def test_unique_until_processed_needs_a_stage_that_records() -> None:
     with pytest.raises(InvalidMessage, match="no stage here that records"):
         send()
     modes: list[Any] = ["broker_only", "best_effort_1pc"]
@@ -198,7 +198,7 @@ def test_it_needs_a_stage_that_records_what_it_processes() -> None:
         send(unique_until="ever")
 
 
-def test_in_bulk_each_message_has_its_own() -> None:
+def test_in_bulk_each_message_has_its_own_unique_until() -> None:
     with declared(nothing, PLACE) as stage, transaction.atomic():
         given = [
             {"destination": PLACE, "body": n, "unique": f"k{n}", "on_conflict": "skip"}
@@ -352,7 +352,7 @@ def test_a_recurring_message_that_cannot_hold_its_key_is_an_error(
         forget("tests.nowhere")
 
 
-def test_the_settings_say_it_too() -> None:
+def test_unique_until_can_be_given_in_the_settings() -> None:
     given = {"EVERY": "* * * * *", "DESTINATION": PLACE, "UNIQUE": "k"}
     with (
         declared(nothing, PLACE),

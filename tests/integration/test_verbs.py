@@ -108,7 +108,7 @@ def test_django_s_own_options_stand_before_and_behind_a_verb(
 
 @pytest.mark.django_db
 @pytest.mark.parametrize("given", [["--verbosity", "0"], ["--settings", "x", "-v3"]])
-def test_a_verb_runs_with_them(given: list[str]) -> None:
+def test_a_verb_runs_with_djangos_own_options(given: list[str]) -> None:
     out = io.StringIO()
     call_command("txmsg", "message_status", *given, stdout=out)
     assert "outbox" in out.getvalue()

@@ -47,7 +47,7 @@ class _Way:
 
 
 @pytest.mark.parametrize("options", [{}, {"transaction": "none"}, {"ordered": "skip"}])
-def test_it_is_short(options: dict[str, Any]) -> None:
+def test_few_calls_lead_to_the_handler(options: dict[str, Any]) -> None:
     way = _Way()
     with declared(way.end, **options) as stage:
         thread = thread_of(stage)

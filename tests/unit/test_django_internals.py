@@ -112,13 +112,13 @@ VENDORS = pytest.mark.parametrize("vendor", ["sqlite3", "postgresql"])
 
 @VENDORS
 @pytest.mark.parametrize("name", STATE)
-def test_state_of_a_connection(vendor: str, name: str) -> None:
+def test_used_state_of_a_connection_exists(vendor: str, name: str) -> None:
     assert vars(new(vendor))[name] == STATE[name]
 
 
 @VENDORS
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_of_a_connection(
+def test_used_methods_of_a_connection_have_their_parameters(
     vendor: str, name: str, django_db_blocker: Any
 ) -> None:
     with django_db_blocker.unblock():

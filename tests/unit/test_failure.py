@@ -128,7 +128,7 @@ def test_unstorable_characters_are_escaped() -> None:
     assert failure.traceback.encode()
 
 
-def test_an_error_that_was_never_raised() -> None:
+def test_error_that_was_never_raised_has_its_text() -> None:
     assert Failure.of(ValueError("told")).exception == "ValueError: told"
 
 

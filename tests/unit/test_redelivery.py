@@ -65,7 +65,7 @@ def test_the_defaults_are_activemqs() -> None:
         (ValueError(), RedeliverAfter(1.0)),
     ],
 )
-def test_what_each_error_means(error: Exception, expected: object) -> None:
+def test_each_error_has_its_decision(error: Exception, expected: object) -> None:
     policy = RedeliveryPolicy(refuse_on=(LookupError,), jitter=0.0)
     assert decide(policy, 1, error) == expected
 
@@ -101,7 +101,7 @@ def test_an_invalid_policy_is_refused(wrong: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "after", [-1.0, 1e12, float("inf"), float("-inf"), float("nan")]
 )
-def test_a_delay_that_no_database_has_a_place_for(after: float) -> None:
+def test_delay_over_a_hundred_years_is_refused(after: float) -> None:
     with pytest.raises(ValueError, match="hundred years"):
         Redeliver(after=after)
 

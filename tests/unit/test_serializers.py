@@ -61,7 +61,7 @@ def test_unencodable_bodies_are_refused(bad: object) -> None:
         serializers.encode(bad)
 
 
-def test_a_body_that_contains_itself() -> None:
+def test_body_that_contains_itself_is_refused() -> None:
     loop: list[object] = []
     loop.append(loop)
     with pytest.raises(InvalidMessage):

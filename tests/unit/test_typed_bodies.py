@@ -170,7 +170,7 @@ def refused(*given: Any) -> DecodeError:
     return caught.value
 
 
-def test_the_annotation_makes_the_object() -> None:
+def test_body_is_read_as_the_annotated_type() -> None:
     order = read(Order, {"number": "A-1", "amount": "9.90", "unknown": [1]})
 
     assert order == Order("A-1", Decimal("9.90"))

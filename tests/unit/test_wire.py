@@ -70,7 +70,7 @@ def test_derived_ids_differ_by_service_cause_stage_and_ordinal(
         timezones=st.timezones(), allow_imaginary=False,
     )
 )  # fmt: skip
-def test_instants_there_and_back(instant: dt.datetime) -> None:
+def test_written_instant_is_read_back_equal(instant: dt.datetime) -> None:
     text = wire.format_instant(instant)
     assert wire.parse_instant(text) == instant.astimezone(dt.timezone.utc)
 

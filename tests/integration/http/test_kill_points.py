@@ -115,7 +115,9 @@ def assert_done_once(number: str) -> None:
 @pytest.mark.parametrize(
     "hook", ["after_the_commit", "before_the_send", "before_the_mark"]
 )
-def test_killed_after_the_commit(serve, consume, hook) -> None:
+def test_messages_leave_if_the_web_process_is_killed_after_the_commit(
+    serve, consume, hook
+) -> None:
     web = serve(hook)
     if hook == "after_the_commit":
         web.post_and_die("order?number=1")
@@ -160,7 +162,7 @@ def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
 
 
 @pytest.mark.parametrize("txmsg", ["activemq"], indirect=True)
-def test_the_receiver_is_killed_in_mid_dispatch(serve, consume, txmsg) -> None:
+def test_another_receiver_dispatches_if_one_is_killed(serve, consume, txmsg) -> None:
     """Its control message goes to another receiver, which waits for its lease to
     end."""
     web = serve(txmsg={"DISPATCH_ON_COMMIT": "off"})
@@ -176,7 +178,9 @@ def test_the_receiver_is_killed_in_mid_dispatch(serve, consume, txmsg) -> None:
 
 
 @pytest.mark.parametrize("hook", ["before_the_control_message", "before_the_commit"])
-def test_killed_before_the_commit(serve, consume, txmsg, hook) -> None:
+def test_nothing_is_sent_if_the_web_process_is_killed_before_the_commit(
+    serve, consume, txmsg, hook
+) -> None:
     web = serve(hook)
     consume()
     web.post_and_die("order?number=lost")

@@ -86,7 +86,7 @@ def test_an_outage_fails_no_request(serve, proxy, heard, caplog, destination) ->
         wait_until(lambda: _sent(place, heard))
 
 
-def test_or_it_fails_every_request_that_sends(serve, proxy, heard) -> None:
+def test_with_fail_an_outage_fails_requests_that_send(serve, proxy, heard) -> None:
     with serve(ON_CONTROL_FAILURE="fail"):
         proxy.refuse()
         assert place("1") == 500

@@ -59,7 +59,7 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.parametrize("requests", [200, pytest.param(2000, marks=pytest.mark.soak)])
-def test_random_kills(
+def test_orders_and_their_effects_agree_after_random_kills(
     activemq: ActiveMQ, manage, destination: str, tmp_path: Path, requests: int
 ) -> None:
     seed = random.randrange(2**32)

@@ -294,7 +294,7 @@ def test_a_transaction_ends_with_its_connection(
     indirect=["broker"],
     ids=["classic", "artemis", "rabbitmq"],
 )
-def test_nack_means_something_else_everywhere(
+def test_nack_ends_as_on_each_broker(
     broker: ScriptedBroker, client: Open, left: list[str], dead: list[str]
 ) -> None:
     c = client(broker)
