@@ -11,6 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TypeVar
 
 import hypothesis
@@ -38,6 +39,10 @@ MARKED = {
     "rabbitmq": {"rabbitmq", "rabbitmq_amqp"},
 }
 
+#: Of these folders, whose tests hardly use a database, `make test` runs everything on
+#: SQLite and nothing on PostgreSQL.
+ON_SQLITE = {"docs", "unit"}
+
 S = TypeVar("S", bound=services.Server)
 
 
@@ -55,7 +60,7 @@ def pytest_collection_modifyitems(
         if item.get_closest_marker("django_db") or fixtures & DATABASE_FIXTURES:
             item.add_marker("database")
             slow = "manage" in fixtures or used - MARKED["browser"]
-            if not item.get_closest_marker("sqlite"):
+            if not (item.get_closest_marker("sqlite") or _on_sqlite(item)):
                 if slow:
                     item.add_marker("once")
                 elif not item.get_closest_marker("matrix"):
@@ -72,6 +77,10 @@ def pytest_collection_modifyitems(
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
+
+
+def _on_sqlite(item: pytest.Item) -> bool:
+    return item.path.relative_to(Path(__file__).parent).parts[0] in ON_SQLITE
 
 
 def _parameters(item: pytest.Item) -> set[str]:
