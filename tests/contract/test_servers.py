@@ -286,6 +286,11 @@ def test_a_ping_to_a_hanging_server_fails_in_time(
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize(
+    "served",
+    ["activemq", pytest.param("rabbitmq", marks=pytest.mark.matrix), "rabbitmq_amqp"],
+    indirect=True,
+)
 def test_confirmed_messages_survive_a_killed_server(
     served: Party, destination: str
 ) -> None:

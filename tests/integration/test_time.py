@@ -163,7 +163,13 @@ def stand_still(process: ManageProcess) -> None:
     wait_until(stands)
 
 
-@pytest.mark.parametrize("fails", ["", "1"], ids=["succeeds", "fails"])
+@pytest.mark.parametrize(
+    "fails",
+    [
+        pytest.param("", id="succeeds"),
+        pytest.param("1", id="fails", marks=pytest.mark.matrix),
+    ],
+)
 @pytest.mark.parametrize(
     "mode",
     [pytest.param("best_effort_1pc", marks=pytest.mark.postgresql), "broker_only"],
