@@ -12,18 +12,35 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db.models import Count, F, Max, Q, Sum
+from django.db.models import Count, F, Max, Model, Sum
 from django.db.models.functions import TruncMinute
 
 from ..models import DeadLetter, InboxMessage, OutboxMessage, PeriodCount
 from ..models.monitoring import PERIOD
 
-SERIES = ("stored", "dispatched", "processed", "dead")
+#: The rows of each series, the column with their instant, and that of their place.
+_SERIES: dict[str, tuple[type[Model], str, str]] = {
+    "stored": (OutboxMessage, "created_at", "destination"),
+    "dispatched": (OutboxMessage, "dispatched_at", "destination"),
+    "processed": (InboxMessage, "processed_at", "stage"),
+    "dead": (DeadLetter, "created_at", "stage"),
+}
+SERIES = tuple(_SERIES)
 
 #: A period is final when a transaction that began in it has had this long to commit.
 GRACE = dt.timedelta(minutes=5)
 
 HOURS = 24
+
+#: Within this time, a worker has stored a finished period.
+STORED = PERIOD + GRACE + dt.timedelta(minutes=10)
+
+#: What this process has counted of finished periods that no worker has stored, by
+#: database: from when, until when, and the counts. Without workers, each look would
+#: count the whole day again.
+_unstored: dict[
+    str, tuple[dt.datetime, dt.datetime, Counter[tuple[dt.datetime, str]]]
+] = {}
 
 
 @dataclass
@@ -39,14 +56,39 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
     first = _first_hour(now)
     hours = [Hour(first + dt.timedelta(hours=n)) for n in range(HOURS)]
     counted, open_since = _remembered(using, first)
-    live = _count(using, open_since)
-    found = [*counted.items()]
-    found += [((start, series), count) for (start, series, _), count in live.items()]
-    for (start, series), count in found:
+    found = Counter(counted)
+    found.update(_not_remembered(using, open_since, now))
+    for (start, series), count in found.items():
         index = int((start - first).total_seconds() // 3600)
         if 0 <= index < HOURS:
             hours[index].counts[series] += count
     return hours
+
+
+def _not_remembered(
+    using: str, since: dt.datetime, now: dt.datetime
+) -> Counter[tuple[dt.datetime, str]]:
+    """Count the periods that are not stored, each finished one only once in this
+    process."""
+    known: Counter[tuple[dt.datetime, str]] = Counter()
+    begin, end, counts = _unstored.get(using, (now, now, known))
+    if begin <= since < end:
+        known.update({key: n for key, n in counts.items() if key[0] >= since})
+    else:
+        end = since
+    found = known.copy()
+    final = max(end, _period(now - GRACE))
+    for (start, series, _), count in _count(using, end).items():
+        found[start, series] += count
+        if start < final:
+            known[start, series] += count
+    _unstored[using] = (since, final, known)
+    return found
+
+
+def forget() -> None:
+    """Forget what this process has counted. For tests."""
+    _unstored.clear()
 
 
 def remember(using: str, now: dt.datetime) -> None:
@@ -100,8 +142,8 @@ def _remembered(
 
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
-    """Return when each place was last active in the last 24 hours, by series and place:
-    the end of its latest stored period with a message."""
+    """Return when each place last dispatched or processed a message in the last 24
+    hours, by series and place: exactly, or to the end of a stored period."""
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)
@@ -109,30 +151,38 @@ def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.dateti
         .annotate(last=Max("start"))
         .values_list("series", "place", "last")
     )
-    return {(series, place): last + PERIOD for series, place, last in active}
+    found = {(series, place): last + PERIOD for series, place, last in active}
+    for series in ("dispatched", "processed"):
+        rows, column = _rows(using, series, now - STORED)
+        for place, last in rows.annotate(last=Max(column)).values_list("place", "last"):
+            found[series, place] = last
+    return found
 
 
 def _count(using: str, since: dt.datetime) -> Counter[tuple[dt.datetime, str, str]]:
     found: Counter[tuple[dt.datetime, str, str]] = Counter()
-    # By the last receipt, which has an index. An hour is longer than redelivery waits.
-    received = Q(last_received_at__gte=since - dt.timedelta(hours=1))
-    for series, model, column, place, narrow in (
-        ("stored", OutboxMessage, "created_at", "destination", Q()),
-        ("dispatched", OutboxMessage, "dispatched_at", "destination", Q()),
-        ("processed", InboxMessage, "processed_at", "stage", received),
-        ("dead", DeadLetter, "created_at", "stage", Q()),
-    ):
+    for series in SERIES:
+        places, column = _rows(using, series, since)
         rows: Any = (
-            model._default_manager.using(using)
-            .filter(narrow, **{f"{column}__gte": since})
-            .values(minute=TruncMinute(column, tzinfo=dt.timezone.utc), place=F(place))
+            places.annotate(minute=TruncMinute(column, tzinfo=dt.timezone.utc))
+            .values("minute", "place")
             .annotate(count=Count("pk"))
-            .order_by()
             .values_list("minute", "place", "count")
         )
         for minute, where, count in rows:
             found[_period(minute), series, where] += count
     return found
+
+
+def _rows(using: str, series: str, since: dt.datetime) -> tuple[Any, str]:
+    """Return the rows of a series, by place, and the column with their instant."""
+    model, column, place = _SERIES[series]
+    rows = model._default_manager.using(using).filter(**{f"{column}__gte": since})
+    if series == "processed":
+        # By the last receipt, which has an index. An hour is longer than redelivery
+        # waits.
+        rows = rows.filter(last_received_at__gte=since - dt.timedelta(hours=1))
+    return rows.order_by().values(place=F(place)), column
 
 
 def _period(instant: dt.datetime) -> dt.datetime:

@@ -18,6 +18,7 @@ from .. import conf, wire
 from ..brokers import find_broker
 from ..models import OutboxMessage, StageState, Worker
 from ..models.fields import clock
+from ..models.monitoring import PERIOD
 from ..models.queue import queue_name
 from ..stages import all_stages
 from . import (
@@ -340,11 +341,15 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
     for name, (last, broker) in recent.last_dispatched(using).items():
         place = _place(status.destinations, name, using)
         place.last, place.broker = last, broker
+    for name, last, processing, critical in recent.last_processed(using):
+        place = _place(status.stages, name, using)
+        place.last, place.processing, place.critical = last, processing, critical
     for (series, name), last in periods.last_active(using, status.now).items():
         places = {"dispatched": status.destinations, "processed": status.stages}
         if series in places and name:
             place = _place(places[series], name, using)
-            place.last = place.last or last
+            if place.last is None or last - place.last > PERIOD:
+                place.last = last  # its rows are not among the newest
     for waiting in in_inbox(using, paused):
         _place(status.stages, waiting.name, using).waiting = waiting
     for name, newer in for_newer_code(using).items():
@@ -359,9 +364,6 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
             status.held_keys += turns.held(using, [name])
     for state in StageState.objects.using(using).exclude(full_since=None):
         _place(status.stages, state.stage, using).full_since = state.full_since
-    for name, last, processing, critical in recent.last_processed(using):
-        place = _place(status.stages, name, using)
-        place.last, place.processing, place.critical = last, processing, critical
     for one in dead.by_error(using):
         if one.stage:
             place = _place(status.stages, one.stage, using)

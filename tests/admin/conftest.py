@@ -9,6 +9,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 
 from django_txmsg import stages
+from django_txmsg.monitoring import periods
 
 ALL_VIEWS = (
     "view_outboxmessage",
@@ -18,6 +19,12 @@ ALL_VIEWS = (
     "view_stagestate",
     "view_bulkoperation",
 )
+
+
+@pytest.fixture(autouse=True)
+def nothing_counted() -> None:
+    """What the process has counted was of another test's rows."""
+    periods.forget()
 
 
 @pytest.fixture

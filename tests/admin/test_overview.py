@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_txmsg.models import PeriodCount
-from django_txmsg.monitoring import periods, status, waiting
+from django_txmsg.monitoring import periods, recent, status, waiting
 from tests import factories
 
 from . import shop
@@ -128,6 +129,52 @@ def test_remembered_periods_are_not_read_again(db: None) -> None:
     assert sum(hour.counts["stored"] for hour in again) == 1
 
 
+def test_without_workers_finished_periods_are_counted_once(db: None) -> None:
+    now = timezone.now()
+    old = factories.OutboxMessageFactory(created_at=factories.ago(hours=3))
+    periods.last_day("default", now)
+    old.delete()  # only a look at its hour would notice
+    factories.OutboxMessageFactory(created_at=factories.ago(minutes=2))
+
+    second = periods.last_day("default", timezone.now())
+    periods.remember("default", now)
+    third = periods.last_day("default", timezone.now())
+
+    assert sum(hour.counts["stored"] for hour in second) == 2
+    assert sum(hour.counts["stored"] for hour in third) == 1
+    assert third[-1].start == now.replace(minute=0, second=0, microsecond=0)
+
+
+def test_a_place_behind_many_newer_rows_is_shown(
+    viewer: Client, declared: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was first active a minute ago: no worker has stored that period."""
+    monkeypatch.setattr(recent, "RECENT", 3)
+    declared("parcels.send")
+    factories.OutboxMessageFactory(
+        destination="parcels.sned", created_at=factories.ago(minutes=1), dispatched=True
+    )
+    factories.InboxMessageFactory(
+        stage="parcels.send", first_received_at=factories.ago(minutes=1)
+    )
+    factories.OutboxMessageFactory.create_batch(4, dispatched=True)
+    factories.InboxMessageFactory.create_batch(4)
+
+    picture = status.read()
+
+    assert picture.unconsumed == {"parcels.sned": "parcels.send"}
+    for places, name in (
+        (picture.destinations, "parcels.sned"),
+        (picture.stages, "parcels.send"),
+    ):
+        last = places[name].last
+        assert last is not None
+        assert picture.now - last < dt.timedelta(minutes=2)
+    page = viewer.get(URL).content.decode()
+    assert "parcels.sned" in page
+    assert "parcels.send" in page
+
+
 def test_looking_writes_nothing(viewer: Client) -> None:
     factories.OutboxMessageFactory(created_at=factories.ago(hours=3), dispatched=True)
 
@@ -189,5 +236,5 @@ def test_the_number_of_queries_is_fixed(
         viewer.get(URL)
 
 
-#: Session, user and permissions 4; status 16 and the clock; the chart 6.
-QUERIES = 27
+#: Session, user and permissions 4; status 18 and the clock; the chart 6.
+QUERIES = 29
