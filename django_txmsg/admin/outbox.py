@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from django.contrib import admin
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import OuterRef, Q, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import path
@@ -23,6 +23,7 @@ from ..rules import dead_letters, inbox, outbox, rule
 from . import display, message
 from .base import MessageAdmin
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter
+from .received import has
 
 
 def is_overdue() -> Holds:
@@ -102,9 +103,9 @@ class OutboxAdmin(MessageAdmin):
         letters = DeadLetter.objects.filter(message_id=OuterRef("message_id"))
         return rows.annotate(
             overdue=is_overdue(),
-            died=Exists(letters.filter(Holds(dead_letters.OPEN))),
-            waits=Exists(here.filter(Holds(inbox.OPEN))),
-            processed=Exists(here.filter(Holds(inbox.PROCESSED))),
+            died=has(letters.filter(Holds(dead_letters.OPEN))),
+            waits=has(here.filter(Holds(inbox.OPEN))),
+            processed=has(here.filter(Holds(inbox.PROCESSED))),
         )
 
     @admin.display(description="at its stages")

@@ -3,7 +3,9 @@ letter."""
 
 from __future__ import annotations
 
-from django.db.models import Exists, OuterRef, QuerySet
+from typing import Any
+
+from django.db.models import OuterRef, QuerySet, Subquery, Value
 
 from ..models import DeadLetter, InboxMessage
 from ..models.dead_letter import Resolution
@@ -17,6 +19,13 @@ def is_overdue() -> Holds:
     return Holds(inbox.DUE, now=Later(-OVERDUE.total_seconds()))
 
 
+def has(rows: QuerySet[Any]) -> Subquery:
+    """Return whether there is such a row, looked up for each row of a list. For
+    `Exists`, PostgreSQL may read the whole table: its planner does not count on a list
+    that shows only the first rows."""
+    return Subquery(rows.order_by().values(found=Value(True))[:1])
+
+
 def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:
     """Add whether a row's stage is paused, the row is overdue, and its dead letter
     discarded."""
@@ -26,7 +35,7 @@ def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:
         resolution=Resolution.DISCARDED,
     )
     return rows.annotate(
-        held=Holds(inbox.PAUSED), overdue=is_overdue(), discarded=Exists(discarded)
+        held=Holds(inbox.PAUSED), overdue=is_overdue(), discarded=has(discarded)
     )
 
 

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 import django_txmsg
 from django_txmsg.admin import counting
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.monitoring import recent
 from tests import factories
 
@@ -339,3 +342,38 @@ def test_a_nul_in_the_address_is_no_error(admin_client: Client, name: str) -> No
     ):
         answer = admin_client.post(f"/admin/django_txmsg/{url}", form)
         assert answer.status_code == 302
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("table", ["outboxmessage", "inboxmessage"])
+def test_a_list_looks_up_what_became_of_the_rows_that_it_shows(
+    admin_client: Client, table: str
+) -> None:
+    """And reads no other rows of 5,000."""
+    factories.OutboxMessageFactory(dispatched=True)
+    factories.InboxMessageFactory()
+    factories.DeadLetterFactory()
+    with connection.cursor() as cursor:
+        for model in (OutboxMessage, InboxMessage, DeadLetter):
+            name = model._meta.db_table
+            columns = ", ".join(
+                f'"{one.column}"'
+                for one in model._meta.concrete_fields
+                if one.column not in ("id", "message_id")
+            )
+            cursor.execute(
+                f"INSERT INTO {name} (message_id, {columns}) SELECT gen_random_uuid(),"
+                f" {columns} FROM {name}, generate_series(1, 5000)"
+            )
+            cursor.execute(f"ANALYZE {name}")
+    with CaptureQueriesContext(connection) as asked:
+        admin_client.get(f"/admin/django_txmsg/{table}/")
+    begin = f'SELECT "django_txmsg_{table}"."id", '
+    (sql,) = (one["sql"] for one in asked if one["sql"].startswith(begin))
+
+    with connection.cursor() as cursor:
+        cursor.execute(f"EXPLAIN {sql}")
+        plan = "\n".join(line for (line,) in cursor.fetchall())
+
+    for model in (OutboxMessage, InboxMessage, DeadLetter):
+        assert f"Seq Scan on {model._meta.db_table}" not in plan
