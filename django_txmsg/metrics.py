@@ -34,6 +34,11 @@ BUCKETS = (
 #: Buckets for how often a control message's receiver checked its session.
 LOOKS = (1, 2, 3, 5, 10, 20, 50, 100)
 
+#: Names the place of this child of `--processes`. Its files for Prometheus are those of
+#: the child before it, whose counts it continues: there would be more of them with each
+#: start. Removed from the environment: processes that a handler starts have their own.
+_slot, _pid = os.environ.pop("TXMSG_SLOT", ""), os.getpid()
+
 _installed: dict[str, Any] = {}
 
 
@@ -45,6 +50,12 @@ def install(registry: Any = None) -> None:
     if _installed:
         return
     client = _client()
+    if _slot and os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        values = _client("prometheus_client.values")
+        # A process that this one forks counts for itself.
+        values.ValueClass = values.MultiProcessValue(
+            lambda: _slot if os.getpid() == _pid else os.getpid()
+        )
     options: dict[str, Any] = {"registry": registry or client.REGISTRY}
     place = ("stage", "destination")
 
@@ -180,8 +191,8 @@ class Collector:
         for one in alerts._default_manager.using(using).order_by("service", "name"):
             labels = {"alert": one.name, "service": one.service}
             gauges.set("pipeline_alert", int(one.firing), **labels)
-            gauges.set("pipeline_value", one.value, **labels)
-            gauges.set("pipeline_limit", one.bound, **labels)
+            gauges.set("pipeline_value", one.value, **labels, unit=one.unit)
+            gauges.set("pipeline_limit", one.bound, **labels, unit=one.unit)
             age = (now - one.checked_at).total_seconds()
             gauges.set("pipeline_checked_age_seconds", age, **labels)
 

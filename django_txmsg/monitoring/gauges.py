@@ -43,7 +43,7 @@ TEXTS = {
     "worker_heartbeat_age_seconds": "Since the last heartbeat of a worker that lives, "
     "or that is silent and was not replaced.",
     "pipeline_alert": "1 while an alert of `pipeline follow` fires.",
-    "pipeline_value": "The value that it measured last.",
+    "pipeline_value": "The value that it measured last, in its `unit`.",
     "pipeline_limit": "The value above which it fires.",
     "pipeline_checked_age_seconds": "Since its last measurement.",
 }

@@ -103,6 +103,12 @@ class PipelineAlert(models.Model):
     def __str__(self) -> str:
         return f"{self.name} of {self.service}"
 
+    @property
+    def unit(self) -> str:
+        """The unit of value and bound: seconds, or a number of events."""
+        ages = {"database", "lag", "lake", "standstill"}
+        return "seconds" if self.name in ages else "number"
+
 
 class RunState(models.TextChoices):
     """How a run of the pipeline ended."""

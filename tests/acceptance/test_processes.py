@@ -254,7 +254,9 @@ def test_a_child_above_max_memory_is_replaced_at_once(
     assert effects() == 1
 
 
-def test_metrics_count_for_all_children(start: Callable[..., ManageProcess]) -> None:
+def test_metrics_count_for_all_children(
+    start: Callable[..., ManageProcess], code: Path
+) -> None:
     process = start("txmsg", "run", "--processes", "2", "--http", "127.0.0.1:0")
     where = address(process)
     working(2)
@@ -262,16 +264,30 @@ def test_metrics_count_for_all_children(start: Callable[..., ManageProcess]) -> 
         send_messages({"destination": "tests.processes", "body": n} for n in range(20))
     wait_until(lambda: effects() == 20, deadline=60)
     counted = re.compile(
-        r'txmsg_processing_seconds_count\{.*stage="tests\.processes"\} 20\.0'
+        r'txmsg_processing_seconds_count\{.*stage="tests\.processes"\} (\d+)\.0'
     )
+
+    def number() -> int:
+        found = counted.search(text())
+        return int(found[1]) if found else 0
 
     def text() -> str:
         status, text = ask(f"{where}/metrics")
         assert status == 200
         return text
 
-    wait_until(lambda: counted.search(text()), message=text)
+    wait_until(lambda: number() == 20, message=text)
     assert 'txmsg_workers{kind="consumer"} 2.0' in text()
+    files = {one.name for one in code.parent.glob("txmsg-metrics-*/*.db")}
+    before = working(2)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: len(children(process).keys() - before) == 2)
+    with txmsg(), transaction.atomic():
+        send_messages({"destination": "tests.processes", "body": n} for n in range(20))
+    # Children that were replaced are counted, and leave no files behind.
+    wait_until(lambda: number() == 40, message=text)
+    assert {one.name for one in code.parent.glob("txmsg-metrics-*/*.db")} == files
     process.terminate()
     process.succeed()
 

@@ -730,7 +730,10 @@ def test_metrics_say_what_fires(tmp_path: Path, settings, capsys) -> None:
 
     text = generate_latest(registry).decode()
     assert 'txmsg_pipeline_alert{alert="lag",service="shop"} 1.0' in text
-    assert 'txmsg_pipeline_value{alert="lag",service="shop"} 901.0' in text
+    assert (
+        'txmsg_pipeline_value{alert="lag",service="shop",unit="seconds"} 901.0' in text
+    )
+    assert 'pipeline_limit{alert="dead_letters",service="shop",unit="number"}' in text
     assert 'txmsg_pipeline_alert{alert="lake",service="shop"} 0.0' in text
     assert 'txmsg_pipeline_checked_age_seconds{alert="lake",service="shop"}' in text
 

@@ -121,7 +121,8 @@ class Supervisor:
             slot.failures = 0
 
     def _start(self, slot: Slot) -> None:
-        slot.process = child.start(self._pipe, self._environment)
+        name = {"TXMSG_SLOT": f"{os.getpid()}-{slot.number}"}
+        slot.process = child.start(self._pipe, {**self._environment, **name})
         slot.started_at = time.monotonic()
         log.info("%s started", slot)
 
