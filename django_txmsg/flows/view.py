@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, cast
 
-from django.db import models, transaction
+from django.db import connections, models, transaction
 from django.http import HttpRequest, JsonResponse
 from django.http.response import HttpResponseBase
 from django.views import View
@@ -38,7 +38,9 @@ class FlowView(View):
         """Return the view. No transaction is open while it waits: neither one of
         ATOMIC_REQUESTS nor one of OutboxMiddleware."""
         # Not on dispatch(), which a mixin may replace.
-        view: Any = transaction.non_atomic_requests(super().as_view(**options))
+        view: Any = super().as_view(**options)
+        for using in connections:
+            view = transaction.non_atomic_requests(using)(view)
         return cast("Callable[..., HttpResponseBase]", view)
 
     def runs(self) -> models.QuerySet[Run]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import connection, connections, transaction
+from django.db import connections, transaction
 from django.db.models import Model, QuerySet
 from django.http.response import HttpResponseBase
 from django.test import Client, override_settings
@@ -77,7 +77,7 @@ class OracleView(Guarded, FlowView):
     flow = Oracle
 
     def runs(self) -> QuerySet[Run]:
-        assert not connection.in_atomic_block
+        assert not any(one.in_atomic_block for one in connections.all())
         return super().runs()
 
 
@@ -212,7 +212,11 @@ def test_an_answer_is_not_read_from_a_replica(client: Client) -> None:
     ROOT_URLCONF=__name__,
     MIDDLEWARE=["django_txmsg.middleware.OutboxMiddleware"],
 )
-def test_a_view_waits_for_the_end_in_no_transaction(client: Client) -> None:
+def test_a_view_waits_for_the_end_in_no_transaction(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in connections.all():
+        monkeypatch.setitem(one.settings_dict, "ATOMIC_REQUESTS", True)
     run = asked("what?")
     found = client.get(f"/oracle/{run.run_id}/?wait=30").json()
     assert found["answer"] == {"text": "what? 42"}
