@@ -18,7 +18,7 @@ from .. import conf, wire
 from ..envelope import serializers
 from ..envelope.message import check_headers, new_id
 from ..errors import InvalidMessage, TxmsgError
-from ..models import DeadLetter, InboxMessage, Worker
+from ..models import DeadLetter, InboxMessage, StopRequest, Worker
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
 from ..models.outbox_store import NewMessage
@@ -86,8 +86,11 @@ def redeliver(
         )
         _store_again(sent, using)
     _resolve(gone, using, Resolution.DISCARDED, undoing.GONE_ON)
-    if parked or sent:
-        tally.done += _resolve([*parked, *sent], using, Resolution.REDELIVERED, by)
+    if again := [*parked, *sent]:
+        # They came too late to stop the attempt that failed.
+        requests = StopRequest.objects.using(using)
+        requests.filter(message_id__in={one.message_id for one in again}).delete()
+        tally.done += _resolve(again, using, Resolution.REDELIVERED, by)
 
 
 def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:

@@ -12,7 +12,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections
 
-from django_txmsg import Message
+from django_txmsg import Message, Refuse
 from django_txmsg.consuming import deadline
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.errors import StageStopped, StageTimedOut
@@ -81,6 +81,25 @@ def test_the_running_query_is_cancelled_and_the_message_is_dead(mode: Any) -> No
     assert not Effect.objects.exists()
     assert not StopRequest.objects.exists()
     assert str(sent) in AuditEntry.objects.get().text
+
+
+def test_a_request_that_came_too_late_does_not_stop_a_redelivery() -> None:
+    def handler(message: Message) -> None:
+        if DeadLetter.objects.exists():
+            Consumer([one])._stop_messages()
+            effect(message)
+            return
+        # The operator asks twice: the second request finds no handler any more.
+        StopRequest.objects.ask(one.name, message.id, "once more")
+        raise Refuse("it has ended")
+
+    with declared(handler, timeout=60.0, transaction="none") as one:
+        put(one.destination)
+        step(one)
+        call_command("dead_letters", "redeliver", "--all")
+        step(one)
+    assert InboxMessage.objects.get().processed_at is not None
+    assert Effect.objects.exists()
 
 
 @pytest.mark.parametrize("mode", MODES)
