@@ -168,7 +168,13 @@ def test_every_page_in_light_dark_and_at_phone_width(
             walker.photograph(pictures, f"{name}{suffix}")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "dark",
+    [
+        pytest.param(False, id="light"),
+        pytest.param(True, id="dark", marks=pytest.mark.matrix),
+    ],
+)
 def test_every_button_can_be_read(
     walker: Browser, pictures: Path, settings: Any, dark: bool
 ) -> None:

@@ -44,6 +44,7 @@ def test_the_project_of_a_page_works(page: Path, tmp_path: Path) -> None:
     assert " passed" in project.run(*PYTEST)
 
 
+@pytest.mark.matrix
 def test_the_page_on_async_projects_works_with_atomic_requests(tmp_path: Path) -> None:
     project = Project(tmp_path)
     project.follow(ROOT / "docs" / "how-to" / "async.md")
@@ -65,6 +66,7 @@ print(Batch.objects.get().progress)
 """
 
 
+@pytest.mark.matrix
 def test_the_page_on_flows_works_with_batches(tmp_path: Path) -> None:
     project = Project(tmp_path)
     project.follow(ROOT / "docs" / "how-to" / "flows.md")
@@ -93,6 +95,7 @@ print(Order.objects.get(number="A-1").charged)
 """
 
 
+@pytest.mark.matrix
 def test_the_page_on_celery_works_with_a_broker_and_a_worker(
     rabbitmq: RabbitMQ, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_the_readme_ends_in_an_order_that_is_paid(
         assert "No relay is running" in typist.run("python orders.py message_status")
 
 
+@pytest.mark.matrix
 def test_quickstart_prints_what_it_shows(fresh_python: Path, tmp_path: Path) -> None:
     with Typist(tmp_path, fresh_python.parent) as typist:
         page, reloading = (
