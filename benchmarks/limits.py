@@ -136,12 +136,12 @@ class Rated(Bench):
 
 def calls(options: argparse.Namespace) -> None:
     """Measure from the first call to the last commit."""
+    embedded()
     import httpx
 
     from django_txmsg import Message
     from django_txmsg.models import InboxMessage
 
-    embedded()
     clients: list[httpx.AsyncClient] = []
 
     def measure() -> float:

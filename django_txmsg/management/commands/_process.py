@@ -51,14 +51,16 @@ class Busy(Protocol):
 @contextmanager
 def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
     """Call `stop` on the first SIGTERM or SIGINT; end the process on the second. A
-    child gets only SIGTERM, or loses its parent."""
+    child obeys only SIGTERM, and ends with its parent."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     seen = False
     signals: Sequence[signal.Signals] = SIGNALS
     if child.is_child():
-        signals = [signal.SIGTERM]  # Ctrl-C: the parent forwards it
+        # A terminal sends Ctrl-C and its hang-up to all: the parent decides for them.
+        signals = [signal.SIGTERM]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         child.end_with_parent(stop)
     ended = threading.Event()
     reading, writing = socket.socketpair()

@@ -122,9 +122,21 @@ class Supervisor:
 
     def _start(self, slot: Slot) -> None:
         name = {"TXMSG_SLOT": f"{os.getpid()}-{slot.number}"}
-        slot.process = child.start(self._pipe, {**self._environment, **name})
+        try:
+            slot.process = child.start(self._pipe, {**self._environment, **name})
+        except OSError as error:  # no memory, say: the others go on
+            pause = self._failed(slot)
+            log.error("process %d: %s; next try in %g s", slot.number, error, pause)
+            return
         slot.started_at = time.monotonic()
         log.info("%s started", slot)
+
+    def _failed(self, slot: Slot) -> float:
+        """Return the seconds until another child is started."""
+        slot.failures += 1
+        pause: float = min(MAX_PAUSE, FIRST_PAUSE * 2 ** (slot.failures - 1))
+        slot.start_at = time.monotonic() + pause
+        return pause
 
     def _note_end(self, slot: Slot) -> None:
         assert slot.process is not None
@@ -139,9 +151,7 @@ class Supervisor:
             slot.failures = 0
             log.info("%s ended normally after %.0f s", slot, lived)
             return
-        slot.failures += 1
-        pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** (slot.failures - 1))
-        slot.start_at = time.monotonic() + pause
+        pause = self._failed(slot)
         then = "" if self._stops else f"; another one starts in {pause:g} s"
         log.error("%s ended with %d after %.0f s%s", slot, code, lived, then)
 
