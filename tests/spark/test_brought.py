@@ -10,10 +10,20 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
-from django_txmsg.spark.jobs.journeys import Standing, looked_at, stands
+from django_txmsg.spark.jobs.journeys import (
+    NAME,
+    Looked,
+    Standing,
+    brought,
+    log_entry,
+    looked_at,
+    stands,
+)
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.runs import Run
+from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import SMALL, archive, path_of
 from tests.spark.log import Log
@@ -78,3 +88,17 @@ def test_journeys_stand_while_no_batch_of_theirs_has_changed(
     with whole(None, spec) as logs:
         present = {"outbox": looked_at(logs, "outbox")}
         assert stands(logs, known, present) is standing
+
+
+def test_last_batches_are_read_from_the_newest_entries_alone(lake: LakeSpec) -> None:
+    place = Lake(lake, create=True).table(NAME, OUTBOX.lake_struct())
+    for number in range(1, 13):
+        tables = {"outbox": Looked("id", number, number, {"shop": number})}
+        entry = {NAME: log_entry("shop", tables)}
+        place.commit(place.ensure(), (), metadata=entry)
+    delta = place.ensure()
+    # A history of years is not read: its beginning need not even be readable.
+    oldest = path_of(lake).with_name(NAME) / "_delta_log" / f"{0:020}.json"
+    oldest.write_text("{")
+
+    assert brought(delta, "shop")["outbox"].batches == {"shop": 12}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -123,7 +123,7 @@ def log_entry(service: str, tables: Tables) -> dict[str, Any]:
 def brought(delta: DeltaTable, service: str) -> Tables:
     """Return the contents of a service's journeys, by the table's log; nothing if it
     has no entry, or if something else has changed them since."""
-    for entry in delta.history():
+    for entry in _newest_first(delta):
         noted = _noted(entry)
         if noted is None and entry["operation"] not in _HARMLESS:
             return {}
@@ -132,6 +132,18 @@ def brought(delta: DeltaTable, service: str) -> Tables:
             tables = mine["tables"] if mine["version"] == VERSION else {}
             return {name: Looked(**one) for name, one in tables.items()}
     return {}
+
+
+def _newest_first(delta: DeltaTable) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a log, of which mostly the first few are needed: each is a
+    file of its own."""
+    seen, wanted = 0, 8
+    while True:
+        entries = delta.history(wanted)
+        yield from entries[seen:]
+        if len(entries) < wanted:
+            return
+        seen, wanted = wanted, 8 * wanted
 
 
 def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
