@@ -203,8 +203,8 @@ def add_jobs(
         "views", parents=[common], help="print SQL views of messages and findings"
     )
     views.add_argument(
-        "--of", choices=("database", "lake"), default="database",
-        help="the database's, or those of a Spark session over the lake",
+        "--of", choices=("database", "lake", "duckdb"), default="database",
+        help="the database's, or those over the lake: of a Spark session, or of DuckDB",
     )  # fmt: skip
 
     analyze = jobs.add_parser("analyze", parents=[common], help="times, flow, failures")

@@ -103,3 +103,11 @@ def _run(case: type[unittest.TestCase]) -> None:
 
 def test_most_pages_with_code_are_run() -> None:
     assert len(SHOWING) + len(HOW_TO) >= 25
+
+
+def test_python_that_cannot_be_run_here_is_python() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "python" and not block.runs:
+                # Errors point at the line of the page.
+                compile("\n" * (block.line - 1) + block.code, str(page), "exec")

@@ -164,7 +164,9 @@ def views_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
             )
         ]
     else:
-        said = spark_tables(spec.lake_spec()) + [
+        # Other tools than Spark name the lake's tables by means of their own.
+        said = spark_tables(spec.lake_spec()) if given.of == "lake" else []
+        said += [
             f"CREATE OR REPLACE TEMPORARY VIEW {name} AS{query.rstrip()}"
             for name, query in lake_views().items()
         ]
