@@ -98,7 +98,9 @@ def test_failing_message_gets_as_many_attempts_as_its_policy_allows(
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("mode", ["non_blocking", "broker"])
+@pytest.mark.parametrize(
+    "mode", ["broker", pytest.param("non_blocking", marks=pytest.mark.matrix)]
+)
 def test_many_failing_messages_each_keep_to_their_policy(
     mode: Any, count: int, destination: str
 ) -> None:

@@ -11,11 +11,27 @@ from tests.faults import ROOT
 PROMISED = (ROOT / "pyproject.toml").read_text()
 
 
+def tox() -> configparser.ConfigParser:
+    read = configparser.ConfigParser(interpolation=None)
+    read.read(ROOT / "tox.ini")
+    return read
+
+
 def environments() -> str:
     """Return the names of the environments that `make test-matrix` runs."""
-    tox = configparser.ConfigParser(interpolation=None)
-    tox.read(ROOT / "tox.ini")
-    return tox["tox"]["env_list"]
+    return tox()["tox"]["env_list"]
+
+
+def test_the_matrix_leaves_out_nothing_that_make_test_does() -> None:
+    """Each command of an environment that is none of `make test`."""
+    lines = (
+        tox()["testenv"]["commands"]
+        + tox()["testenv:spark{40,41,42,43}{,-sample}"]["commands"]
+    )
+    commands = [line for line in lines.splitlines() if line.startswith("!s")]
+
+    assert len(commands) == 3
+    assert [line for line in commands if "sample}" in line or "matrix" in line] == []
 
 
 def test_every_classifier_is_run() -> None:
