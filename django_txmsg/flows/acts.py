@@ -89,14 +89,15 @@ def _go_back(run: Run, given: Given) -> str:
         )
     argument = _argument_of(declared, row, given)
     before = rows.filter(pk__lt=row.pk).last()
-    if before is None:
-        run.state, run.version = declared.encode(declared.cls()), declared.version
-    else:
-        run.state, run.version = before.state, before.version
     message = Message(id=new_id(), destination=declared.steps_name, body=None)
     going = Going(declared, run, message)
     rows.filter(pk__gte=row.pk).update(left=True)
-    going.go_back(row.step, argument, 0 if before is None else before.undos)
+    if before is None:
+        fresh = declared.encode(declared.cls())
+        going.go_back(row.step, argument, 0, fresh, declared.version)
+    else:
+        kept, state, version = before.undos, before.state, before.version
+        going.go_back(row.step, argument, kept, state, version)
     return f"Sent back to step {row.step}"
 
 

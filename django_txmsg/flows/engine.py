@@ -21,7 +21,7 @@ from django.utils import timezone
 from .. import codecs, conf, signals, wire
 from ..envelope.message import Message
 from ..errors import ConfigurationError, DecodeError, FlowError
-from ..models import FlowStep, FlowUndo, Run
+from ..models import FlowUndo, Run
 from ..models.run import Outcome, WaitsFor
 from ..sending.answering import Address, hop
 from ..sending.outbox import Encoded, encoded, send_part
@@ -204,6 +204,7 @@ class Going:
     def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
         self.declared, self.run, self._message = declared, run, message
         self._turn = run.turn
+        self._before = {name: getattr(run, name) for name in _WRITTEN}
         self._hop = hop(message.conversation)
         if self._hop > MAX_HOPS:
             raise DecodeError(
@@ -211,9 +212,14 @@ class Going:
                 f"more than {MAX_HOPS} steps without a sleep or a wait: do they go in "
                 f"a circle?",
             )
-        self._flow: Any = declared.cls(**declared.decode(run.state, run.version))
-        self._flow._run_id, self._flow.baggage = run.run_id, dict(run.baggage)
+        self._flow = self._restored(run.state, run.version)
         self._step = run.step
+
+    def _restored(self, state: str, version: int) -> Any:
+        """Return the flow's object with this state."""
+        flow: Any = self.declared.cls(**self.declared.decode(state, version))
+        flow._run_id, flow.baggage = self.run.run_id, dict(self.run.baggage)
+        return flow
 
     def call(self, step: Step, *values: Any) -> Any:
         """Return the result of a step, whose undos of its own work are registered.
@@ -287,10 +293,12 @@ class Going:
             overtaken(self.run, self._turn, self.declared.using)
         return self.apply(result)
 
-    def go_back(self, step: str, argument: Encoded, kept: int) -> None:
-        """Undo everything but the first `kept` undos, then call a step again, with the
-        state that the run has now."""
-        run = self.run
+    def go_back(
+        self, step: str, argument: Encoded, kept: int, state: str, version: int
+    ) -> None:
+        """Undo everything but the first `kept` undos, then call a step again, with this
+        state."""
+        run, self._flow = self.run, self._restored(state, version)
         if self._turn is not None:
             overtaken(run, self._turn, self.declared.using)
         run.failing, run.kept_undos, run.step = True, kept, step
@@ -360,19 +368,26 @@ class Going:
         self.store()
 
     def store(self) -> None:
-        """Store the run's row and its history."""
+        """Store what has changed of the run, and its history."""
         run, using = self.run, self.declared.using
         run.state, run.version = self.declared.encode(self._flow), self.declared.version
         run.baggage, run.hop = _checked(self._flow.baggage), self._hop
         moved = run.turn != self._turn
-        values = {name: getattr(run, name) for name in _WRITTEN}
         if moved:
             waiting = self.declared.steps.get(run.step)
-            values |= {"since": Now(), "reads": waiting.takes if waiting else ""}
-        else:
-            values.pop("due_at")
-        rows = Run.objects.using(using).filter(pk=run.pk, turn=self._turn)
-        if not rows.update(**values):
+            run.reads = waiting.takes if waiting else ""
+        now: dict[str, Any] = {"since": Now()} if moved else {}
+        now |= {
+            name: value
+            for name, before in self._before.items()
+            if (value := getattr(run, name)) != before
+        }
+        # Even where nothing has changed: the statement proves that the run waits.
+        now.setdefault("hop", run.hop)
+        step = self._step, self._message.id, _then(run) if moved else ""
+        kept = step if conf.get().FLOWS.HISTORY else None
+        rows = Run.objects.db_manager(using)
+        if not rows.store(run, self._turn, now, step=kept):
             raise FlowError(f"Run {run.run_id} no longer waits for this message.")
         if run.turn is None:
             ended = partial(
@@ -383,16 +398,6 @@ class Going:
                 outcome=str(run.outcome),
             )
             transaction.on_commit(ended, using=using)
-        if conf.get().FLOWS.HISTORY:
-            FlowStep.objects.using(using).create(
-                run=run,
-                step=self._step,
-                message_id=self._message.id,
-                version=run.version,
-                state=run.state,
-                undos=run.undos,
-                then=_then(run) if moved else "",
-            )
 
     def _send(
         self,
@@ -599,9 +604,9 @@ class Going:
         self._send(self.declared.steps_name, argument, turn, None, replies=False)
 
 
-#: The columns that a step writes.
+#: The columns that a step writes, if they change.
 _WRITTEN = (
-    "version", "state", "step", "otherwise", "turn", "waits_for", "asked",
+    "version", "state", "step", "reads", "otherwise", "turn", "waits_for", "asked",
     "request_id", "due_at", "resumed_at", "failing", "undos", "kept_undos", "answer",
     "answer_type", "outcome", "caller", "hop", "baggage", "ended_at",
 )  # fmt: skip

@@ -8,15 +8,25 @@ present turn continues the run, and gives it a new turn.
 from __future__ import annotations
 
 import datetime as dt
+import json
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
 from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from .fields import Later
+from .fields import (
+    Later,
+    began_sql,
+    later_sql,
+    later_value,
+    prepared,
+    read_instant,
+    read_uuid,
+)
 
 
 class WaitsFor(models.TextChoices):
@@ -41,27 +51,98 @@ class Outcome(models.TextChoices):
     HANDED_OVER = "handed_over", "handed over"
 
 
+@cache
+def _readers() -> dict[str, Callable[[Any], Any] | None]:
+    """Return the columns of a run, with what reads each one's raw value."""
+    readers: dict[str, Callable[[Any], Any]] = {
+        "BooleanField": bool,
+        "DateTimeField": read_instant,
+        "JSONField": json.loads,
+        "UUIDField": read_uuid,
+    }
+    fields = Run._meta.concrete_fields
+    return {one.attname: readers.get(one.get_internal_type()) for one in fields}
+
+
 class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """The transitions of runs."""
 
     def locked(self, run_id: uuid.UUID) -> Run | None:
-        """Return a run, held until the transaction ends; None if there is none."""
-        found: Run | None = (
-            self.select_for_update().filter(run_id=run_id).order_by("pk").first()
-        )
-        return found
+        """Return a run, held until the transaction ends; None if there is none. On
+        SQLite the transaction is the only one that writes."""
+        return self._locked("run_id = %s", run_id)
 
     def take(self, run_id: uuid.UUID, turn: uuid.UUID) -> Run | None:
-        """Return the run that waits under this turn, locked until the transaction ends.
-        None if it has continued. On SQLite the transaction is the only one that
-        writes."""
-        found: Run | None = (
-            self.select_for_update()
-            .filter(run_id=run_id, turn=turn)
-            .order_by("pk")
-            .first()
-        )
+        """Return the run that waits under this turn, as `locked()` does. None if it has
+        continued."""
+        return self._locked("run_id = %s AND turn = %s", run_id, turn)
+
+    def _locked(self, condition: str, *values: uuid.UUID) -> Run | None:
+        # As text: Django would compose it in more time than all else of a step takes.
+        connection, columns = connections[self.db], _readers()
+        lock = " FOR UPDATE" if connection.vendor == "postgresql" else ""
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT {', '.join(columns)} FROM {self.model._meta.db_table}"  # noqa: S608 - constants only
+                f" WHERE {condition}{lock}",
+                [prepared(self.model, "run_id", one, connection) for one in values],
+            )
+            row = cursor.fetchone()
+        if row is None:
+            return None
+        pairs = zip(columns.values(), row, strict=True)
+        read = [value if reader is None else reader(value) for reader, value in pairs]
+        found: Run = self.model.from_db(self.db, list(columns), read)
         return found
+
+    def store(
+        self,
+        run: Run,
+        turn: uuid.UUID | None,
+        columns: Mapping[str, Any],
+        *,
+        step: tuple[str, uuid.UUID, str] | None,
+    ) -> bool:
+        """Write these columns of a run, and a row of its history: the step, its message
+        and what the run waits for then. With PostgreSQL in one statement. Returns
+        False, with nothing written, if the run does not wait under this turn."""
+        connection = connections[self.db]
+        table, quoted = self.model._meta.db_table, connection.ops.quote_name
+        places: list[str] = []
+        given: list[Any] = []
+        for name, value in columns.items():
+            if isinstance(value, Now):
+                places.append(f"{name} = {began_sql(connection)}")
+            elif isinstance(value, Later):
+                places.append(f"{name} = {later_sql(connection)}")
+                given.append(later_value(connection, value.seconds))
+            else:
+                places.append(f"{name} = %s")
+                given.append(prepared(self.model, name, value, connection))
+        given += [run.pk, prepared(self.model, "turn", turn, connection)]
+        update = f"UPDATE {table} SET {', '.join(places)} WHERE id = %s AND turn = %s"  # noqa: S608 - constants only
+        history = self.model._meta.get_field("steps").related_model._meta
+        copied = "id, version, state, undos"
+        insert = (
+            f"INSERT INTO {history.db_table} (run_id, version, state, undos, step,"
+            f" message_id, {quoted('then')}) SELECT {copied}, %s, %s, %s FROM"
+        )
+        with connection.cursor() as cursor:
+            if step is None:
+                cursor.execute(update, given)
+                return bool(cursor.rowcount)
+            name, message_id, then = step
+            row = [name, prepared(self.model, "run_id", message_id, connection), then]
+            if connection.vendor == "postgresql":
+                cursor.execute(
+                    f"WITH moved AS ({update} RETURNING {copied}) {insert} moved",
+                    given + row,
+                )
+                return bool(cursor.rowcount)
+            cursor.execute(update, given)
+            if moved := bool(cursor.rowcount):
+                cursor.execute(f"{insert} {table} WHERE id = %s", [*row, run.pk])
+            return moved
 
     def claim_due(self, service: str, flows: Collection[str], limit: int) -> list[Run]:
         """Return runs of these flows whose deadline has passed, and postpone the

@@ -216,7 +216,12 @@ class Market:
             # Nobody waits here for the end of a killed worker's lease.
             for model in (InboxMessage, OutboxMessage):
                 held = model.objects.exclude(lease_until=None)
-                held.update(lease_until="2000-01-01T00:00:00+00:00")
+                with transaction.atomic():  # in no order, so it waits for no one
+                    free = held.select_for_update(skip_locked=True)
+                    ids = list(free.values_list("pk", flat=True))
+                    model.objects.filter(pk__in=ids).update(
+                        lease_until="2000-01-01T00:00:00+00:00"
+                    )
             return Run.objects.exclude(ended_at=None).count() >= ended
 
         self._wait(enough)
@@ -237,7 +242,7 @@ class Market:
     def _wait(self, condition: Any) -> None:
         wait_until(
             condition,
-            deadline=240,
+            deadline=600,
             message=lambda: "\n".join(
                 [
                     str(list(Run.objects.filter(ended_at=None).values())),
@@ -247,9 +252,9 @@ class Market:
         )
 
 
-def judge(total: int) -> None:
+def judge(total: int) -> str:
     """Each flow is answered once, after all else; each that failed is undone once,
-    newest first; nothing is kept."""
+    newest first; nothing is kept. Returns how many of each there were."""
     found: dict[int, list[str]] = defaultdict(list)
     for name in Effect.objects.order_by("id").values_list("name", flat=True):
         number, what = name.split()
@@ -273,15 +278,26 @@ def judge(total: int) -> None:
     # A request that is refused stays, so that somebody sees why.
     kept = DeadLetter.objects.filter(resolution="open").exclude(reason="refused")
     assert not kept.exists(), list(kept.values())
+    failed = [one for one in found.values() if one[-1] == "False"]
+    undone = sum(len(one) // 2 for one in failed)
+    return (
+        f"{total} flows answered once: {total - len(failed)} as wished, {len(failed)} "
+        f"failed, with {undone} undos; 0 stuck, 0 undos kept; "
+        f"{DeadLetter.objects.filter(resolution='open').count()} refused requests open"
+    )
+
+
+#: Thousands of flows, for an hour at most.
+SOAK = (pytest.mark.soak, pytest.mark.timeout(3600))
 
 
 @pytest.mark.parametrize(
     ("broker", "total", "kills"),
     [
         ("database", 20, 3),
-        pytest.param("database", 2000, 60, marks=pytest.mark.soak),
-        pytest.param("activemq", 2000, 60, marks=pytest.mark.soak),
-        pytest.param("rabbitmq", 2000, 60, marks=pytest.mark.soak),
+        pytest.param("database", 2000, 60, marks=SOAK),
+        pytest.param("activemq", 2000, 60, marks=SOAK),
+        pytest.param("rabbitmq", 2000, 60, marks=SOAK),
     ],
 )
 def test_flows_end_once_although_their_services_are_killed(
@@ -302,4 +318,4 @@ def test_flows_end_once_although_their_services_are_killed(
         market.kill(chance.choice(SERVICES))
     market.reach(total)
     market.settle()
-    judge(total)
+    print(f"\n{broker}, {kills} kills: {judge(total)}")  # noqa: T201 - for a soak
