@@ -1,0 +1,87 @@
+"""Jobs killed by SIGKILL at random instants, and then run to their end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.runs import Run
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.faults import wait_until
+from tests.spark.archives import archive, hashes_in, hashes_of_lake
+from tests.spark.conftest import ROOT
+from tests.spark.log import Log
+
+#: Few kills show that the tests work, and many that the jobs do.
+SOME = pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(3, marks=pytest.mark.matrix),
+        pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(7_200)]),
+    ],
+)
+
+
+def start(spec: JobSpec, *words: str) -> subprocess.Popen[bytes]:
+    """Start a job in a process group of its own."""
+    text = json.dumps(dataclasses.asdict(spec))
+    return subprocess.Popen(
+        [sys.executable, "-m", "django_txmsg.spark", *words, "--spec", text],
+        cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def kill(
+    process: subprocess.Popen[bytes], begun: Callable[[], bool], within: float
+) -> bool:
+    """Kill a job and its children within some seconds of its beginning. Return whether
+    it was still running."""
+    wait_until(lambda: begun() or process.poll() is not None, deadline=250)
+    try:
+        process.wait(timeout=within)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return process.returncode == -signal.SIGKILL
+
+
+@SOME
+def test_killed_archive_and_sweep_leave_each_row_once(
+    make_log, lake: LakeSpec, kills: int
+) -> None:
+    log: Log = make_log("sqlite")
+    spec, dice, killed = JobSpec((log.spec,), lake), random.Random(35), 0
+    known: dict[int, int] = {}
+    lock = Path(f"{log.spec.path}.outbox-archive.lock")
+    jobs = (
+        ("archive", "--table", "outbox", "--older-than", "1d", "--engine", "local",
+         "--batch-rows", "40"),
+        ("sweep", "--orphans-older-than", "0s", "--replaced-older-than", "0s"),
+    )  # fmt: skip
+    while killed < kills:
+        log.send_many(120, every=900.0)
+        known |= hashes_in(log)
+        for words in jobs:
+            if words[0] == "sweep":
+                archive(None, log, lake)
+            lock.unlink(missing_ok=True)
+            process = start(spec, *words)
+            killed += kill(process, lock.exists, dice.uniform(0, 1.0))
+
+    archive(None, log, lake)
+    run_sweep(spec, SweepOptions(), Run("sweep", {}))
+    there = hashes_of_lake(lake)
+    assert len(there) == len(known)
+    assert dict(there) == known
+    assert hashes_in(log) == {}
