@@ -56,6 +56,9 @@ def sql_flush(
         sizes = {name: size for name, size in cursor.fetchall() if size}
     large = [name for name, size in sizes.items() if size > LARGE]
     small = [self.quote_name(name) for name in sizes.keys() - large]
-    locked = [f"LOCK TABLE {', '.join(small)} IN ACCESS EXCLUSIVE MODE"] * bool(small)
-    deleted = [f"DELETE FROM {name}" for name in small]
-    return [*locked, *deleted, *_sql_flush(self, style, large, **how)]
+    if not small:
+        return _sql_flush(self, style, large, **how)
+    # In one round trip.
+    statements = [f"LOCK TABLE {', '.join(small)} IN ACCESS EXCLUSIVE MODE"]
+    statements += [f"DELETE FROM {name}" for name in small]
+    return ["; ".join(statements), *_sql_flush(self, style, large, **how)]
