@@ -244,7 +244,9 @@ def _notifications(alias: str) -> Examined:
     try:
         received = receives_notifications(alias)
     except AnyDatabaseError as error:
-        return Examined(subject, WARNING, _one_line(error))
+        return Examined(
+            subject, WARNING, _one_line(error), "Workers poll until it works."
+        )
     finally:
         connections[alias_of(alias)].close()
     if received:

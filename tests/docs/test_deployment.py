@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml  # which myst-parser brings along
@@ -44,10 +45,49 @@ def test_yaml_is_a_manifest_a_compose_file_or_a_part_of_one(block: Block) -> Non
         assert "image" in service or "build" in service
 
 
-def test_the_compose_file_of_the_repository_names_images() -> None:
-    found = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+#: The port that a URL without one means.
+PORTS = {"postgres": 5432, "stomp": 61613, "amqp": 5672}
 
-    assert all(one.keys() & {"image", "build"} for one in found["services"].values())
+
+def test_compose_file_has_the_servers_that_contributing_connects_to() -> None:
+    """No Docker runs here, so ports and passwords are compared as they are written."""
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    urls = [urlsplit(one) for one in re.findall(r"TXMSG_TEST_\w+_URL=(\S+)", page)]
+    published = {
+        int(port.split(":")[1]): service
+        for service in COMPOSE.values()
+        for port in service["ports"]
+    }
+
+    assert len(published) == sum(len(one["ports"]) for one in COMPOSE.values())
+    assert all(re.search(r":\d", one["image"]) for one in COMPOSE.values())
+    assert all(
+        port.startswith("127.0.0.1:")
+        for one in COMPOSE.values()
+        for port in one["ports"]
+    )
+    assert len(urls) == 2
+    for url in urls:
+        server = published[url.port or PORTS[url.scheme]]
+        assert {url.username, url.password} <= {*server["environment"].values()}
+
+
+def test_docker_run_publishes_the_ports_of_the_urls_below_it() -> None:
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    commands = re.findall(r"^docker run -d --name (\w+)((?:.*\\\n)*.*)", page, re.M)
+    published = {name: re.findall(r"-p (\d+):\1", rest) for name, rest in commands}
+    rows = re.findall(
+        r"^\| (RabbitMQ|ActiveMQ).*?(\w+)://\S+localhost:(\d+)", page, re.M
+    )
+
+    assert len(rows) == 3
+    for broker, scheme, port in rows:
+        assert port in published[broker.lower()], scheme
+        assert int(port) == PORTS[scheme]
+    # Both ways to start RabbitMQ enable the plugin by the same command.
+    (plugin,) = re.findall(r'"(rabbitmq-plugins .+?)"', page)
+    assert plugin in COMPOSE["rabbitmq"]["command"]
 
 
 @pytest.mark.parametrize("block", shown("ini"))

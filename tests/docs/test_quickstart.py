@@ -4,7 +4,6 @@ they show, and succeed."""
 from __future__ import annotations
 
 import re
-import signal
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -12,40 +11,63 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, blocks
+from tests.docs.throwaway import Project
 from tests.docs.typing import Typist
 from tests.faults import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
-#: What somebody sees who has logged in.
-LOOK = """
+#: What somebody does who has logged in: read the first line, press Redeliver.
+PRESS = """
+import re
 from django.contrib.auth.models import User
 from django.test import Client
 client = Client(headers={"host": "localhost"})
 client.force_login(User.objects.create_superuser("me"))
+overview = client.get("/admin/django_txmsg/").content.decode()
+print("1 dead letter</a>, the oldest " in overview)
+address = "/admin/django_txmsg/deadletter/confirm/"
+asked = client.get(address, {"kind": "redeliver", "ids": 2}).content.decode()
+fields = re.findall("type=.hidden. name=.(.+?). value=.(.*?).>", asked)
+answer = client.post(address, dict(fields), follow=True).content.decode()
+print("Redelivered 1 message" in answer)
+"""
+LOOK = """
+from django.contrib.auth.models import User
+from django.test import Client
+client = Client(headers={"host": "localhost"})
+client.force_login(User.objects.get())
 print("All is well." in client.get("/admin/django_txmsg/").content.decode())
 """
 
 
-def order(typist: Typist) -> None:
-    """Open the page in the browser, press its button, and load it until the order has
-    been paid."""
-    jar = urllib.request.HTTPCookieProcessor()
-    browser = urllib.request.build_opener(jar, urllib.request.ProxyHandler({}))
-    address = f"http://127.0.0.1:{typist.port}/"
+class Browser:
+    """A browser at the page of `orders.py`."""
 
-    def page() -> str:
-        with browser.open(address, timeout=30) as response:
+    def __init__(self, typist: Typist) -> None:
+        jar = urllib.request.HTTPCookieProcessor()
+        self._open = urllib.request.build_opener(
+            jar, urllib.request.ProxyHandler({})
+        ).open
+        self._typist = typist
+
+    def load(self, form: bytes | None = None) -> str:
+        address = f"http://127.0.0.1:{self._typist.port}/"
+        with self._open(address, form, timeout=30) as response:
             return str(response.read().decode())
 
-    inputs = re.findall(r'name="(\w+)" value="(\w+)"', page())
-    browser.open(address, urllib.parse.urlencode(inputs).encode(), timeout=30).close()
-    wait_until(
-        lambda: "<p>Order 1: paid" in page(),
-        deadline=60,
-        message=lambda: typist.said("python orders.py txmsg run"),
-    )
-    wait_until(typist.keeps_its_promises, deadline=60)
+    def order(self) -> str:
+        """Press the button, and return the page that follows."""
+        inputs = re.findall(r'name="(\w+)" value="(\w+)"', self.load())
+        return self.load(urllib.parse.urlencode(inputs).encode())
+
+    def load_until(self, text: str) -> None:
+        """Load the page again until it shows a text."""
+        wait_until(
+            lambda: text in self.load(),
+            deadline=60,
+            message=lambda: self._typist.said("python orders.py txmsg run"),
+        )
 
 
 def test_the_readme_ends_in_an_order_that_is_paid(
@@ -53,15 +75,19 @@ def test_the_readme_ends_in_an_order_that_is_paid(
 ) -> None:
     with Typist(tmp_path, fresh_python.parent) as typist:
         typist.follow(ROOT / "README.md")
+        browser, run = Browser(typist), "python orders.py txmsg run"
 
-        order(typist)
-        assert len(typist.running) == 2
+        assert "<p>Order 1: " in browser.order()
+        browser.load_until("<p>Order 1: paid")
+        wait_until(typist.keeps_its_promises, deadline=60)
         typist.run("python orders.py check --fail-level WARNING")
-        # Ctrl-C ends it in good order.
-        run = typist.running["python orders.py txmsg run"]
-        run.send_signal(signal.SIGINT)
-        assert run.wait(60) == 0
+        typist.interrupt(run)
         assert "No relay is running" in typist.run("python orders.py message_status")
+        # Stopped, ordered again, started: nothing is lost, nothing is charged twice.
+        assert "<p>Order 2: new" in browser.order()
+        typist.start(run)
+        browser.load_until("<p>Order 2: paid")
+        assert typist.said(run).count("payments.charge: processed in") == 1
 
 
 @pytest.mark.matrix
@@ -72,23 +98,58 @@ def test_quickstart_prints_what_it_shows(fresh_python: Path, tmp_path: Path) -> 
             "python manage.py txmsg run --reload",
         )
         typist.follow(page, until="## Part 3")
-        # Otherwise the code of part 3 could run before the message's last attempt.
         wait_until(lambda: typist.keeps_its_promises(reloading), deadline=60)
-        typist.follow(page, since="## Part 3")
-
-        order(typist)
-        assert len(typist.typed) >= 20
-        typist.run("python manage.py check --fail-level WARNING")
-        typist.restart(reloading)
-        # What the page lets fail is repaired as it says.
-        assert "9000 is more than" in typist.run("python manage.py dead_letters list")
-        typist.run("python manage.py dead_letters redeliver --all")
+        shown = typist.run("python manage.py dead_letters show 1")
+        assert "txmsg-id" in shown
+        assert '"order": "A-2"' in shown
+        assert "in charge\n" in shown
+        # The limit is raised: the process starts again, and the button mends the rest.
+        stages = tmp_path / "shop" / "stages.py"
+        stages.write_text(stages.read_text().replace("5000", "50000"))
+        wait_until(lambda: typist.said(reloading).count("Running: ") == 2, deadline=60)
+        assert typist.run(f"python manage.py shell -v 0 -c '{PRESS}'") == "True\nTrue\n"
         wait_until(
             lambda: "All is well." in typist.run("python manage.py message_status"),
             deadline=60,
-            message=lambda: typist.run("python manage.py message_status"),
+            message=lambda: typist.said(reloading),
         )
         assert typist.run(f"python manage.py shell -v 0 -c '{LOOK}'") == "True\n"
+        typist.interrupt(reloading)
+        typist.follow(page, since="## Part 3")
+
+        browser = Browser(typist)
+        browser.order()
+        browser.load_until("<p>Order 1: paid")
+        assert len(typist.typed) >= 20
+        typist.run("python manage.py check --fail-level WARNING")
+
+
+def test_the_page_on_installation_works_as_typed(
+    fresh_python: Path, tmp_path: Path
+) -> None:
+    """In a project that is there already; the model of its orders is Django's own."""
+    page, run = ROOT / "docs" / "how-to" / "install.md", "python manage.py txmsg run"
+    Project(tmp_path).follow(page)
+    with Typist(tmp_path, fresh_python.parent) as typist:
+        said = typist.follow(page)
+
+        # What the page has added is not proposed again.
+        assert re.findall(r"^\d\. (.+)", said["python manage.py txmsg init"], re.M) == [
+            "Make the tables, and try what you have",
+            "Run it beside your web server",
+        ]
+        assert (
+            "Everything that was tried works." in said["python manage.py txmsg doctor"]
+        )
+        place = "from shop.orders import place; place(7)"
+        typist.run(f"python manage.py shell -v 0 -c '{place}'")
+        wait_until(lambda: "Charging order 7" in typist.said(run), deadline=60)
+        apps = "from django.apps import apps; print(apps.get_app_config"
+        name = typist.run(
+            f"""python manage.py shell -v 0 -c '{apps}("django_txmsg").verbose_name)'"""
+        )
+        assert f"under *{name.strip()}*" in page.read_text()
+        typist.interrupt(run)
 
 
 def test_readme_and_quickstart_show_the_same_file() -> None:

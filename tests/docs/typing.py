@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from tests.services import free_port
 #: Commands that run until they are stopped.
 ENDLESS = (
     "python manage.py txmsg run --reload",
+    "python manage.py txmsg run",
     "python orders.py txmsg run",
     "python orders.py runserver",
 )
@@ -48,9 +50,10 @@ class Typist:
         for process in self.running.values():
             process.wait(60)
 
-    def follow(self, page: Path, since: str = "", until: str = "") -> None:
+    def follow(self, page: Path, since: str = "", until: str = "") -> dict[str, str]:
         """Execute the page, block by block; `since` a line of it, `until` another, if
-        given."""
+        given. Returns the output of each command that has ended."""
+        outputs = {}
         text = page.read_text()
         begin = text[: text.index(since)].count("\n")
         end = text[: text.index(until)].count("\n") if until else text.count("\n")
@@ -64,10 +67,12 @@ class Typist:
                     if command in ENDLESS:
                         where = f"{page.name}:{block.line}: {command}"
                         self.promised[command] = (expected, where)
-                        self._start(command)
+                        self.start(command)
                     elif not command.startswith(UNTYPED):
                         said = self.run(command, f"{page.name}:{block.line}")
                         _compare(said, expected, f"{page.name}:{block.line}: {command}")
+                        outputs[command] = said
+        return outputs
 
     def run(self, command: str, where: str = "") -> str:
         """Run a command that must succeed, and return its output."""
@@ -87,12 +92,10 @@ class Typist:
         with (self.folder / found[1]).open("a" if found[2] else "w") as file:
             file.write(rest)
 
-    def restart(self, command: str) -> None:
-        """Stop a command that runs, and type it again."""
-        wait_until(lambda: self.keeps_its_promises(command), deadline=60)
-        self.running[command].terminate()
-        self.running[command].wait(60)
-        self._start(command)
+    def interrupt(self, command: str) -> None:
+        """Press Ctrl-C, which has to end the command in good order."""
+        self.running[command].send_signal(signal.SIGINT)
+        assert self.running.pop(command).wait(60) == 0, self.said(command)
 
     def keeps_its_promises(self, command: str = "") -> bool:
         """Return whether all running commands, or one, have printed the page's
@@ -112,7 +115,9 @@ class Typist:
     def _output(self, command: str) -> Path:
         return self.folder / f"{command.replace(' ', '-')}.txt"
 
-    def _start(self, command: str) -> None:
+    def start(self, command: str) -> None:
+        """Start a command that runs until it is stopped, and wait for its first
+        line."""
         typed = command
         if command.endswith("runserver"):
             typed = f"{command} 127.0.0.1:{self.port}"

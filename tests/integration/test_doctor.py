@@ -30,6 +30,8 @@ def doctor() -> tuple[int, list[dict[str, str]]]:
         code = int(ended.code or 0)
     report = json.loads(output.getvalue())
     assert report["well"] is (code == 0)
+    for one in report["examined"]:
+        assert one["state"] == "good" or one["cure"], one
     return code, report["examined"]
 
 
