@@ -21,6 +21,7 @@ class WorkerAdmin(ReadOnlyAdmin):
         "state", "kind", "service", "version", "host", "pid", "consumes", "in_flight",
         "heartbeat", "started",
     )  # fmt: skip
+    change_list_template = "admin/django_txmsg/workers.html"
     list_filter = ("kind",)
     list_display_links = None
     ordering = ("kind", "host", "pid")

@@ -11,8 +11,10 @@ TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] returns.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import uuid
+from functools import cache
 from typing import Any
 
 from django.core.exceptions import RequestDataTooBig
@@ -25,6 +27,8 @@ from django.utils.module_loading import import_string
 from .. import conf
 from ..models import IdempotencyKey
 from ..runtime import database_health
+
+_log = logging.getLogger("django_txmsg.middleware")
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 #: Header of a response that was stored earlier.
@@ -77,6 +81,7 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
         )
     caller = _caller(request)
     if caller is None:
+        _log_unknown_caller()
         return _problem(
             400,
             "Idempotency-Key needs a caller",
@@ -214,6 +219,16 @@ def _caller(request: HttpRequest) -> str | None:
     if session is not None and not session.is_empty() and session.session_key:
         return f"session:{_digest(session.session_key)}"
     return None
+
+
+@cache
+def _log_unknown_caller() -> None:
+    """Tell the developer once in each process what the client cannot mend."""
+    _log.warning(
+        "A request with an Idempotency-Key was refused, since nothing identifies its "
+        'caller. Put something into the sessions of guests, or set TXMSG["HTTP"]'
+        '["IDEMPOTENCY_CALLER"]. Further requests like it are not logged.'
+    )
 
 
 def _digest(secret: str) -> str:

@@ -137,6 +137,14 @@ def test_silent_workers_are_marked(viewer: Client) -> None:
     assert "warehouse" in page
 
 
+def test_list_without_workers_says_what_to_start(viewer: Client) -> None:
+    assert "manage.py txmsg run" in viewer.get(WORKERS).content.decode()
+    factories.WorkerFactory(kind="relay")
+    for query in ("", "?kind__exact=consumer"):
+        page = viewer.get(WORKERS + query).content.decode()
+        assert "manage.py txmsg run" not in page
+
+
 def test_filters_count_the_newest_and_say_so(
     viewer: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,14 +127,15 @@ def test_quickstart_prints_what_it_shows(fresh_python: Path, tmp_path: Path) -> 
 def test_the_page_on_installation_works_as_typed(
     fresh_python: Path, tmp_path: Path
 ) -> None:
-    """In a project that is there already; the model of its orders is Django's own."""
+    """In a project that is there already."""
     page, run = ROOT / "docs" / "how-to" / "install.md", "python manage.py txmsg run"
     Project(tmp_path).follow(page)
     with Typist(tmp_path, fresh_python.parent) as typist:
         said = typist.follow(page)
 
-        # What the page has added is not proposed again.
+        # What the page has added is not proposed again; this project is on SQLite.
         assert re.findall(r"^\d\. (.+)", said["python manage.py txmsg init"], re.M) == [
+            "Let SQLite's writers wait for each other, in settings.py",
             "Make the tables, and try what you have",
             "Run it beside your web server",
         ]

@@ -15,6 +15,7 @@ from django.http import HttpRequest
 from django.test import Client, override_settings
 
 from django_txmsg import signals
+from django_txmsg.http_outbox import idempotency
 from django_txmsg.models import IdempotencyKey, OutboxMessage
 from tests.app.models import Order
 
@@ -208,9 +209,12 @@ def by_api_key(request: HttpRequest) -> str | None:
     return request.headers.get("X-Api-Key")
 
 
-def test_stored_response_needs_a_certain_caller() -> None:
+def test_stored_response_needs_a_certain_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Callers that only the view could distinguish, and who would see one another's
-    response."""
+    response. The developer reads once what to set."""
+    idempotency._log_unknown_caller.cache_clear()
     for headers in ({"X-Api-Key": "alice"}, {"Cookie": "sessionid=" + "m" * 32}):
         client = Client(headers=headers)
         response = post("a-key", client)
@@ -218,7 +222,8 @@ def test_stored_response_needs_a_certain_caller() -> None:
         assert "caller" in response.json()["title"]
     assert not Order.objects.exists()
     assert not IdempotencyKey.objects.exists()
-    # Without a key they are served as ever.
+    assert caplog.text.count('TXMSG["HTTP"]["IDEMPOTENCY_CALLER"]') == 1
+    # Without a key they are served as before.
     assert post(None, Client(headers={"X-Api-Key": "alice"})).status_code == 201
 
 
