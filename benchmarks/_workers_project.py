@@ -33,6 +33,8 @@ USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 LOGGING = {"version": 1, "root": {"level": "ERROR"}}
 TASKS: dict[str, Any] = {}
+if "BENCH_RATE" in os.environ:
+    INSTALLED_APPS.append("benchmarks")  # its `stages`
 if BACKEND == "txmsg":
     INSTALLED_APPS.append("django_txmsg")
     TASKS = {

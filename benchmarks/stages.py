@@ -1,0 +1,5 @@
+"""The stage of `benchmarks.limits`, where Django looks for it."""
+
+from ._workers_tasks import rated
+
+__all__ = ["rated"]
