@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from . import stand
@@ -135,7 +135,7 @@ class Rated(Bench):
 
 
 def calls(options: argparse.Namespace) -> None:
-    """Measure from the first call to the last commit."""
+    """Measure from the commit of the messages to the commit of the last answer."""
     embedded()
     import httpx
 
@@ -153,11 +153,14 @@ def calls(options: argparse.Namespace) -> None:
                     clients.append(httpx.AsyncClient(limits=limits, timeout=60))
                 (await clients[0].get(address)).raise_for_status()
 
-            with consuming(call, CALLS, transaction="none", concurrency=CALLS):
+            with consuming(call, transaction="none", concurrency=CALLS) as stage:
+                send(stage, 1)  # loads what a first call loads
                 done = InboxMessage.objects.exclude(processed_at=None)
-                while done.count() < CALLS:
-                    time.sleep(0.005)
-                return time.monotonic() - min(asked)
+                wait(lambda: done.count() == 1)
+                began = time.monotonic()
+                send(stage, CALLS)
+                wait(lambda: len(asked) > CALLS and done.count() > CALLS)
+                return time.monotonic() - began
 
     figures = [measure() for _ in range(options.rounds)]
     stand.table(
@@ -190,7 +193,6 @@ def latency(many: int) -> tuple[float, float]:
     from django.db import connection, transaction
 
     from django_txmsg import Message, send_message
-    from django_txmsg.models import InboxMessage
 
     began: dict[str, float] = {}
     took: list[float] = []
@@ -200,16 +202,9 @@ def latency(many: int) -> tuple[float, float]:
             at = began[str(message.id)]
             transaction.on_commit(lambda: took.append(time.monotonic() - at))
 
-    headers = {"tenant": "large"}
-    with consuming(handler, 0, rate="600/m", per="tenant", concurrency=2) as stage:
-        with transaction.atomic():
-            for _ in range(20):  # the first of them; some have to wait
-                send_message(stage.destination, 1, headers=headers)
-        waits = InboxMessage.objects.filter(due_at__isnull=False)
-        while not waits.exists():
-            time.sleep(0.01)
+    with consuming(handler, rate="600/m", per="tenant", concurrency=2) as stage:
         if many:
-            pile_up(many)
+            pile_up(stage, many)
         with connection.cursor() as cursor:
             cursor.execute("ANALYZE django_txmsg_inboxmessage")
         for _ in range(FEW):
@@ -220,54 +215,75 @@ def latency(many: int) -> tuple[float, float]:
                     stage.destination, 1, message_id=one, headers={"tenant": "small"}
                 )
             time.sleep(0.15)
-        while len(took) < FEW:
-            time.sleep(0.01)
+        wait(lambda: len(took) == FEW)
     ordered = sorted(1000 * one for one in took)
     return ordered[FEW // 2], ordered[int(FEW * 0.99) - 1]
 
 
-def pile_up(many: int) -> None:
-    """Let that many copies of a waiting message wait for the next slots of its line."""
-    from django.db import connection
+def pile_up(stage: Any, many: int) -> None:
+    """Let that many messages of the large tenant wait for its next slots."""
+    from django.db import connection, transaction
 
+    from django_txmsg import send_message
     from django_txmsg.models import InboxMessage, RateLine
 
-    names = [str(field.column) for field in InboxMessage._meta.concrete_fields]
-    own = {
-        "message_id": "gen_random_uuid()",
-        "slot": "l.taken + n",
-        "due_at": "to_timestamp(l.origin + (l.taken + n) * l.period)",
-    }
-    kept = [name for name in names if name != "id"]
-    columns = ", ".join(kept)
-    values = ", ".join(own.get(name, f"w.{name}") for name in kept)
+    def put() -> None:
+        with transaction.atomic():
+            send_message(stage.destination, 1, headers={"tenant": "large"})
+
+    put()
+    wait(RateLine.objects.exists)
     inbox, line = InboxMessage._meta.db_table, RateLine._meta.db_table
     with connection.cursor() as cursor:
-        cursor.execute(
-            f"INSERT INTO {inbox} ({columns}) SELECT {values} FROM"
-            f" (SELECT * FROM {inbox} WHERE slot IS NOT NULL LIMIT 1) w"
-            f" JOIN {line} l ON l.stage = w.stage AND l.key = w.key,"
-            " generate_series(1, %s) n",
-            [many],
-        )
         cursor.execute(f"UPDATE {line} SET taken = taken + %s", [many])
+        put()  # the last one, of which the others are copies
+        wait(InboxMessage.objects.filter(slot__gt=0, due_at__isnull=False).exists)
+        own = {
+            "message_id": "gen_random_uuid()",
+            "slot": "w.slot - n",
+            "due_at": "to_timestamp(l.origin + (w.slot - n) * l.period)",
+        }
+        names = [str(field.column) for field in InboxMessage._meta.concrete_fields]
+        kept = [name for name in names if name != "id"]
+        values = ", ".join(own.get(name, f"w.{name}") for name in kept)
+        cursor.execute(
+            f"INSERT INTO {inbox} ({', '.join(kept)}) SELECT {values}"
+            f" FROM {inbox} w JOIN {line} l ON l.stage = w.stage AND l.key = w.key,"
+            " generate_series(1, %s) n WHERE w.slot > 0",
+            [many - 1],
+        )
 
 
 def embedded() -> None:
-    """Set up Django with the embedded broker."""
+    """Set up Django with the embedded broker, and persistent connections."""
     stand.django(
-        stand.postgresql(),
+        f"{stand.postgresql()}?conn_max_age=600",
         {"SERVICE": "bench", "BROKERS": {"default": {"URL": URL}}},
     )
 
 
-@contextmanager
-def consuming(handler: Any, count: int, **options: Any) -> Iterator[Any]:
-    """Run a stage of `handler` for the duration of the block, with `count` messages
-    that wait in its queue."""
+def send(stage: Any, count: int) -> None:
+    """Commit messages for a stage."""
     from django.db import transaction
 
-    from django_txmsg import send_messages, stages
+    from django_txmsg import send_messages
+
+    with transaction.atomic():
+        send_messages(
+            {"destination": stage.destination, "body": n} for n in range(count)
+        )
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    """Wait until something holds, and look rarely enough to disturb nothing."""
+    while not condition():
+        time.sleep(0.02)
+
+
+@contextmanager
+def consuming(handler: Any, **options: Any) -> Iterator[Any]:
+    """Run a stage of `handler` for the duration of the block."""
+    from django_txmsg import stages
     from django_txmsg.consuming.consumer import Consumer
 
     from .consume import clean
@@ -275,13 +291,11 @@ def consuming(handler: Any, count: int, **options: Any) -> Iterator[Any]:
     clean()
     destination = f"bench.limits.{uuid.uuid4().hex[:8]}"
     stages.stage(destination, **options)(handler)
-    with transaction.atomic():
-        send_messages({"destination": destination, "body": n} for n in range(count))
-    time.sleep(1.0)  # the dispatcher's thread
     (declared,) = stages.find([destination])
     consumer = Consumer([declared])
     thread = threading.Thread(target=consumer.run)
     thread.start()
+    wait(lambda: all(one.dry for one in consumer.threads))  # all are connected
     try:
         yield declared
     finally:
@@ -297,14 +311,22 @@ def answering() -> Iterator[tuple[str, list[float]]]:
     asked: list[float] = []
 
     async def answer(reader: Any, writer: Any) -> None:
-        while await reader.readline():
-            while (await reader.readline()).strip():
-                pass
-            asked.append(time.monotonic())
-            await asyncio.sleep(1.0)
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-            await writer.drain()
+        with suppress(asyncio.CancelledError):  # the end of the benchmark
+            while await reader.readline():
+                while (await reader.readline()).strip():
+                    pass
+                asked.append(time.monotonic())
+                await asyncio.sleep(1.0)
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                await writer.drain()
         writer.close()
+
+    async def end() -> None:
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     loop = asyncio.new_event_loop()
     starting = asyncio.start_server(answer, "127.0.0.1", 0, backlog=2 * CALLS)
@@ -314,6 +336,7 @@ def answering() -> Iterator[tuple[str, list[float]]]:
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", asked
     finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
 

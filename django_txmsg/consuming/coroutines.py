@@ -14,7 +14,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
+from asgiref.sync import (
+    SyncToAsync,
+    ThreadSensitiveContext,
+    async_to_sync,
+    sync_to_async,
+)
 from django.db import connections
 
 from ..django_internals import in_block
@@ -46,7 +51,7 @@ def blocking(stage: Stage) -> Handler:
 async def _alone(handler: Handler, message: Message) -> Any:
     """Run a handler. Its queries use a separate thread and connection, which end with
     it, so a broken connection affects only this message."""
-    async with ThreadSensitiveContext():
+    async with ThreadSensitiveContext() as context:
         work = asyncio.ensure_future(_caught(handler, message))
         limit = deadline.current.get()
         if limit is not None:
@@ -55,7 +60,8 @@ async def _alone(handler: Handler, message: Message) -> Any:
         try:
             return await work
         finally:
-            await sync_to_async(connections.close_all)()
+            if context in SyncToAsync.context_to_thread_executor:  # it has a thread
+                await sync_to_async(connections.close_all)()
 
 
 async def _caught(handler: Handler, message: Message) -> Any:
