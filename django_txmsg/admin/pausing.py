@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from django.contrib import messages
@@ -12,6 +13,7 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import path
 from django.views.decorators.http import require_POST
 
+from ..monitoring import pausing
 from . import display
 from .addresses import led
 from .audit import audit, audited
@@ -32,10 +34,9 @@ class PausableAdmin(ReadOnlyAdmin):
     #: The consequences of a pause, and of its end.
     follows: ClassVar[str] = ""
 
-    def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
-        """Pause or resume the one with this name. Returns its row, or None if nothing
-        changed. Raises LookupError for an unknown name."""
-        raise NotImplementedError
+    #: Pauses or resumes the one with this name. Returns its row, or None if nothing
+    #: changed. Raises LookupError for an unknown name.
+    change: Callable[..., Model | None]
 
     def database(self, name: str) -> str:
         """Return the database of a stage or recurring message. Raises LookupError for
@@ -72,12 +73,12 @@ class PausableAdmin(ReadOnlyAdmin):
         why = plain(request.POST.get("why", "")).strip()
         by, verb = request.user.get_username(), "Paused" if paused else "Resumed"
         shown = f"{self.called} {name}".strip()
-        because = f": {why}" if why and paused else "."
         try:
             with audited(self.database(name)):
                 row = self.change(name, paused=paused, by=by, why=why)
                 if row is not None:
-                    audit(request, row, f"{verb} {self.noun} {name}{because}")
+                    what = f"{self.noun} {name}"
+                    audit(request, row, pausing.said(what, paused=paused, why=why))
         except LookupError:
             refusal = f"There is no {self.noun} {display.cut(name)!r} here."
             messages.error(request, refusal)

@@ -9,7 +9,6 @@ from typing import Any
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import path
@@ -18,7 +17,7 @@ from django.views.decorators.http import require_POST
 from .. import conf
 from ..errors import ConfigurationError, TxmsgError
 from ..models import Schedule
-from ..monitoring import schedule
+from ..monitoring import pausing, schedule
 from ..scheduling import made
 from .addresses import led
 from .audit import audit, audited
@@ -31,6 +30,8 @@ class ScheduleAdmin(PausableAdmin):
     """One page for all recurring messages, declared here or known from their rows."""
 
     kind, noun = "schedule", "recurring message"
+    change = staticmethod(pausing.set_recurring)
+    database = staticmethod(pausing.database_of_recurring)
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -68,7 +69,7 @@ class ScheduleAdmin(PausableAdmin):
             given = json.loads(body or "null")
             made.make_recurring(name, expression, destination, given, tz=tz or None)
 
-        said = f"Made recurring message {name}: {expression} to {destination}."
+        said = made.said(name, expression, destination)
         return self._change(request, name, said, change)
 
     def remove(self, request: HttpRequest) -> HttpResponse:
@@ -103,21 +104,3 @@ class ScheduleAdmin(PausableAdmin):
     @staticmethod
     def _may_make(request: HttpRequest) -> bool:
         return bool(request.user.has_perm("django_txmsg.make_schedule"))
-
-    def database(self, name: str) -> str:
-        """Return the database that its messages are stored in."""
-        using = schedule.database_of(name)
-        if using is None:
-            raise LookupError(name)
-        return using
-
-    def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
-        """Pause a recurring message, or let it continue with its next tick."""
-        using, service = self.database(name), conf.get().SERVICE
-        rows = Schedule.objects.db_manager(using)
-        changed = (
-            rows.pause(service, name, by=by, why=why)
-            if paused
-            else rows.resume(service, name)
-        )
-        return rows.get(service=service, name=name) if changed else None

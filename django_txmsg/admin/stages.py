@@ -8,7 +8,6 @@ from typing import Any
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import path
@@ -17,8 +16,7 @@ from django.views.decorators.http import require_POST
 from ..consuming import rates
 from ..errors import ConfigurationError
 from ..models import StageState
-from ..monitoring import status
-from ..monitoring.known_stages import is_known
+from ..monitoring import pausing, status
 from ..stages import all_stages
 from . import contract
 from .addresses import led
@@ -37,6 +35,7 @@ class StageAdmin(PausableAdmin):
 
     kind, noun, called, field = "stage", "stage", "stage", "stage"
     follows = " Its consumers obey within two seconds."
+    change = staticmethod(pausing.set_stage)
 
     def get_urls(self) -> list[Any]:
         """Add the contract's address."""
@@ -111,13 +110,3 @@ class StageAdmin(PausableAdmin):
         if not self.has_view_permission(request):
             raise PermissionDenied
         return contract.show(request, self.page_context(request, "Contract"))
-
-    def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
-        """Pause a stage, or resume it: its consumers finish messages in progress and
-        take no new ones."""
-        using = router.db_for_write(StageState)
-        states = StageState.objects.db_manager(using)
-        if paused and not is_known(name, using):
-            raise LookupError(name)
-        changed = states.pause(name, by=by, why=why) if paused else states.resume(name)
-        return states.get(stage=name) if changed else None

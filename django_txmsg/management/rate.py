@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import logging
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -16,8 +15,6 @@ from ..stages import all_stages
 from . import operator
 from .ages import read_age
 from .terminal import printable
-
-log = logging.getLogger("django_txmsg.rates")
 
 
 class Command(BaseCommand):
@@ -57,7 +54,6 @@ class Command(BaseCommand):
                     raise CommandError(str(error)) from error
                 said = f"Stage {name} has a rate of {options['rate']} for {age}."
             operator.record(states.db, said)
-        log.info("%s By %s.", said, operator.name())
         self.stdout.write(printable(said))
 
     def _list(self) -> None:

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 from django.db import router, transaction
 
-from .. import conf
 from ..errors import TxmsgError
 from ..models import Schedule
-from ..monitoring import schedule
+from ..monitoring import pausing, schedule
 from ..monitoring.schedule import Timing
 from ..scheduling import made
 from . import operator
+from .pausing import PausingCommand
 from .tables import require_tables
 
-log = logging.getLogger("django_txmsg.timekeeper")
 
-
-class Command(BaseCommand):
+class Command(PausingCommand):
     """Show recurring messages; pause, resume, make and remove them."""
 
     help = "Recurring messages: when each is due, pausing, resuming and making one."
+    noun = "recurring message"
+    change = staticmethod(pausing.set_recurring)
+    database = staticmethod(pausing.database_of_recurring)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        shown = actions.add_parser("list", help="Each with its last and next tick.")
-        shown.add_argument("--json", action="store_true")
-        pause = actions.add_parser("pause", help="Store no message at its ticks.")
-        pause.add_argument("--why", default="", help="The reason, for other operators.")
-        resume = actions.add_parser("resume", help="Go on with the next tick.")
+        self.add_pausing(
+            actions,
+            listed="Each with its last and next tick.",
+            paused="Store no message at its ticks.",
+        )
         make = actions.add_parser("make", help="Let a message recur from now on.")
         make.add_argument("name", metavar="NAME")
         make.add_argument("expression", metavar="EXPRESSION", help="as '0 3 * * *'")
@@ -41,22 +41,20 @@ class Command(BaseCommand):
         make.add_argument("--body", default="null", metavar="JSON")
         make.add_argument("--tz", metavar="ZONE", help="default: TIME_ZONE")
         remove = actions.add_parser("remove", help="Remove one that was made so.")
-        for action in (pause, resume, remove):
-            action.add_argument("name", nargs="+", metavar="NAME")
+        remove.add_argument("name", nargs="+", metavar="NAME")
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_tables(router.db_for_write(Schedule))
-        if options["action"] == "list":
+        action = options["action"]
+        if action == "list":
             self._list(options["json"])
-            return
-        if options["action"] == "make":
+        elif action == "make":
             self._make(options)
-            return
-        for name in options["name"]:
-            if options["action"] == "remove":
+        elif action == "remove":
+            for name in options["name"]:
                 self._remove(name)
-                continue
-            self._set(name, options["action"] == "pause", options.get("why", ""))
+        else:
+            self.set_paused(options)
 
     def _list(self, as_json: bool) -> None:
         found = schedule.read()
@@ -77,8 +75,7 @@ class Command(BaseCommand):
     def _make(self, options: dict[str, Any]) -> None:
         name, expression = options["name"], options["expression"]
         using = router.db_for_write(Schedule)
-        said = f"Made recurring message {name}: {expression} to "
-        said += f"{options['destination']}."
+        said = made.said(name, expression, options["destination"])
         try:
             with transaction.atomic(using=using):
                 made.make_recurring(
@@ -100,25 +97,6 @@ class Command(BaseCommand):
                 raise CommandError(f"No recurring message {name!r} was made here.")
             operator.record(using, f"Removed recurring message {name}.")
         self.stdout.write(f"Removed {name}.")
-
-    def _set(self, name: str, pause: bool, why: str) -> None:
-        using = schedule.database_of(name)
-        if using is None:
-            raise CommandError(f"No recurring message {name!r} here.")
-        rows, service = Schedule.objects.db_manager(using), conf.get().SERVICE
-        user, verb = operator.name(), "Paused" if pause else "Resumed"
-        with transaction.atomic(using=using):
-            if pause:
-                changed = rows.pause(service, name, by=user, why=why)
-            else:
-                changed = rows.resume(service, name)
-            if changed:
-                because = f": {why}" if why else "."
-                operator.record(using, f"{verb} recurring message {name}{because}")
-        if changed:
-            log.info("recurring message %r: %s by %s %s", name, verb, user, why)
-        entry = f"{verb} {name}." if changed else f"{name} is {verb.lower()} already."
-        self.stdout.write(entry)
 
 
 def _as_json(one: Timing) -> dict[str, Any]:

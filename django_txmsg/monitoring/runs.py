@@ -15,7 +15,7 @@ from django.db.models import Exists, OuterRef, Q
 
 from ..models import DeadLetter, Run
 from ..models.dead_letter import Resolution
-from ..models.fields import Later
+from ..models.fields import Holds, Later
 from ..models.run import Outcome
 from ..rules.rule import Rule
 from .waiting import CAP, OVERDUE, places_sql
@@ -24,6 +24,7 @@ from .waiting import CAP, OVERDUE, places_sql
 UNDONE = dt.timedelta(hours=1)
 
 _OPEN = Rule("{ended_at} IS NULL")
+_UNDOING = _OPEN & Rule("{failing}")
 _TABLE = "django_txmsg_run"
 
 
@@ -42,15 +43,14 @@ class Runs:
 
 def states() -> dict[str, Q]:
     """Return the condition of each state of a run, by its name."""
-    is_open = Q(ended_at__isnull=True)
-    undoing = is_open & Q(failing=True)
+    is_open, undoing = Q(Holds(_OPEN)), Q(Holds(_UNDOING))
     letters = DeadLetter.objects.filter(
         message_id=OuterRef("request_id"), resolution=Resolution.OPEN
     )
     late = Q(since__lte=Later(-UNDONE.total_seconds()))
     return {
         "open": is_open,
-        "waiting": is_open & Q(failing=False),
+        "waiting": Q(Holds(_OPEN & ~Rule("{failing}"))),
         "overdue": Q(due_at__lte=Later(-OVERDUE.total_seconds())),
         "undoing": undoing,
         "undo stuck": undoing & (late | Q(Exists(letters))),
@@ -77,11 +77,10 @@ def read(using: str) -> list[Runs]:
             f" LIMIT {CAP + 1}) AS bounded)"
         )
 
-    failing = Rule("{ended_at} IS NULL AND {failing}")
     with connections[using].cursor() as cursor:
         cursor.execute(
             f"{places_sql(_TABLE, ('service', 'flow'), _OPEN)} SELECT o.service,"  # noqa: S608 - constants only
-            f" o.flow, {count(_OPEN)}, {count(failing)} FROM places"
+            f" o.flow, {count(_OPEN)}, {count(_UNDOING)} FROM places"
             f" JOIN {_TABLE} o ON o.id = places.id ORDER BY o.service, o.flow",
             [],
         )

@@ -83,6 +83,11 @@ def make_recurring(
     _rows().make(conf.get().SERVICE, name, given, str(one.cron))
 
 
+def said(name: str, expression: str, destination: str) -> str:
+    """Return the text of the audit's entry."""
+    return f"Made recurring message {name}: {expression} to {destination}."
+
+
 def remove_recurring(name: str) -> bool:
     """Remove a recurring message that was made at run time. False if there is none."""
     return bool(_rows().unmake(conf.get().SERVICE, name))

@@ -16,7 +16,7 @@ from django.utils import timezone
 
 from django_txmsg import every
 from django_txmsg.checks import schedule
-from django_txmsg.models import Schedule
+from django_txmsg.models import AuditEntry, Schedule
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.scheduling.timetable import forget
 
@@ -108,9 +108,20 @@ def test_pausing_needs_its_permission_and_a_name_that_is_known(
 
 
 @pytest.mark.django_db
-def test_the_command_lists_pauses_and_resumes() -> None:
+def test_the_command_lists_pauses_and_resumes(
+    caplog: pytest.LogCaptureFixture, django_capture_on_commit_callbacks: Any
+) -> None:
     assert "reports.nightly  0 3 * * * Europe/Berlin" in told("list")
-    assert "Paused" in told("pause", "reports.nightly", "--why", "audit")
+    caplog.set_level("INFO")
+    with django_capture_on_commit_callbacks(execute=True):
+        assert "Paused" in told("pause", "reports.nightly", "--why", "audit")
+    assert Schedule.objects.get().paused_by.startswith("command: ")
+    paused = "Paused recurring message reports.nightly: audit"
+    assert [one.text for one in AuditEntry.objects.all()] == [paused]
+    # Once, by the logger of the audit.
+    assert [one.name for one in caplog.records if "reports.nightly" in one.message] == [
+        "django_txmsg.audit"
+    ]
     assert "already" in told("pause", "reports.nightly")
     assert ": audit" in told("list")
     found = json.loads(told("list", "--json"))["recurring"]
@@ -118,7 +129,7 @@ def test_the_command_lists_pauses_and_resumes() -> None:
         ("reports.nightly", "audit")
     ]
     assert "Resumed" in told("resume", "reports.nightly")
-    with pytest.raises(CommandError, match="No recurring message 'other'"):
+    with pytest.raises(CommandError, match="no recurring message 'other'"):
         told("pause", "other")
     forget("reports.nightly")
     Schedule.objects.all().delete()

@@ -1,0 +1,55 @@
+"""Pausing and resuming by name, for the commands that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+from django.db import transaction
+from django.db.models import Model
+
+from ..monitoring import pausing
+from . import operator
+from .terminal import printable
+
+
+class PausingCommand(BaseCommand):
+    """A command with the actions `list`, `pause` and `resume`."""
+
+    noun: str
+    #: Pauses or resumes the one with this name; the database that it is stored in.
+    change: Callable[..., Model | None]
+    database: Callable[[str], str]
+
+    def add_pausing(self, actions: Any, *, listed: str, paused: str) -> None:
+        """Add the actions, with the help texts of two of them."""
+        shown = actions.add_parser("list", help=listed)
+        shown.add_argument("--json", action="store_true")
+        pause = actions.add_parser("pause", help=paused)
+        pause.add_argument("--why", default="", help="The reason, for other operators.")
+        for action in (pause, actions.add_parser("resume", help="Go on.")):
+            action.add_argument("name", nargs="+", metavar="NAME")
+
+    def set_paused(self, options: dict[str, Any]) -> None:
+        """Pause or resume each, with an entry in the audit."""
+        paused, why = options["action"] == "pause", options.get("why", "")
+        verb, by = "Paused" if paused else "Resumed", f"command: {operator.name()}"
+        for name in options["name"]:
+            kind = type(self)
+            try:
+                using = kind.database(name)
+                with transaction.atomic(using=using):
+                    changed = kind.change(name, paused=paused, by=by, why=why)
+                    if changed is not None:
+                        what = f"{self.noun} {name}"
+                        said = pausing.said(what, paused=paused, why=why)
+                        operator.record(using, said)
+            except LookupError as error:
+                raise CommandError(f"There is no {self.noun} {name!r} here.") from error
+            shown = printable(name)
+            self.stdout.write(
+                f"{verb} {shown}."
+                if changed is not None
+                else f"{shown} is {verb.lower()} already."
+            )

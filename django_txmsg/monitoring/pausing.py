@@ -1,0 +1,68 @@
+"""Pausing and resuming stages and recurring messages, by page and by command."""
+
+from __future__ import annotations
+
+from django.db import router
+
+from .. import conf
+from ..models import DeadLetter, InboxMessage, Schedule, StageState, Worker
+from ..models.dead_letter import Resolution
+from ..stages import all_stages
+from . import schedule
+
+
+def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | None:
+    """Pause a stage, or resume it: its consumers finish messages in progress and take
+    no new ones. Returns its row, or None if nothing changed.
+
+    Raises LookupError for an unknown stage: a misspelt one must not be paused in
+    silence.
+    """
+    using = router.db_for_write(StageState)
+    states = StageState.objects.db_manager(using)
+    if paused and not _is_known(name, using):
+        raise LookupError(name)
+    changed = states.pause(name, by=by, why=why) if paused else states.resume(name)
+    return states.get(stage=name) if changed else None
+
+
+def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | None:
+    """Pause a recurring message, or let it continue with its next tick. Returns its
+    row, or None if nothing changed. Raises LookupError for an unknown name."""
+    service = conf.get().SERVICE
+    rows = Schedule.objects.db_manager(database_of_recurring(name))
+    changed = (
+        rows.pause(service, name, by=by, why=why)
+        if paused
+        else rows.resume(service, name)
+    )
+    return rows.get(service=service, name=name) if changed else None
+
+
+def database_of_recurring(name: str) -> str:
+    """Return the database that its messages are stored in. Raises LookupError for an
+    unknown name."""
+    using = schedule.database_of(name)
+    if using is None:
+        raise LookupError(name)
+    return using
+
+
+def said(what: str, *, paused: bool, why: str) -> str:
+    """Return the text of the audit's entry."""
+    because = f": {why}" if why and paused else "."
+    return f"{'Paused' if paused else 'Resumed'} {what}{because}"
+
+
+def _is_known(name: str, using: str) -> bool:
+    """Return whether a stage is declared here, is consumed by another process, or has
+    rows."""
+    consumed = Worker.objects.using(using).values_list("stages", flat=True)
+    return bool(name) and (
+        any(one.name == name for one in all_stages())
+        or any(name in stages for stages in consumed)
+        or InboxMessage.objects.using(using).filter(stage=name).exists()
+        or DeadLetter.objects.using(using)
+        .filter(stage=name, resolution=Resolution.OPEN)
+        .exists()
+    )
