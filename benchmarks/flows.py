@@ -3,8 +3,8 @@ chained by hand with a row for their state.
 
 python -m benchmarks.flows [--flows 400] [--rounds 3] [--sizes 1,10,60]
 
-Both ways handle seven messages for each, and insert a row of business in each of them.
-A size is that of the state, in KiB; the state of a flow has at most 64 KiB.
+Both ways handle seven messages for each flow, and each message inserts one row of the
+application. A size is that of the state, in KiB; a flow's state has at most 64 KiB.
 """
 
 from __future__ import annotations

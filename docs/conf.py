@@ -72,8 +72,8 @@ def setup(app: Any) -> None:
 GLOSSARY = "reference/glossary"
 #: Words that also occur in a general sense, so their first use is not linked.
 AMBIGUOUS = {
-    "archive", "batch", "blocked", "cancel", "key", "rate", "refuse", "run", "session",
-    "signal", "step", "store",
+    "archive", "batch", "blocked", "cancel", "join", "key", "rate", "refuse", "run",
+    "session", "signal", "step", "store",
 }  # fmt: skip
 #: Where a word is not linked.
 APART = (

@@ -59,7 +59,7 @@ def current_run() -> Run | None:
 
 
 def enter(run: Run | None) -> None:
-    """Make `run` the open execution, or none."""
+    """Set the execution that is open in this context; None: none is."""
     _run.set(run)
 
 

@@ -169,7 +169,8 @@ class Arrival:
         return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
     def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
-        """Note that the arrival is recorded as `record`, with an attempt or without."""
+        """Remember the row that records this arrival, and whether it counts an
+        attempt."""
         self.record, self.counted = record, attempt
         return record
 

@@ -1,5 +1,5 @@
-"""The flow of all batches of this service. Importing it declares it, as `ready()` does
-where `FLOWS["BATCHES"]` is set."""
+"""The flow of all flow batches of this service. Importing it declares it, as `ready()`
+does where `FLOWS["BATCHES"]` is set."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Batches(
     name=f"{conf.get().SERVICE}.batches",
     within=None,
 ):
-    """The flow of all batches of this service."""
+    """The flow of all flow batches of this service."""
 
     @step
     def start(self, body: BatchEnded) -> Next[BatchEnded | Cancelled]:
         """Refuse: `batch()` stores runs that have begun."""
-        raise FlowError("A batch is started by batch(), and not by a message.")
+        raise FlowError("A flow batch is started by batch(), and not by a message.")
 
     @step
     def ended(self) -> Next[BatchEnded | Cancelled]:

@@ -1,7 +1,7 @@
 """`batch()`: a join without a flow. A group of messages, and a message at its end.
 
-Its run is one of a flow of this package that has nothing but that end, so deadlines,
-cancelling and retention are those of any other run.
+A flow of this package, `Batches`, has the run of each flow batch. So deadlines,
+cancelling and retention work as for every run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def batch(
     given = list(messages)
     if any(one.get("unique") or one.get("expires") for one in given):
         raise InvalidMessage(
-            "A message of a batch has neither unique=, since one that is pending "
+            "A message of a flow batch has neither unique=, since one that is pending "
             "already answers to no batch, nor expires=, since an expired one never "
             "answers: give the batch a deadline, within=."
         )

@@ -85,7 +85,7 @@ class Transaction:
         self.link.writer.put(data)
 
     def fail(self, error: MessagingError) -> None:
-        """Record why it cannot be committed."""
+        """Record why the transaction cannot be committed."""
         self.error = self.error or error
 
     def spoil(self, broker_message: str) -> None:

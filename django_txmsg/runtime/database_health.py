@@ -185,10 +185,11 @@ def wait(using: str, stop: threading.Event) -> bool:
 
 
 class Retry:
-    """When to retry what the database has refused, in one place: pause, probe, go on.
-    Log lines about it begin with `what`; a process writes at most one a second.
+    """Decides when to retry a statement that the database has refused: after a pause,
+    or after a probe has succeeded.
 
-    For the tries of one thread, or of threads with the same refusal.
+    Log lines begin with `what`; a process writes at most one a second. Threads that
+    meet the same refusal share an instance.
     """
 
     def __init__(self, using: str, what: str) -> None:

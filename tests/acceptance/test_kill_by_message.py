@@ -1,4 +1,5 @@
-"""A message that kills its worker is dead after the same number of attempts."""
+"""A message that kills its worker is buried after as many attempts as one that
+fails."""
 
 from __future__ import annotations
 

@@ -284,7 +284,8 @@ def test_killed_in_a_handler_its_messages_are_processed_once(world: World) -> No
 
 @pytest.mark.postgresql
 def test_messages_of_a_stopped_process_are_processed_once(world: World) -> None:
-    """Stopped while processing (on SQLite not while it holds the only lock)."""
+    """SIGSTOP comes in the middle of a handler; on SQLite, at a moment when the process
+    does not hold the database's only lock."""
     world.dispatch(1)
     world.start("run")
     wait_until(Effect.objects.exists, message=lambda: world.process.output)

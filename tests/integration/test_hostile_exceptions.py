@@ -1,5 +1,5 @@
-"""A failure whose exception cannot be read is its message's failure like any other, and
-its policy is obeyed."""
+"""If a handler raises an exception whose text cannot be read, its message fails as with
+any other exception: it is redelivered or buried by its policy."""
 
 from __future__ import annotations
 

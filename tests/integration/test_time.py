@@ -286,8 +286,8 @@ def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
 
 @pytest.mark.postgresql
 def test_a_zone_of_the_alias_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This also holds on days of 23 and 25 hours, and for both statements, one for one
-    message and one for many."""
+    """Neither on a day of 23 or 25 hours. One statement stores a single message, and
+    another one stores many."""
     given = connections.databases["default"]
     monkeypatch.setitem(
         connections.databases, "default", {**given, "TIME_ZONE": "Europe/Berlin"}

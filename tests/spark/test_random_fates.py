@@ -140,8 +140,8 @@ def pass_time(by: dt.timedelta, *aliases: str) -> None:
 
 
 def set_clock(ahead: dt.timedelta) -> None:
-    """Move the clock of `orders` ahead: in its rows, all instants except those that
-    senders wrote."""
+    """Move the clock of the service `orders` ahead: every instant in its rows, except
+    those that the senders of messages wrote."""
     pass_time(-ahead, "other")
     for model, name in (
         (InboxMessage, "created_at"),
