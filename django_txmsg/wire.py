@@ -76,6 +76,12 @@ def read_ticket(text: str) -> tuple[uuid.UUID, uuid.UUID]:
     return uuid.UUID(run_id), uuid.UUID(turn)
 
 
+def holds_back(ticket: str) -> bool:
+    """Return whether a request with this ticket is one of a gather that has held
+    another one back until this one has its answer."""
+    return "-" in ticket.partition("/")[2]
+
+
 def is_request(headers: Mapping[str, str]) -> bool:
     """Return whether a flow waits for a message's answer. It expires with that wait, so
     an expired one is dropped, and not buried."""

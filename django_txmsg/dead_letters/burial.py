@@ -19,6 +19,7 @@ from ..envelope.failure import Failure
 from ..models import DeadLetter
 from ..models.dead_letter import Resolution
 from ..models.outbox_claim import Claimed
+from ..sending import answering
 
 
 def bury(
@@ -80,9 +81,10 @@ def bury(
 def bury_outgoing(
     row: Claimed, using: str, broker: str, reason: str, error: str
 ) -> DeadLetter:
-    """Store a message that could not leave: expired, or refused by the broker."""
+    """Store a message that could not leave: expired, or refused by the broker. A flow
+    that waits for its answer gets `Dead`."""
     service = row.service or conf.get().SERVICE
-    return bury(
+    letter = bury(
         using=using,
         message_id=uuid.UUID(row.message_id),
         stage="",
@@ -94,6 +96,15 @@ def bury_outgoing(
         failure=Failure.because(reason, error),
         attempts=row.attempts + 1,
     )
+    answering.answer_dead(
+        letter.headers,
+        reason,
+        message_id=letter.message_id,
+        stage="",
+        using=using,
+        broker=broker,
+    )
+    return letter
 
 
 def _announcement(letter: DeadLetter, error: str) -> Callable[[], None]:

@@ -95,10 +95,13 @@ def redeliver(
 
 def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:
     """Return why nothing can be done about a dead letter whose message is revoked, or
-    is a request that has expired; the empty string for any other."""
-    until = wire.expires(wire.conversation(letter.headers))
+    is a request that has expired, or that the broker has refused, which was answered by
+    `Dead`; the empty string for any other."""
+    given = letter.headers
+    until = wire.expires(wire.conversation(given))
     expired = until is not None and until <= now
-    if not expired and (row is None or row.revoked_at is None):
+    left = letter.stage or not wire.is_request(given) or wire.UNDOES in given
+    if left and not expired and (row is None or row.revoked_at is None):
         return ""
     return (
         f"message {letter.message_id} is revoked: the flow that sent it has gone on "

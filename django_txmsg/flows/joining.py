@@ -137,6 +137,9 @@ def answered(
     batch = batches.filter(turn=turn, run__turn=turn).first()
     if batch is None:
         return False
+    if body.type == "txmsg.Buried":
+        _let_leave(batch, found[2])
+        return True
     run, step = batch.run, declared.step(batch.run.step)
     failed = body.type in OURS and not step.reads(body.type)
     if not failed and not step.takes_nothing:
@@ -149,8 +152,7 @@ def answered(
     if run.undos and body.type != "txmsg.Dead":
         undos = FlowUndo.objects.using(declared.using).filter(run=run)
         undos.filter(request_id=request_id, confirmed_at=None).update(answered=True)
-    for held in batch.rows().filter(number=found[2]) if found[2] else ():
-        reschedule_message(held.request_id, delay=dt.timedelta(0), using=declared.using)
+    _let_leave(batch, found[2])
     if batch.may_have_ended():
         given = {
             wire.FLOW: str(run.first_run),
@@ -158,6 +160,13 @@ def answered(
         }
         _continue(declared, run, turn, given)
     return True
+
+
+def _let_leave(batch: Batch, number: str | None) -> None:
+    """Let the request of a number leave that was held back, if there is one."""
+    for held in batch.rows().filter(number=number) if number else ():
+        using = batch._state.db
+        reschedule_message(held.request_id, delay=dt.timedelta(0), using=using)
 
 
 def ended(

@@ -29,8 +29,18 @@ _UNDECIDED = frozenset({"attempts_exhausted", "worker_lost"})
 @message_type("txmsg.Dead")
 @dataclass(frozen=True)
 class Dead:
-    """The answer to a request that is given up: it was refused, it is unreadable, or
-    an operator has discarded it. `reason` is the dead letter's code."""
+    """The answer to a request that is given up: it was refused, also by the broker, it
+    is unreadable, or an operator has discarded it. `reason` is the dead letter's
+    code."""
+
+    reason: str
+
+
+@message_type("txmsg.Buried")
+@dataclass(frozen=True)
+class Buried:
+    """Notifies a gather that one of its requests is a dead letter that an operator may
+    still save, so that the next request can leave. It is not the answer."""
 
     reason: str
 
@@ -124,15 +134,20 @@ def answer_dead(
     broker: str,
 ) -> None:
     """Notify the caller that a request is given up, inside the caller's transaction,
-    and let no stage process it any more. No notification is sent while an operator can
-    still redeliver it, nor for an undo, which must be done."""
-    if reason in _UNDECIDED or wire.UNDOES in headers:
+    and let no stage process it any more. While an operator can still redeliver it, only
+    a gather is notified that has held another request back for it. An undo must be
+    done, so nothing is sent for one."""
+    if wire.UNDOES in headers:
         return
     try:
         address = Address.of(headers)
     except DecodeError:
         return
     if address is None or wire.TICKET not in headers:
+        return
+    if reason in _UNDECIDED:
+        if wire.holds_back(headers[wire.TICKET]):
+            address.send(Buried(reason), using=using, broker=broker)
         return
     if stage:
         InboxMessage.objects.db_manager(using).revoke(stage, message_id)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
 
 from .. import conf, wire
@@ -101,7 +101,11 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
     not processed any more."""
     ticket = wire.ticket(run.run_id, turn)
     letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
-    same = letters.filter(correlation_id__in=(run.correlation_id, ticket))
+    same = letters.filter(
+        Q(correlation_id__in=(run.correlation_id, ticket))
+        # Those of a gather whose requests go to consumers that are not of this package.
+        | Q(correlation_id__startswith=f"{ticket}/")
+    )
     for one in same.only("stage", "message_id", "headers"):
         # Requests without a deadline are those of a batch, which outlive its end.
         waits = wire.EXPIRES in one.headers or wire.REPLY_TO not in one.headers

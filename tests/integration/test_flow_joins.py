@@ -18,7 +18,14 @@ from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from django_txmsg import Destination, Message, Refuse, cancel_message, stages, wire
-from django_txmsg.errors import ConfigurationError, InvalidMessage, TransactionRequired
+from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.dead_letters import bulk
+from django_txmsg.errors import (
+    ConfigurationError,
+    DispatchRejected,
+    InvalidMessage,
+    TransactionRequired,
+)
 from django_txmsg.flows import (
     Answers,
     Cancelled,
@@ -48,6 +55,7 @@ from django_txmsg.models import (
 from django_txmsg.models.batch import Progress
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import retention
+from django_txmsg.sending import undoing
 from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect
@@ -97,11 +105,14 @@ class Toured:
 price = Destination("tour.price", Price, reply=Priced)
 forget = Destination("tour.forget", Price)
 refused: set[int] = set()
+broken: set[int] = set()
 
 
 def answer_price(body: Price) -> Priced:
     if body.stop in refused:
         raise Refuse("sold out")
+    if body.stop in broken:
+        raise ValueError("broken")
     Effect.objects.create(name=f"price {body.stop}", message_id="")
     return Priced(body.stop, 10 * body.stop)
 
@@ -147,6 +158,7 @@ class Touring(Flow[Tour, Toured | Cancelled], name="tour.flow", within=HOUR):
 @pytest.fixture(autouse=True)
 def tours() -> Iterator[None]:
     refused.clear()
+    broken.clear()
     with (
         at_hand(Touring),
         declared(answer_price, price, name="tour.price"),
@@ -275,6 +287,70 @@ def test_only_so_many_requests_are_on_their_way_at_once() -> None:
     assert on_their_way() == 1, "the last one"
     drain()
     assert amounts(run) == [0, -2, 20, 30, 40, 50, 60]
+
+
+def test_a_dead_letter_gives_its_place_to_the_next_request() -> None:
+    broken.update([0, 1])
+    run = tour(5, at_once=2)
+    drain(raises=False)
+    assert effects() == ["price 2", "price 3", "price 4"]
+    assert Batch.objects.get().progress.open == 2
+    assert DeadLetter.objects.filter(resolution="open").count() == 2
+
+    broken.clear()
+    bulk.finish(bulk.start("redeliver", {}))
+    drain()
+    assert amounts(run) == [0, 10, 20, 30, 40]
+
+
+def test_a_request_that_the_broker_refuses_is_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = DatabaseSession.send
+
+    def send(session: Any, messages: Any, **options: Any) -> Any:
+        kept = [one for one in messages if one.body != b'{"stop":0}']
+        outcomes = iter(real(session, kept, **options))
+        return [
+            next(outcomes) if one in kept else DispatchRejected("no permission")
+            for one in messages
+        ]
+
+    monkeypatch.setattr(DatabaseSession, "send", send)
+    with txmsg(RELAY={"MAX_ATTEMPTS": 1}):
+        run = tour(2)
+        drain(raises=False)
+    monkeypatch.undo()
+    assert amounts(run) == [-2, 10]
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.resolution) == ("rejected", "open")
+
+    bulk.finish(bulk.start("redeliver", {}))
+    drain()
+    letter.refresh_from_db()
+    assert (letter.resolution, letter.resolved_by) == ("discarded", undoing.GONE_ON)
+    assert effects() == ["price 1"]
+
+
+def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
+    """Its correlation id is its ticket, with the number of the request."""
+    run = tour(2)
+    answer(1)
+    run.refresh_from_db()
+    assert run.turn is not None
+    ticket = wire.ticket(run.run_id, run.turn)
+    headers = {
+        wire.CONTENT_TYPE: wire.JSON,
+        wire.MESSAGE_ID: str(uuid.uuid4()),
+        wire.CORRELATION_ID: f"{ticket}/1",
+    }
+    put("tour.flow.steps", b'"nonsense"', headers)
+    drain("tour.flow.steps", raises=False)
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.correlation_id) == ("invalid_body", f"{ticket}/1")
+    drain(ahead=2 * HOUR)
+    letter.refresh_from_db()
+    assert (letter.resolution, letter.resolved_by) == ("discarded", undoing.GONE_ON)
 
 
 def test_requests_that_have_not_left_expire_with_their_join() -> None:

@@ -40,6 +40,7 @@ from django_txmsg.flows import (
     Flow,
     Next,
     TimedOut,
+    acts,
     cancel,
     resume,
     signal,
@@ -296,6 +297,8 @@ class World(RuleBasedStateMachine):
             model.objects.all().delete()
         Participant.mended = False
         self._names = 0
+        #: The keys of the runs that went back to a step.
+        self._back: set[str] = set()
         self._code: type[Outer] = Newer
         self._deployed = ExitStack()
         self.code_is_replaced(newer=False)
@@ -423,6 +426,18 @@ class World(RuleBasedStateMachine):
                 letter, headers={}, body=json.dumps(body).encode()
             )
 
+    @precondition(lambda self: FlowStep.objects.exists())
+    @rule(which=st.integers(0, 1000))
+    def an_operator_goes_back(self, which: int) -> None:
+        """Send a run back to one of its steps, which may not be possible any more."""
+        steps = FlowStep.objects.filter(run__flow="machine.outer").order_by("id")
+        if not steps:
+            return
+        step = steps[which % len(steps)]
+        with suppress(TxmsgError), transaction.atomic():
+            acts.act("go-back", step.run, acts.Given(to=str(step.pk)))
+            self._back.add(step.run.key)
+
     def _open(self, which: int) -> Run:
         runs = Run.objects.filter(ended_at=None).order_by("id")
         return runs[which % runs.count()]
@@ -458,6 +473,7 @@ class World(RuleBasedStateMachine):
         works: dict[str, Works] = defaultdict(Works)
         for effect in effects():
             what, name, number, fate = effect.split()
+            works[name].repeats = name in self._back
             works[name].note(what, int(number), fate)
         for run in Run.objects.filter(flow="machine.outer"):
             works[run.key].judge(run.outcome)
@@ -474,9 +490,11 @@ def _editable() -> Any:
 
 
 class Works:
-    """What was done and undone for one run of Outer, by number."""
+    """What was done and undone for one run of Outer, by number. A run that went back to
+    a step `repeats` what was undone."""
 
     def __init__(self) -> None:
+        self.repeats = False
         self._standing: dict[int, str] = {}
         self._gone: dict[int, str] = {}
 
@@ -484,6 +502,8 @@ class Works:
         """Take the next effect: each is done once, and undone once, newest first. A
         flow that answers first undoes itself beside what comes after it."""
         if what == "do":
+            if self.repeats:
+                self._gone.pop(number, None)
             assert number not in self._standing | self._gone, "it is done twice"
             self._standing[number] = fate
         else:
@@ -499,7 +519,8 @@ class Works:
             assert not self._standing, "it is not undone"
         else:
             assert outcome == "answered"
-            assert set(self._gone.values()) <= {"first"}, "it is undone for nothing"
+            needless = set(self._gone.values()) - {"first"}
+            assert self.repeats or not needless, "it is undone for nothing"
 
 
 @committing
