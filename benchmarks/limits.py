@@ -80,7 +80,7 @@ def processes(options: argparse.Namespace) -> None:
 
 def rate(options: argparse.Namespace) -> None:
     """Compare a stage with the same stage and a rate that is not reached."""
-    from django_txmsg.envelope.rate import Rate
+    from django_txmsg.envelope.stage_options import Rate
 
     from .consume import consume
 

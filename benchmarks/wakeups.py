@@ -183,10 +183,10 @@ def play(role: str, url: str, notify: bool) -> None:
     from django.core.management import call_command
 
     from django_txmsg import Message, signals, stage
-    from django_txmsg.runtime import idle_clock, notifications
+    from django_txmsg.runtime import liveness, notifications
 
     # An idle hour in less than a minute.
-    idle_clock.CALM = 10.0
+    liveness.CALM = 10.0
 
     @stage("bench.wakeups")
     def handle(message: Message) -> None:

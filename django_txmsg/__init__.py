@@ -12,9 +12,8 @@ from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .envelope.message import Message
-    from .envelope.message_type import message_type
+    from .envelope.message_type import message_type, upgrade
     from .envelope.redelivery import RedeliveryPolicy
-    from .envelope.upgraders import upgrade
     from .errors import Redeliver, Refuse
     from .http_outbox.session import outbox_session
     from .middleware import no_outbox
@@ -66,6 +65,6 @@ __getattr__, __dir__ = lazy_names(
         "send_message": ".sending.outbox",
         "send_messages": ".sending.outbox",
         "stage": ".stages",
-        "upgrade": ".envelope.upgraders",
+        "upgrade": ".envelope.message_type",
     },
 )

@@ -18,7 +18,7 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from . import conf
-from .envelope import upgraders
+from .envelope import message_type as message_types
 from .envelope.codec import Codec, Misfit
 from .envelope.message_type import class_of, declaration, name_of, unaliased
 from .envelope.pydantic_codec import PydanticCodec
@@ -113,7 +113,7 @@ def _oldest_reader(name: str, version: int) -> int:
         return version
     if known.get("x-txmsg-version") == version:
         return int(known.get("x-txmsg-readable-from", version))
-    return upgraders.last_break(name, version)
+    return message_types.last_break(name, version)
 
 
 def contract_path() -> Path:

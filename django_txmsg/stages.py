@@ -17,12 +17,9 @@ from django.utils.module_loading import import_string
 from . import codecs, conf, wire
 from .envelope.handler import Body, Declaring, Handler, accepted, bound, check, path_of
 from .envelope.message import MAX_NAME_LENGTH, Message, check_destination
-from .envelope.rate import Rate
 from .envelope.redelivery import RedeliveryPolicy
-from .envelope.transaction_definition import (
-    TransactionDefinition as TransactionDefinition,
-)
-from .envelope.transaction_definition import TransactionMode, check_mode
+from .envelope.stage_options import Rate, TransactionMode, check_mode
+from .envelope.stage_options import TransactionDefinition as TransactionDefinition
 from .envelope.typed_body import BodyReader
 from .errors import ConfigurationError
 from .sending import undoing, unique

@@ -21,13 +21,13 @@ from django_txmsg import conf, stages, wire
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
 from django_txmsg.consuming.consumer import wake_for_parked
+from django_txmsg.consuming.limits import Throttle
 from django_txmsg.consuming.stage_thread import StageThread
-from django_txmsg.consuming.throttle import Throttle
 from django_txmsg.envelope.message import Message
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.runtime.breaker import Breaker
-from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.sending.outbox import send_message
 

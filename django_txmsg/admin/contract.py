@@ -13,7 +13,7 @@ from typing import Any
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
 
-from ..contracts import committed, comparison, document
+from ..contracts import comparison, document
 from ..contracts.document import READABLE_FROM, VERSION, Contract
 from ..errors import ConfigurationError
 
@@ -41,9 +41,9 @@ class Message:
 
 def show(request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
     """Return the page, or with `?format=json` the document itself."""
-    file = committed.path()
+    file = document.path()
     try:
-        before = committed.read(file) if file.exists() else {}
+        before = document.read(file) if file.exists() else {}
         contract = document.build(before)
     except ConfigurationError as error:
         return render(request, _TEMPLATE, {**context, "problem": str(error)})

@@ -18,7 +18,7 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 
 from .. import conf
-from ..consuming import stopping
+from ..consuming import deadline
 from ..errors import InvalidMessage
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from ..monitoring import turns
@@ -93,7 +93,7 @@ class MessagePages:
             "editable": conf.get().EDIT_DEAD_LETTERS,
             "stoppable": may["stop"]
             and any(one.state.value == "received" for one in inbox)
-            and bool(stopping.running(message_id, using)),
+            and bool(deadline.stoppable(message_id, using)),
         }
         return render(request, "admin/django_txmsg/message.html", context)
 
@@ -167,7 +167,7 @@ class MessagePages:
         using = router.db_for_write(InboxMessage)
         return self._done(
             request, message_id, "Asked to stop", why,
-            lambda: stopping.ask(message_id, using=using, why=by),
+            lambda: deadline.ask_to_stop(message_id, using=using, why=by),
             of=InboxMessage,
             unless="it has ended, or its stage has no timeout.",
         )  # fmt: skip

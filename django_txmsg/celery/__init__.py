@@ -17,7 +17,6 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from .app import Celery
-from .task import OnceTask, TransactionalTask
+from .app import Celery, OnceTask, TransactionalTask
 
 __all__ = ["Celery", "OnceTask", "TransactionalTask"]

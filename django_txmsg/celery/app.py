@@ -3,11 +3,135 @@ registered here."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import celery
+from celery.contrib.django.task import DjangoTask
 
-from .calling import call, stands_in
+from .calling import call, refuse_another_broker, requires, stands_in, stores
+
+# Task classes: one whose calls are stored, and one whose work takes effect once.
+
+log = logging.getLogger("django_txmsg.celery")
+
+
+class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without type hints
+    """A task whose calls inside a transaction leave with its commit.
+
+    For apps that keep Celery's own class: `task_cls` takes the string
+    "django_txmsg.celery:TransactionalTask". But `send_task()` and signatures of tasks
+    that are not registered then bypass the outbox.
+    """
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        *rest: Any,
+        using: str | None = None,
+        connection: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Like Celery's, but store a row of the outbox if a transaction is open.
+
+        `using` names the transaction's database. Raises TransactionRequired and
+        DuplicateMessage like `send_message()`.
+        """
+        usual = super().apply_async
+
+        def send(task_id: str | None, producer: Any, **more: Any) -> Any:
+            given = {**options, **more}
+            if connection is not None and not stands_in(producer):
+                given["connection"] = connection
+            return usual(args, kwargs, task_id, producer, *rest, **given)
+
+        app = self._get_app()
+        if app.conf.task_always_eager:
+            return send(task_id, producer)
+        return call(
+            app,
+            self.name,
+            (args, kwargs),
+            send,
+            task_id=task_id,
+            producer=producer,
+            leads=(connection, options.get("publisher")),
+            using=using,
+            nesting=options.get("replaced_task_nesting", 0),
+        )
+
+    def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
+        """Call the task: its row leaves on the commit, and a crash does not lose it."""
+        self.apply_async_on_commit(args, kwargs)
+
+    def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
+        """Like `delay_on_commit()`, with the arguments of `apply_async()`. Where no row
+        can be stored (in another database's transaction, or with `task_always_eager`),
+        Celery's own method runs."""
+        eager = self._get_app().conf.task_always_eager
+        if eager or not (stores(kwargs.get("using")) or requires(self._get_app())):
+            super().apply_async_on_commit(*args, **kwargs)
+        else:
+            self.apply_async(*args, **kwargs)
+
+
+class OnceTask(TransactionalTask):
+    """A task whose work in the database takes effect once.
+
+    One transaction holds the record that the task is done, its work, and the tasks and
+    messages that it sends. It runs on the database that `using` names, or else the
+    router's. A redelivery returns the first result, so that a chain continues. The task
+    must not be slow, because the transaction is open while it runs.
+    """
+
+    #: Acknowledged after the commit, so that a worker that dies leaves the message with
+    #: the broker.
+    acks_late = True
+    reject_on_worker_lost = True
+    using: str | None = None
+
+    @classmethod
+    def careless(cls) -> list[str]:
+        """Return what is wrong with options under which the task could be lost."""
+        return [
+            f"the OnceTask {cls.name!r} has {option}=False: if its worker dies, the "
+            "task is lost."
+            for option in ("acks_late", "reject_on_worker_lost")
+            if not getattr(cls, option)
+        ]
+
+    @classmethod
+    def on_bound(cls, app: Any) -> None:
+        """Log careless options when the task is registered."""
+        super().on_bound(app)
+        for careless in cls.careless():
+            log.error("%s", careless)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.request.called_directly:
+            return super().__call__(*args, **kwargs)
+        from .once import run_once
+
+        return run_once(self, args, kwargs)
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: Any = None,
+        throw: bool = True,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        """Like Celery's, but raise Retry whatever `throw` says, because the work must
+        be rolled back before it is repeated. Raises InvalidMessage for another broker
+        than the app's, which Celery would turn into a Reject."""
+        leads = (options.get(name) for name in ("connection", "producer", "publisher"))
+        refuse_another_broker(self._get_app(), self.name, *leads)
+        return super().retry(args, kwargs, exc, True, *rest, **options)
 
 
 class Celery(celery.Celery):  # type: ignore[misc]  # published without type hints

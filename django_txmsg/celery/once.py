@@ -34,7 +34,7 @@ from ..consuming.protocol import Conflicts, Undecided, guarded
 from ..django_internals import abandon, in_block
 from ..envelope.failure import Failure, cause_of
 from ..envelope.message import Message
-from ..envelope.transaction_definition import TransactionDefinition
+from ..envelope.stage_options import TransactionDefinition
 from ..errors import TaskGivenUp
 from ..models import InboxMessage
 from ..models.inbox import InboxRecord

@@ -12,17 +12,8 @@ from collections.abc import Sequence
 from django.core.checks import CheckMessage, Error, Tags, register
 
 from .. import conf
-from . import (
-    celery,
-    contract,
-    deployment,
-    flows,
-    notifications,
-    pools,
-    schedule,
-    settings,
-    stages,
-)
+from . import celery, deployment, flows, settings, stages
+from .databases import check_notifications, check_pools
 
 TAG = "txmsg"
 
@@ -36,8 +27,14 @@ def check(**_: object) -> list[CheckMessage]:
         return found
     found += settings.check_values()
     if not any(isinstance(one, Error) for one in found):
-        for look in (stages, contract, schedule, pools, celery):
-            found += look.check()
+        for look in (
+            stages.check,
+            stages.check_contract,
+            stages.check_schedule,
+            check_pools,
+            celery.check,
+        ):
+            found += look()
     return found
 
 
@@ -56,4 +53,4 @@ def check_databases(
     if conf.problems():
         return []
     asked = databases or ()
-    return [*notifications.check(asked), *flows.check(asked)]
+    return [*check_notifications(asked), *flows.check(asked)]

@@ -1,4 +1,5 @@
-"""What is wrong with the stages, and with the databases that hold messages."""
+"""What is wrong with the stages, with the databases that hold messages, with the
+recurring messages and with the committed contract."""
 
 from __future__ import annotations
 
@@ -11,18 +12,21 @@ from pkgutil import iter_modules
 from typing import Any
 
 from django.apps import apps
+from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Warning
 from django.db import Error as AnyDatabaseError
 from django.db import connections
 from django.utils.module_loading import module_has_submodule
 
-from .. import brokers, conf, stages, wire
+from .. import brokers, codecs, conf, stages, wire
 from ..consuming.stage_middleware import prepared
+from ..contracts import document
 from ..django_internals import settings_of
 from ..envelope.pydantic_codec import INSTALL
 from ..envelope.redelivery import RedeliveryPolicy
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, TxmsgError
 from ..monitoring import databases
+from ..scheduling.timetable import Recurring, recurring
 from ..stages import Stage
 
 DAY = 86_400.0
@@ -337,3 +341,60 @@ def _retention() -> Iterator[CheckMessage]:
 def _redelivery_window(policy: RedeliveryPolicy) -> float:
     tries = range(1, min(policy.max_redeliveries, 10_000) + 1)
     return sum(policy.delay(attempt, lambda: 1.0) for attempt in tries)
+
+
+# Checks that recurring messages can be stored, before a relay fails at a tick.
+
+
+def check_schedule() -> list[CheckMessage]:
+    """Return which recurring messages could not be stored."""
+    return [error for one in recurring() for error in _recurring(one)]
+
+
+def _recurring(one: Recurring) -> Iterator[CheckMessage]:
+    if one.alias not in databases.with_tables():
+        why = f"the router keeps the tables out of database {one.alias!r}"
+    else:
+        try:
+            one.check()
+            return
+        except TxmsgError as error:
+            why = str(error)
+    yield Error(
+        f"The recurring message {one.name!r} cannot be stored: {why}",
+        hint='Correct its every(), or its entry in TXMSG["SCHEDULE"].',
+        id="txmsg.E050",
+    )
+
+
+# Whether this process can find the contract of its typed messages.
+
+
+def check_contract() -> Iterator[CheckMessage]:
+    """Report that a process cannot find the contract, or that the path depends on its
+    working directory."""
+    file = codecs.contract_path()
+    is_there = file.exists()
+    if is_there:
+        try:
+            document.read(file)
+        except ConfigurationError as error:
+            yield Error(
+                f"{error} Messages do not say which versions read them: code that is "
+                f"too old for one would bury it.",
+                hint="Restore the file; or remove it and run: manage.py txmsg "
+                "contracts export",
+                id="txmsg.E015",
+            )
+    if conf.get().CONTRACT is not None or hasattr(django_settings, "BASE_DIR"):
+        return
+    typed = any(stage.accepts is not None for stage in stages.all_stages())
+    if typed or is_there:
+        yield Warning(
+            f'The settings have neither BASE_DIR nor TXMSG["CONTRACT"]: the contract '
+            f"is looked for in the directory that a process is started in, now "
+            f"{file.resolve()}. Where it is not found, messages do "
+            f"not say which versions read them.",
+            hint='Give TXMSG["CONTRACT"] the path of asyncapi.json.',
+            id="txmsg.W008",
+        )

@@ -15,7 +15,7 @@ from ..models.monitoring import PERIOD
 from ..monitoring import periods
 from ..runtime import database_health, liveness, notifications
 from ..runtime.connections import recycle
-from ..runtime.idle_clock import RARELY, Activity
+from ..runtime.liveness import RARELY, Activity
 
 
 class BulkThread:

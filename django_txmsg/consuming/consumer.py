@@ -20,7 +20,7 @@ from django.db import router
 from .. import conf, wire
 from ..brokers import find_broker, get_broker
 from ..dead_letters import bulk
-from ..envelope.rate import Rate
+from ..envelope.stage_options import Rate
 from ..errors import BrokerUnavailable, ConfigurationError
 from ..http_outbox.control_thread import ControlThread
 from ..models import InboxMessage, RateLine, StageState, StopRequest, Worker
@@ -30,17 +30,15 @@ from ..relaying.listener import listening
 from ..runtime import database_health, liveness, notifications
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
-from ..runtime.idle_clock import RARELY, SELDOM, Activity
+from ..runtime.liveness import RARELY, SELDOM, Activity
 from ..runtime.thread_group import ThreadGroup
 from ..stages import Stage
 from . import deadline, ordering
-from .backpressure import Room
 from .bulk_thread import BulkThread
 from .intake import IntakeThread
-from .recycle_limits import Allowance
+from .limits import Allowance, Room, Throttle
 from .stage_middleware import prepared
 from .stage_thread import StageThread
-from .throttle import Throttle
 
 
 def wake_for_parked(threads: Iterable[StageThread]) -> None:

@@ -28,7 +28,7 @@ from ..models import DeadLetter
 from ..runtime import database_health, liveness
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
-from ..runtime.idle_clock import Activity
+from ..runtime.liveness import Activity
 from . import decoding
 
 log = logging.getLogger("django_txmsg.intake")

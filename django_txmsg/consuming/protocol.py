@@ -29,7 +29,7 @@ from ..django_internals import (
     roll_back_blocks,
 )
 from ..envelope.message import Message
-from ..envelope.transaction_definition import TransactionDefinition
+from ..envelope.stage_options import TransactionDefinition
 from ..errors import (
     BlockLeftOpen,
     BrokerUnavailable,
@@ -39,7 +39,7 @@ from ..errors import (
 from ..models.inbox import InboxRecord
 from ..models.inbox_order import Turn
 from ..runtime import database_health
-from ..sending.block import Block
+from ..sending.scope import Block
 
 log = logging.getLogger("django_txmsg.demarcation")
 

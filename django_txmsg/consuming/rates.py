@@ -14,7 +14,7 @@ from typing import Any
 
 from django.db import router
 
-from ..envelope.rate import Rate
+from ..envelope.stage_options import Rate
 from ..errors import ConfigurationError, DecodeError
 from ..models import RateLine, StageState
 from ..stages import all_stages

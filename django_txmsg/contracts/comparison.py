@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..envelope import upgraders
+from ..envelope import message_type as message_types
 from ..envelope.schema_reader import faults
 from .document import READABLE_FROM, READERS, VERSION, Contract, schema_of
 
@@ -79,7 +79,7 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
         seen = set()
         for version, other in _versions(before, was):
             found = []
-            if name in received and not upgraders.needed(name, version, now):
+            if name in received and not message_types.needed(name, version, now):
                 found += [(one, OLD_MESSAGES) for one in faults(schema, other)]
             if name in sent and message.get(READABLE_FROM, 1) <= version:
                 there = faults(other, schema, ours=True)

@@ -7,14 +7,52 @@ Channels are destinations, receive operations are stages, send operations are de
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from .. import codecs, conf, wire
 from ..envelope.message_type import declaration
 from ..envelope.schema_reader import faults
 from ..envelope.typed_body import BodyType
+from ..errors import ConfigurationError
 from ..sending import destination
 from ..stages import all_stages
+
+# The committed contract: the file in the repository.
+
+
+def path(given: str | None = None) -> Path:
+    """Return the path of the contract's file: as given, or TXMSG["CONTRACT"], or
+    asyncapi.json beside manage.py."""
+    return Path(given) if given else codecs.contract_path()
+
+
+def read(file: Path) -> Contract:
+    """Return the contract in a file. Raises ConfigurationError if it cannot be read."""
+    try:
+        found: Contract = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"There is no contract at {file}. Write it with: manage.py txmsg "
+            f"contracts export"
+        ) from None
+    except ValueError as error:
+        raise ConfigurationError(f"{file} is not JSON: {error}.") from error
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(found, dict) or "asyncapi" not in found:
+        raise ConfigurationError(f"{file} is not an AsyncAPI document.")
+    return found
+
+
+def write(file: Path, contract: Contract) -> bool:
+    """Write the contract; return whether the file has changed."""
+    content = text(contract)
+    if file.exists() and file.read_text("utf-8") == content:
+        return False
+    file.write_text(content, "utf-8")
+    return True
+
 
 #: The version of AsyncAPI, and of JSON Schema in it.
 ASYNCAPI = "3.0.0"

@@ -23,15 +23,80 @@ from django.db.models.functions import Now
 from .. import conf
 from ..django_internals import in_block, must_roll_back
 from ..errors import TxmsgError
-from ..models import BulkOperation, DeadLetter
+from ..models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from ..models.bulk_operation import BulkKind, BulkState
+from ..models.dead_letter import Resolution
 from ..models.fields import Later, limit_waits
 from ..rules import dead_letters
 from ..runtime import database_health, liveness, notifications
 from ..runtime.notifications import notify
-from . import probing, resolution, selection
+from . import resolution, selection
 from .resolution import Tally
 from .selection import Shown
+
+# Redelivers one message first: is the cause mended?
+#
+# A batch of a redelivery waits until the messages of the batch before were processed,
+# or have died again. Batches have 1, 10, 100 messages; then the rest follows,
+# unwatched, but still counted.
+
+#: The sizes of the batches whose outcome is waited for.
+STEPS = (1, 10, 100)
+#: The filters that a message still matches when it dies of something else.
+_KEPT = frozenset({"ids", "stage", "destination", "older", "search"})
+#: Seconds between two looks at their outcome.
+PAUSE = 0.5
+
+
+def died_again(operation: BulkOperation, using: str) -> int:
+    """Return how many messages have died again since the operation began, of those that
+    it has redelivered. Another error of the same message counts too."""
+    filters = {name: operation.filter[name] for name in operation.filter.keys() & _KEPT}
+    letters = selection.filtered(filters, using=using).filter(
+        pk__lte=operation.cursor,
+        resolution=Resolution.OPEN,
+        deaths__gt=1,
+        created_at__gt=operation.created_at,
+    )
+    return letters.count()
+
+
+def unsettled(operation: BulkOperation, using: str) -> bool:
+    """Return whether a watched message is neither processed nor dead again."""
+    letters = DeadLetter.objects.using(using).filter(
+        pk__in=operation.watched, resolution=Resolution.REDELIVERED
+    )
+    for pk, message_id, stage in letters.values_list("pk", "message_id", "stage"):
+        again: Any = OutboxMessage.objects.using(using).filter(
+            message_id=message_id, replay_id__startswith=f"dead-letter-{pk}-"
+        )
+        if again.filter(dispatched_at=None, dead_at=None).exists():
+            return True
+        rows: Any = InboxMessage.objects.using(using).filter(
+            message_id=message_id, stage=stage, processed_at=None, dead_at=None
+        )
+        if stage and rows.exists():
+            return True
+    return False
+
+
+def most(operation: BulkOperation, back: int) -> int:
+    """Return how many messages the next batch may have: before one has succeeded, no
+    more than may die before the operation stops."""
+    assert operation.tolerates is not None
+    if operation.done > back:
+        return STEPS[-1] * 10
+    return operation.tolerates - back + 1
+
+
+def next_step(step: int, batch: list[DeadLetter], tally: Tally) -> dict[str, Any]:
+    """Return what an operation records after a batch: whose outcome it waits for, and
+    the size of the next batch."""
+    watched = [one.pk for one in batch if one.pk not in tally.skipped]
+    if step > STEPS[-1]:
+        return {"watched": []}
+    return {"watched": watched, "batch_size": step * 10 if watched else step}
+
 
 log = logging.getLogger("django_txmsg.bulk")
 
@@ -199,13 +264,13 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
     taken.append(operation)
     step = operation.batch_size
     if operation.tolerates is not None:
-        back = probing.died_again(operation, using)
+        back = died_again(operation, using)
         if back > operation.tolerates:
             return _stop(operation, using, back)
-        if probing.unsettled(operation, using):
-            _advance(operation, using, due_at=Later(probing.PAUSE))
+        if unsettled(operation, using):
+            _advance(operation, using, due_at=Later(PAUSE))
             return 0
-        operation.batch_size = min(step, probing.most(operation, back))
+        operation.batch_size = min(step, most(operation, back))
     batch = _next(operation, using)
     if not batch:
         _advance(operation, using, state=BulkState.DONE, finished_at=Now())
@@ -221,7 +286,7 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
         remembered[str(pk)] = why
     limit: dict[str, Any] = {}
     if operation.tolerates is not None:
-        limit |= probing.next_step(step, batch, tally)
+        limit |= next_step(step, batch, tally)
     if operation.rate is not None:
         pause = dt.timedelta(seconds=len(batch) / operation.rate)
         limit["due_at"] = Now() + pause

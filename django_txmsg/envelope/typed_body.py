@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from .. import wire
 from ..errors import ConfigurationError, DecodeError, InvalidMessage, NewerCodeNeeded
-from . import serializers, upgraders
+from . import message_type as message_types
+from . import serializers
 from .codec import Codec, Misfit, from_json
 from .failure import class_name, is_interrupt
 from .message_type import MAX_VERSION, class_of, is_name, unaliased
@@ -149,11 +150,11 @@ class BodyReader:
             raise NewerCodeNeeded(given.name, given.oldest_reader, known.version)
         text = _json_text(body, content_type)
         version = given.version or known.version
-        if not upgraders.needed(known.name, version, known.version):
+        if not message_types.needed(known.name, version, known.version):
             return self._decoded(known, text)
         value = from_json(text)
         try:
-            value = upgraders.upgraded(known.name, value, version, known.version)
+            value = message_types.upgraded(known.name, value, version, known.version)
         except MemoryError:
             raise
         except BaseException as error:

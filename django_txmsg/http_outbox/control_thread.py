@@ -28,7 +28,7 @@ from ..relaying.lane import AFTER_COMMIT_LEASE, Lane
 from ..runtime import database_health, liveness
 from ..runtime.breaker import AFTER_REFUSAL, Breaker
 from ..runtime.connections import recycle
-from ..runtime.idle_clock import Activity
+from ..runtime.liveness import Activity
 from . import control_receive, database_identity
 from .control_message import ControlMessage
 

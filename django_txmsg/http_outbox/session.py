@@ -21,8 +21,7 @@ from .. import conf, signals
 from ..django_internals import in_block
 from ..envelope.message import check_headers, new_id
 from ..errors import BrokerError, SessionError, SwallowedDatabaseError
-from ..sending.block import Block
-from ..sending.scope import Scope, current_scope, enter_scope
+from ..sending.scope import Block, Scope, current_scope, enter_scope
 from . import control_group
 from .control_send import announce
 

@@ -10,8 +10,7 @@ from django.core.management.base import BaseCommand
 from django.db import router
 
 from ..models import AuditEntry
-from .tables import require_tables
-from .terminal import local, printable
+from .terminal import local, printable, require_tables
 
 
 class Command(BaseCommand):

@@ -11,8 +11,7 @@ from django.db import router, transaction
 
 from ..models import BulkOperation
 from . import operator
-from .tables import require_tables
-from .terminal import local, printable
+from .terminal import local, printable, require_tables
 
 
 class Command(BaseCommand):

@@ -10,8 +10,8 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from ..contracts import backlog, committed, comparison, document
-from ..dead_letters.unread import bury_unread
+from ..contracts import backlog, comparison, document
+from ..dead_letters.burial import bury_unread
 from ..errors import ConfigurationError
 from . import operator
 
@@ -59,19 +59,19 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from error
 
     def _export(self, given: str | None) -> None:
-        file = committed.path(None if given == "-" else given)
-        before = committed.read(file) if file.exists() else {}
+        file = document.path(None if given == "-" else given)
+        before = document.read(file) if file.exists() else {}
         contract = document.build(before)
         if given == "-":
             self.stdout.write(document.text(contract), ending="")
-        elif committed.write(file, contract):
+        elif document.write(file, contract):
             self.stdout.write(f"Wrote {file}.")
         else:
             self.stdout.write(f"{file} matches the code.")
 
     def _check(self, options: dict[str, Any]) -> None:
-        file = committed.path(options["file"])
-        before = committed.read(file)
+        file = document.path(options["file"])
+        before = document.read(file)
         now = document.build(before)
         broken = comparison.breaking(before, now)
         if options["database"]:

@@ -20,8 +20,7 @@ from ..models.fields import Later, clock
 from ..monitoring import runs
 from ..monitoring.lengths import duration
 from . import operator
-from .ages import read_age
-from .terminal import local, printable
+from .terminal import local, printable, read_age
 
 
 class Command(BaseCommand):

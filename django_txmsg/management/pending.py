@@ -13,12 +13,12 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import router, transaction
 
 from .. import wire
-from ..consuming import stopping
+from ..consuming import deadline
 from ..errors import InvalidMessage
 from ..models import OutboxMessage
 from ..sending.pending import cancel_message, reschedule_message
 from . import operator
-from .tables import require_tables
+from .terminal import require_tables
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -89,7 +89,7 @@ class Stop(_PerMessage):
 
     def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
         using = options["database"] or router.db_for_write(OutboxMessage)
-        return stopping.ask(message_id, using=using, why=_why(options))
+        return deadline.ask_to_stop(message_id, using=using, why=_why(options))
 
 
 def _why(options: dict[str, Any]) -> str:

@@ -13,8 +13,7 @@ from ..consuming import rates
 from ..errors import ConfigurationError
 from ..stages import all_stages
 from . import operator
-from .ages import read_age
-from .terminal import printable
+from .terminal import printable, read_age
 
 
 class Command(BaseCommand):

@@ -16,7 +16,7 @@ from ..monitoring.schedule import Timing
 from ..scheduling import made
 from . import operator
 from .pausing import PausingCommand
-from .tables import require_tables
+from .terminal import require_tables
 
 
 class Command(PausingCommand):

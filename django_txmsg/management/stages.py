@@ -12,8 +12,7 @@ from ..models import StageState
 from ..monitoring import pausing, status
 from ..monitoring.waiting import capped
 from .pausing import PausingCommand
-from .tables import require_tables
-from .terminal import printable
+from .terminal import printable, require_tables
 
 
 class Command(PausingCommand):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 
+from django.core.management.base import CommandError
+from django.db import DatabaseError, InterfaceError, connections
 from django.utils import timezone
+
+from ..models import OutboxMessage
 
 
 def printable(text: str) -> str:
@@ -27,3 +32,46 @@ def printable_lines(text: str) -> str:
 def local(instant: dt.datetime) -> str:
     """Return an instant to the second, in `TIME_ZONE`, followed by that zone's name."""
     return f"{timezone.localtime(instant):%Y-%m-%d %H:%M:%S %Z}"
+
+
+# Preconditions of a command: a database, and the package's tables in it.
+
+#: The exit code of a command whose database does not answer.
+AWAY = 3
+
+
+def require_tables(*aliases: str, waits: bool = False) -> None:
+    """Raise CommandError if a database is unknown, does not answer (exit code AWAY), or
+    has not been migrated. A command that `waits` for its database goes on without one
+    that does not answer."""
+    for alias in aliases:
+        if alias not in connections:
+            known = ", ".join(connections)
+            raise CommandError(f"No database {alias!r} in DATABASES; known: {known}.")
+        try:
+            names = connections[alias].introspection.table_names()
+        except (DatabaseError, InterfaceError) as error:
+            if waits:
+                continue
+            first = str(error).strip().partition("\n")[0]
+            raise CommandError(
+                f"Database {alias!r} does not answer: {first}", returncode=AWAY
+            ) from error
+        if OutboxMessage._meta.db_table not in names:
+            where = "" if alias == "default" else f" --database {alias}"
+            raise CommandError(
+                f"The tables of django_txmsg are not in database {alias!r}. Run "
+                f"manage.py migrate{where}."
+            )
+
+
+# Ages in the options of commands.
+
+
+def read_age(text: str) -> dt.timedelta:
+    """Return an age like 30m, 12h or 7d. Raises CommandError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    if match is None:
+        raise CommandError(f"{text!r} is no age: write one like 30m, 12h or 7d.")
+    units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+    return dt.timedelta(**{units[match[2]]: float(match[1])})

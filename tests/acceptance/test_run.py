@@ -17,7 +17,7 @@ import psutil
 import pytest
 from django.db import connection, transaction
 
-from django_txmsg.management.commands import _reloading
+from django_txmsg.management.commands import _run
 from django_txmsg.models import DeadLetter, OutboxMessage, Worker
 from django_txmsg.monitoring import pruning
 from django_txmsg.sending.outbox import send_message
@@ -323,7 +323,7 @@ def _stands_still(process: ManageProcess) -> bool:
 
 
 def test_the_modules_that_are_watched_are_the_projects_own() -> None:
-    seen = dict(_reloading.files())
+    seen = dict(_run.files())
     assert str(Path(pruning.__file__)) in seen
     assert str(Path(__file__)) in seen
     assert not [one for one in seen if "site-packages" in one]

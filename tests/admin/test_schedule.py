@@ -15,7 +15,7 @@ from django.test import Client
 from django.utils import timezone
 
 from django_txmsg import every
-from django_txmsg.checks import schedule
+from django_txmsg.checks import stages
 from django_txmsg.models import AuditEntry, Schedule
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.scheduling.timetable import forget
@@ -162,10 +162,10 @@ def test_check_finds_recurring_message_that_cannot_be_stored(
 ) -> None:
     every("0 3 * * *", "reports.bad", **options)
     try:
-        (found,) = schedule.check()
+        (found,) = stages.check_schedule()
     finally:
         forget("reports.bad")
 
     assert found.id == "txmsg.E050"
     assert why in found.msg
-    assert schedule.check() == []
+    assert stages.check_schedule() == []

@@ -14,7 +14,7 @@ import pytest
 from django.test import TestCase, override_settings
 
 from django_txmsg import conf, stages
-from django_txmsg.envelope import upgraders
+from django_txmsg.envelope import message_type as message_types
 from django_txmsg.scheduling import timetable
 from tests.app.models import Order
 from tests.docs.pages import HOW_TO, PAGES, ROOT, blocks
@@ -36,7 +36,7 @@ def _shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     models.Order = Order  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "shop", ModuleType("shop"))
     monkeypatch.setitem(sys.modules, "shop.models", models)
-    monkeypatch.setattr(upgraders, "_upgraders", dict(upgraders._upgraders))
+    monkeypatch.setattr(message_types, "_upgraders", dict(message_types._upgraders))
     yield
     for stage in stages.all_stages():
         if stage.name not in known:

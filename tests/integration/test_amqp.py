@@ -688,7 +688,7 @@ def test_a_message_to_several_queues_goes_back_to_the_one_it_came_from(
 
 
 def test_properties_that_cannot_be_read_are_a_problem_and_no_error() -> None:
-    from django_txmsg.brokers.amqp.content import Reader, encode
+    from django_txmsg.brokers.amqp.frames import Reader, encode
 
     sound = encode({"content-type": "a/b", "x": "y", "type": "t"}, 5)
     assert Reader(sound).headers() == {

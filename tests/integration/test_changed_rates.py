@@ -11,7 +11,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from django_txmsg.consuming.consumer import Consumer
-from django_txmsg.envelope.rate import Rate
+from django_txmsg.envelope.stage_options import Rate
 from django_txmsg.models import AuditEntry, RateLine, StageState
 from tests.app.models import Effect
 from tests.factories import ago

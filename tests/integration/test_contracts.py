@@ -21,7 +21,7 @@ from django.core.management.base import CommandError
 
 from django_txmsg import Destination, Message, codecs, message_type, stages, upgrade
 from django_txmsg.contracts import comparison, document
-from django_txmsg.envelope import upgraders
+from django_txmsg.envelope import message_type as message_types
 from django_txmsg.sending import destination
 from tests import factories
 from tests.acceptance.shop import PROJECT, environment
@@ -90,7 +90,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(stages, "_stages", {})
     monkeypatch.setattr(destination, "_declared", [])
     yield
-    upgraders.forget("shop.Order")
+    message_types.forget("shop.Order")
     codecs.forget()
 
 

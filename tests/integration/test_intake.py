@@ -18,7 +18,7 @@ from django_txmsg.brokers.stomp import StompBroker
 from django_txmsg.consuming.intake import IntakeThread
 from django_txmsg.dead_letters import burial
 from django_txmsg.models import DeadLetter, QueueMessage
-from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from tests import factories
 from tests.faults import wait_until

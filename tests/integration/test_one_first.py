@@ -10,7 +10,7 @@ from django.test import Client
 from django.utils import timezone
 
 from django_txmsg import Message, RedeliveryPolicy
-from django_txmsg.dead_letters import bulk, probing
+from django_txmsg.dead_letters import bulk
 from django_txmsg.models import AuditEntry, BulkOperation, DeadLetter
 from django_txmsg.stages import Stage
 from tests import factories
@@ -109,7 +109,7 @@ def test_another_error_of_the_message_is_a_death_too() -> None:
 
 
 def test_a_later_death_stops_the_rest_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "STEPS", (1, 10))
+    monkeypatch.setattr(bulk, "STEPS", (1, 10))
     handler = Handler(mended=True)
     with txmsg(), declared(handler, redelivery=ONCE) as stage:
         bury(stage, 16)

@@ -14,9 +14,9 @@ from django.db.models.functions import Now
 
 from django_txmsg.consuming import decoding, inbox
 from django_txmsg.consuming.arrival import Waiting
-from django_txmsg.consuming.parking import NO_SESSION
+from django_txmsg.consuming.stage_thread import NO_SESSION
 from django_txmsg.dead_letters import bulk, burial
-from django_txmsg.dead_letters.unread import bury_unread
+from django_txmsg.dead_letters.burial import bury_unread
 from django_txmsg.envelope.failure import Failure
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import BrokerUnavailable

@@ -17,7 +17,7 @@ from django.db.models.functions import Now
 from django_txmsg.consuming import ordering
 from django_txmsg.consuming.consumer import wake_for_parked
 from django_txmsg.dead_letters import bulk
-from django_txmsg.dead_letters.unread import bury_unread
+from django_txmsg.dead_letters.burial import bury_unread
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.bulk_operation import BulkKind

@@ -12,7 +12,7 @@ from django.db.models.functions import Now
 from django.test import Client
 
 from django_txmsg import health, metrics
-from django_txmsg.consuming import backpressure as rooms
+from django_txmsg.consuming import limits
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
@@ -60,8 +60,8 @@ def waiting() -> int:
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stage count at each call."""
-    monkeypatch.setattr(rooms, "LOOK", 0.0)
-    monkeypatch.setattr(rooms, "SHARE", 0)
+    monkeypatch.setattr(limits, "LOOK", 0.0)
+    monkeypatch.setattr(limits, "SHARE", 0)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_full_stage_stops_receiving_and_resumes_when_there_is_room(
     limit: dict[str, int], body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "FIRST_PAUSE", 600.0)
+    monkeypatch.setattr(limits, "FIRST_PAUSE", 600.0)
     full = StageState.objects.filter(full_since__isnull=False)
     with txmsg(**limit), declared(effect, ordered="block") as stage:
         chain(stage, 20, body)
-        with running(stage, concurrency=2, room=rooms.Room(stage)) as threads:
+        with running(stage, concurrency=2, room=limits.Room(stage)) as threads:
             wait_until(full.exists, deadline=60)
             wait_until(lambda: all(thread.dry for thread in threads), deadline=60)
             # Each of its threads may have had one in hand.
@@ -91,8 +91,8 @@ def test_a_full_stage_takes_one_message_now_and_then(
 ) -> None:
     """Its queue may contain the predecessor of the others, behind messages that would
     wait."""
-    monkeypatch.setattr(rooms, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(rooms, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(limits, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(limits, "LONGEST_PAUSE", 0.01)
     with txmsg(ORDER_MAX_WAITING=5), declared(effect, ordered="block") as stage:
         first = chain(stage, 12)
         put(stage.destination, b"0", headers("stuck", first, None))
@@ -106,16 +106,16 @@ def test_a_full_stage_pauses_longer_each_time() -> None:
     with txmsg(ORDER_MAX_WAITING=1), declared(effect, ordered="block") as stage:
         chain(stage, 1)
         step(stage)
-        room = rooms.Room(stage)
+        room = limits.Room(stage)
         assert room.admits()
         room.look()
         assert room.full
         assert not room.admits()
         assert [room.admits() for _ in range(3) if passes(room)] == [True] * 3
-        assert room._pause == 8 * rooms.FIRST_PAUSE
+        assert room._pause == 8 * limits.FIRST_PAUSE
 
 
-def passes(room: rooms.Room) -> bool:
+def passes(room: limits.Room) -> bool:
     """End the pause."""
     room._next_at = 0.0
     return True

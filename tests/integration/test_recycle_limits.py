@@ -11,7 +11,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections
 
-from django_txmsg.consuming import recycle_limits
+from django_txmsg.consuming import limits
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.envelope.message import Message
 from django_txmsg.management.commands._run import Service
@@ -125,11 +125,11 @@ def test_a_limit_that_is_not_reached_ends_nothing() -> None:
 
 
 def test_memory_is_measured_in_mib() -> None:
-    before = recycle_limits.resident()
-    ballast = b"x" * (64 * recycle_limits.MIB)
-    grown = recycle_limits.resident() - before
+    before = limits.resident()
+    ballast = b"x" * (64 * limits.MIB)
+    grown = limits.resident() - before
 
-    assert len(ballast) / recycle_limits.MIB / 2 < grown
+    assert len(ballast) / limits.MIB / 2 < grown
     assert 1 < before < 100_000
 
 

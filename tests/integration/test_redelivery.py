@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from django_txmsg import Refuse
-from django_txmsg.consuming.throttle import Throttle
+from django_txmsg.consuming.limits import Throttle
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import Dead, RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage

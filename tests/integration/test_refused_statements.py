@@ -23,7 +23,7 @@ from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.runtime import database_health
-from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.scheduling.timetable import forget

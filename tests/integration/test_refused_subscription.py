@@ -16,7 +16,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.http_outbox.control_thread import ControlThread
 from django_txmsg.runtime.breaker import Breaker
-from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.testing.profiles import CLASSIC, RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker

@@ -15,7 +15,7 @@ from django.db import transaction
 from django_txmsg import Refuse, jms
 from django_txmsg.brokers import get_broker
 from django_txmsg.envelope.message import Message
-from django_txmsg.envelope.transaction_definition import TRANSACTION_MODES
+from django_txmsg.envelope.stage_options import TRANSACTION_MODES
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.sending.outbox import send_message

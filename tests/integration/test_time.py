@@ -21,7 +21,7 @@ from django.utils import timezone
 from django_txmsg import send_messages, stages
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.database import DatabaseBroker
-from django_txmsg.consuming import parking
+from django_txmsg.consuming import stage_thread
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
@@ -61,7 +61,7 @@ def test_a_handler_longer_than_every_lease_runs_once(
 ) -> None:
     """Two other workers wait for its message, which is parked, or redelivered in
     place."""
-    monkeypatch.setattr(parking, "LEASE", LEASE)
+    monkeypatch.setattr(stage_thread, "LEASE", LEASE)
     runs: list[int] = []
 
     def handler(message: Message) -> None:
@@ -118,7 +118,7 @@ def test_late_failure_after_processing_elsewhere_buries_nothing() -> None:
 
 def slow() -> None:
     """In the worker: a stage whose second attempt waits for a file."""
-    parking.LEASE = LEASE
+    stage_thread.LEASE = LEASE
     go = Path(os.environ["GO"])
 
     def handler(message: Message) -> None:

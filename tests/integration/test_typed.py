@@ -26,7 +26,7 @@ from django_txmsg import (
     upgrade,
 )
 from django_txmsg.dead_letters import bulk
-from django_txmsg.envelope import upgraders
+from django_txmsg.envelope import message_type as message_types
 from django_txmsg.errors import InvalidMessage
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.monitoring import alarms, status
@@ -114,7 +114,7 @@ def _clean() -> Iterator[None]:
     got.clear()
     upgrade("shop.PlaceOrder", from_version=1)(from_cents)
     yield
-    upgraders.forget("shop.PlaceOrder")
+    message_types.forget("shop.PlaceOrder")
     codecs.forget()
 
 

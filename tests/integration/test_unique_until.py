@@ -16,7 +16,7 @@ from django.core.management import call_command
 from django.db import OperationalError, connections, transaction
 
 from django_txmsg import Message, Refuse, send_message, send_messages
-from django_txmsg.checks import schedule as checks
+from django_txmsg.checks import stages
 from django_txmsg.errors import AlreadyPending, InvalidMessage
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.scheduling.timetable import every, forget, recurring
@@ -347,7 +347,7 @@ def test_a_recurring_message_that_cannot_hold_its_key_is_an_error(
 ) -> None:
     every("* * * * *", "tests.nowhere", **options)
     try:
-        assert [one.id for one in checks.check()] == ["txmsg.E050"] * fault
+        assert [one.id for one in stages.check_schedule()] == ["txmsg.E050"] * fault
     finally:
         forget("tests.nowhere")
 
@@ -358,7 +358,7 @@ def test_unique_until_can_be_given_in_the_settings() -> None:
         declared(nothing, PLACE),
         txmsg(SCHEDULE={"r": {**given, "UNIQUE_UNTIL": "processed"}}),
     ):
-        assert checks.check() == []
+        assert stages.check_schedule() == []
         (one,) = [one for one in recurring() if one.name == "r"]
         found = one.arguments(dt.datetime.now(dt.timezone.utc))
     assert (found["unique"], found["unique_until"]) == ("k", "processed")

@@ -24,7 +24,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher, listener
-from django_txmsg.runtime import idle_clock, notifications
+from django_txmsg.runtime import liveness, notifications
 from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.outbox import send_message
 from tests import services
@@ -73,7 +73,7 @@ def hook() -> None:
     """Declare a stage in the process; while the test requires it, no thread polls."""
     listener.LOOK = float(os.environ["LOOK"])
     listener.PROVED = 600.0
-    idle_clock.CALM = 0.0
+    liveness.CALM = 0.0
 
     def effect(message: Message) -> None:
         Effect.objects.create(name="woken", message_id=str(message.id))

@@ -16,7 +16,7 @@ import pytest
 from typing_extensions import TypeAliasType, TypedDict
 
 from django_txmsg import Message, codecs, message_type, upgrade
-from django_txmsg.envelope import upgraders
+from django_txmsg.envelope import message_type as message_types
 from django_txmsg.envelope.handler import accepted, bound
 from django_txmsg.envelope.typed_body import BodyReader, TypeHeader
 from django_txmsg.errors import (
@@ -152,8 +152,8 @@ class Raising(pydantic.BaseModel):
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    upgraders.forget("typed.Order")
-    upgraders.forget("typed.Wrap")
+    message_types.forget("typed.Order")
+    message_types.forget("typed.Wrap")
     codecs.forget()
 
 

@@ -29,7 +29,7 @@ from ...errors import (
 )
 from ...runtime.per_process import Members, PerProcess
 from ..base import Delivery, Outgoing, Session
-from . import content, frames
+from . import frames
 from .link import CONSUMING, PUBLISHING, ChannelClosed, Link
 from .publishing import Publisher, Unroutable
 from .queues import Queues
@@ -207,7 +207,7 @@ class Subscription:
     def _on_deliver(self, method: bytes, properties: bytes, body: bytes) -> None:
         at = 1 + method[0]
         tag, redelivered = struct.unpack_from(">QB", method, at)
-        reader = content.Reader(properties)
+        reader = frames.Reader(properties)
         headers = reader.headers()
         given = headers.get("amqp-message-id")
         self._acks.delivered(tag)

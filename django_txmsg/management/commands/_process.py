@@ -29,7 +29,7 @@ from ...runtime import database_health, liveness
 from ...runtime.connections import LARGE, recycle
 from ...runtime.thread_group import ThreadGroup
 from ...sending.scope import handlers_running
-from . import _child as child
+from . import _supervisor
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
 PATIENCE = 15.0
@@ -57,11 +57,11 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         return
     seen = False
     signals: Sequence[signal.Signals] = SIGNALS
-    if child.is_child():
+    if _supervisor.is_child():
         # A terminal sends Ctrl-C and its hang-up to all: the parent decides for them.
         signals = [signal.SIGTERM]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        child.end_with_parent(stop)
+        _supervisor.end_with_parent(stop)
     ended = threading.Event()
     reading, writing = socket.socketpair()
     reading.setblocking(False)

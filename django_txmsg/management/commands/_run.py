@@ -4,14 +4,20 @@ process, with one readable line for each message."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+from django.apps import apps
 from django.core.management.base import BaseCommand, CommandError
 from django.core.management.color import Style
 from django.db import Error as AnyDatabaseError
@@ -30,12 +36,139 @@ from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
 from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
-from ..tables import require_tables
-from ..terminal import printable
-from . import _child as child
-from . import _reloading as reloading
+from ..terminal import printable, require_tables
+from . import _supervisor
 from ._process import heartbeat, return_memory, say, stay_light, stop_on_signals
 from ._workers import add_arguments, probed, supervise
+
+# `--reload`: a parent watches the code, and restarts its child when it changes.
+#
+# SIGTERM ends the child; if it does not end in time, it is killed.
+
+#: Seconds between two checks of the files.
+INTERVAL = 0.5
+#: Seconds that a child has to finish its messages.
+GRACE = 10.0
+_FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
+
+
+class Reloader:
+    """The parent: `run()` until a signal arrives."""
+
+    def __init__(self, stderr: Any) -> None:
+        self._stderr = stderr
+        self._signals: list[int] = []
+        self._awake = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._ending = False
+        self._read, self._write = os.pipe()
+
+    def run(self) -> int:
+        """Return the exit code: the child's, once a signal has ended it."""
+        before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            while not self._signals:
+                seen = dict(files())
+                self._start()
+                self._watch(seen)
+                if not self._signals:
+                    self._end()
+            return self._last()
+        finally:
+            if self._child is not None and self._child.poll() is None:
+                self._child.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(self._read)
+            os.close(self._write)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals.append(number)
+        # A second signal would abort the messages of a child that is already draining.
+        if self._child is not None and (not self._ending or len(self._signals) > 1):
+            self._child.send_signal(signal.SIGTERM)
+        self._awake.set()
+
+    def _start(self) -> None:
+        self._ending = False
+        self._child = _supervisor.start(self._read)
+        if self._signals:
+            self._child.terminate()
+
+    def _watch(self, seen: dict[str, float]) -> None:
+        """Return when a file has changed, or on a signal."""
+        reported = False
+        while not self._awake.wait(INTERVAL):
+            assert self._child is not None
+            if self._child.poll() is not None and not reported:
+                reported = True
+                self._say(
+                    f"The process ended with {self._child.returncode}. The next change "
+                    f"starts it again."
+                )
+            now = dict(files())
+            if now != seen:
+                changed = sorted(set(now.items()) ^ set(seen.items()))
+                self._say(f"{changed[0][0]} changed: starting again.")
+                return
+
+    def _say(self, text: str) -> None:
+        say(self._stderr, text)
+
+    def _end(self) -> None:
+        assert self._child is not None
+        self._ending = True
+        self._child.terminate()
+        try:
+            self._child.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self._say(f"Killed: it has not ended within {GRACE:g} s.")
+            self._child.kill()
+            self._child.wait()
+
+    def _last(self) -> int:
+        assert self._child is not None
+        code = self._child.wait()
+        if code < 0 and len(self._signals) == 1:
+            return 0  # it did not handle signals yet
+        return 128 - code if code < 0 else code
+
+
+def files() -> Iterator[tuple[str, float]]:
+    """Return the project's own Python files, each with its modification time: those of
+    its applications, of its settings, and other imported modules of the project."""
+    found: set[str] = set()
+    for root in _roots():
+        for folder, folders, names in os.walk(root):
+            folders[:] = [
+                one for one in folders if one[0] != "." and one not in _FOREIGN
+            ]
+            found |= {f"{folder}/{name}" for name in names if name.endswith(".py")}
+    found |= {
+        file
+        for module in list(sys.modules.values())
+        if (file := str(getattr(module, "__file__", None))).endswith(".py")
+        and _own(file)
+    }
+    for path in sorted(found):
+        with contextlib.suppress(OSError):
+            yield path, os.stat(path).st_mtime
+
+
+def _roots() -> set[str]:
+    roots = {config.path for config in apps.get_app_configs()}
+    named = sys.modules.get(os.environ.get("DJANGO_SETTINGS_MODULE", ""))
+    if named is not None and named.__file__:
+        roots.add(str(Path(named.__file__).parent))
+    return {root for root in roots if _own(root)}
+
+
+def _own(path: str) -> bool:
+    foreign = any(part in _FOREIGN for part in Path(path).parts)
+    return not foreign and not path.startswith(str(Path(os.__file__).parent))
 
 
 class Lines:
@@ -66,13 +199,13 @@ class Lines:
         quiet = logging.NullHandler()
         if not signals.log.hasHandlers():
             signals.log.addHandler(quiet)
-        for signal, receiver in reported:
-            signal.connect(receiver)
+        for sent, receiver in reported:
+            sent.connect(receiver)
         try:
             yield
         finally:
-            for signal, receiver in reported:
-                signal.disconnect(receiver)
+            for sent, receiver in reported:
+                sent.disconnect(receiver)
             signals.log.removeHandler(quiet)
 
     def _dispatched(self, destination: str, broker: str, **facts: Any) -> None:
@@ -173,8 +306,12 @@ class Command(BaseCommand):
         add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        if options["reload"] and not options["processes"] and not child.is_child():
-            sys.exit(reloading.Reloader(self.stderr).run())
+        if (
+            options["reload"]
+            and not options["processes"]
+            and not _supervisor.is_child()
+        ):
+            sys.exit(Reloader(self.stderr).run())
         databases, brokers = with_tables(), sorted(conf.get().BROKERS)
         require_tables(*databases, waits=True)
         stages = all_stages()

@@ -18,7 +18,7 @@ from ... import metrics
 from ...errors import ConfigurationError
 from ...monitoring import process_states
 from ...runtime import liveness
-from . import _child as child
+from . import _supervisor
 from ._http_server import HttpServer
 from ._process import say
 from ._supervisor import Supervisor, cores, log
@@ -45,7 +45,7 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
     Call it when the command's other options have been checked. Raises CommandError.
     """
     wanted = options["processes"]
-    if wanted is None or child.is_child():
+    if wanted is None or _supervisor.is_child():
         return
     if options.get("once") or options.get("reload"):
         raise CommandError("--processes goes with neither --once nor --reload.")
@@ -82,11 +82,11 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
     """Answer liveness probes for the duration of the block: by the process's state
     file, and with `--http` by HTTP. The parent answers for a child."""
     with ExitStack() as stack:
-        stack.enter_context(_state_written(needed=child.is_child()))
+        stack.enter_context(_state_written(needed=_supervisor.is_child()))
         if options["http"]:
             with suppress(ConfigurationError):  # without the extra: /metrics says so
                 metrics.install()
-            if not child.is_child():
+            if not _supervisor.is_child():
                 server = HttpServer(
                     options["http"], alive, lambda: liveness.state().ready
                 )

@@ -13,7 +13,7 @@ from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...models import InboxMessage
 from ...stages import find
-from ..tables import require_tables
+from ..terminal import require_tables
 from ._process import return_memory, say, stay_light, stop_on_signals
 from ._workers import add_arguments, probed, supervise
 

@@ -28,9 +28,7 @@ from ...models.dead_letter import Resolution
 from ...monitoring import dead, turns
 from ...stages import all_stages
 from .. import operator
-from ..ages import read_age
-from ..tables import require_tables
-from ..terminal import local, printable, printable_lines
+from ..terminal import local, printable, printable_lines, read_age, require_tables
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 

@@ -19,8 +19,7 @@ from ...monitoring.lengths import duration
 from ...monitoring.status import Place, Status
 from ...monitoring.turns import at_least
 from ...monitoring.waiting import CAP, Waiting, capped
-from ..tables import require_tables
-from ..terminal import printable
+from ..terminal import printable, require_tables
 
 #: The kinds of alarms about messages that do not move, or a database that does not
 #: answer.

@@ -17,7 +17,7 @@ from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
 from ...runtime import database_health
 from .. import operator
-from ..tables import require_tables
+from ..terminal import require_tables
 
 
 class Command(BaseCommand):

@@ -11,7 +11,7 @@ from django.db import router
 from ... import conf
 from ...models import OutboxMessage
 from ...monitoring import retention
-from ..tables import require_tables
+from ..terminal import require_tables
 
 
 class Command(BaseCommand):

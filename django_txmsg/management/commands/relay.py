@@ -20,7 +20,7 @@ from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time
 from ...scheduling.timekeeper import Timekeeper
-from ..tables import require_tables
+from ..terminal import require_tables
 from ._process import heartbeat, return_memory, say, stay_light, stop_on_signals
 from ._workers import add_arguments, probed, supervise
 

@@ -20,7 +20,7 @@ from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
 from .. import operator
-from ..tables import require_tables
+from ..terminal import require_tables
 from ..verb_parser import VerbParser
 
 

@@ -24,7 +24,7 @@ from ...errors import DuplicateMessage, InvalidMessage
 from ...models import InboxMessage, OutboxMessage
 from ...sending.outbox import send_message
 from ...stages import all_stages
-from ..tables import require_tables
+from ..terminal import require_tables
 
 FAILED, SCHEDULED, SUCCEEDED = -1, 1, 2
 _APPS = Apps()  # no tables of ours: no migration is made for them

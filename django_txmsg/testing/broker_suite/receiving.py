@@ -3,12 +3,17 @@ return."""
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 
 from ...brokers.base import Outgoing
+from . import talk
 from .talk import Talk, bodies, numbered, numbers, take
 
 
@@ -169,3 +174,207 @@ class Receiving(Talk):
     def test_a_sound_url_has_nothing_wrong(self) -> None:
         assert self.broker().check() == []
         assert "secret" not in repr(self.broker())
+
+
+# What stages of a topic rely on, and messages that a broker delays.
+
+
+class Topics(Talk):
+    """Tests that each subscriber gets a copy, and of delayed messages."""
+
+    #: Whether the broker delays messages by their `delay`, which is optional.
+    holds_back = True
+
+    def test_every_subscriber_of_a_topic_gets_a_copy_also_while_it_is_away(
+        self, destination: str
+    ) -> None:
+        topic = f"topic:{destination}"
+        names = [f"{name}-{uuid.uuid4().hex}" for name in ("audit", "stock")]
+        for name in names:
+            self.consumer(topic, subscriber=name).close()
+        self.send(*numbered(topic, 5))
+
+        for name in names:
+            with self.consumer(topic, subscriber=name) as session:
+                deliveries = take(session, 5)
+                session.ack(deliveries)
+                assert bodies(deliveries) == numbers(5)
+                assert {one.destination for one in deliveries} == {topic}
+            with self.consumer(topic, subscriber=name) as session:
+                assert session.receive(0.3) is None
+
+    def test_sessions_of_one_subscriber_share_its_messages(
+        self, destination: str
+    ) -> None:
+        if self.broker().shares_topics() is not True:
+            return
+        topic, name = f"topic:{destination}", f"audit-{uuid.uuid4().hex}"
+        sessions = [self.consumer(topic, prefetch=5, subscriber=name) for _ in range(2)]
+        self.send(*numbered(topic, 10))
+        found = []
+        for session in sessions:
+            deliveries = take(session, 5)
+            session.ack(deliveries)
+            found += bodies(deliveries)
+            session.close()
+        assert sorted(found) == numbers(10)
+        with self.consumer(topic, subscriber=name) as session:
+            assert session.receive(0.3) is None
+
+    def test_a_subscription_that_was_ended_gets_nothing_more(
+        self, destination: str
+    ) -> None:
+        topic = f"topic:{destination}"
+        names = [f"{name}-{uuid.uuid4().hex}" for name in ("gone", "stays")]
+        for name in names:
+            self.consumer(topic, subscriber=name).close()
+        self.send(*numbered(topic, 3))
+        self.broker().unsubscribe(topic, names[0])
+        self.broker().unsubscribe(topic, names[0])  # as one that never was
+        self.send(*numbered(topic, 2))
+        for name, count in zip(names, (0, 5), strict=True):
+            with self.consumer(topic, subscriber=name) as session:
+                session.ack(take(session, count))
+                assert session.receive(0.3) is None
+            self.broker().unsubscribe(topic, name)
+
+    def test_a_topic_keeps_nothing_for_unnamed_subscriptions(
+        self, destination: str
+    ) -> None:
+        topic = f"topic:{destination}"
+        with self.consumer(topic) as session:
+            self.send(*numbered(topic, 2))
+            deliveries = take(session, 2)
+            session.ack(deliveries)
+        self.send(*numbered(topic, 2))
+        with self.consumer(topic) as session:
+            assert session.receive(0.3) is None
+            self.send(Outgoing(topic, {}, b"new"))
+            assert bodies(take(session, 1)) == [b"new"]
+
+    def test_a_delayed_message_comes_when_its_time_has_come(
+        self, destination: str
+    ) -> None:
+        """A long delay before a short one blocks nothing; also in a transacted session,
+        outside of its transaction."""
+        with self.open(transacted=True) as session:
+            sent = time.monotonic()
+            delayed = [
+                Outgoing(destination, {"a": "b:c"}, str(delay).encode(), delay=delay)
+                for delay in (3.0, 0.5, 1.5)
+            ]
+            assert session.send_delayed(delayed) == [None] * 3
+            if not self.holds_back:
+                assert len(self.rest(destination)) == 3
+                return
+        with self.consumer(destination) as session:
+            for delay in (0.5, 1.5, 3.0):
+                [delivery] = take(session, 1)
+                assert time.monotonic() - sent >= delay - 0.05
+                assert float(delivery.body) == delay
+                assert delivery.destination == destination
+                assert delivery.headers["a"] == "b:c"
+                session.ack([delivery])
+
+
+# What concurrent sessions rely on: four lanes of a relay, a stage's threads.
+
+T = TypeVar("T")
+
+
+class Together(Talk):
+    """Sessions in threads of their own, and a slow one."""
+
+    #: How many sessions send, or receive, at once.
+    sessions = 4
+    #: Seconds for which a session holds a delivery without any call, as while a handler
+    #: runs. Make it longer than any lease of your broker.
+    held_for = 40.0
+
+    def at_once(self, work: Callable[[int, threading.Barrier], T]) -> list[T]:
+        """Call `work(number, start)` in that many threads; each waits for `start`."""
+        start = threading.Barrier(self.sessions)
+
+        def run(number: int) -> T:
+            try:
+                return work(number, start)
+            except BaseException:
+                start.abort()
+                raise
+            finally:
+                if self.broker().stored_in is not None:
+                    from django.db import connections
+
+                    connections.close_all()
+
+        with ThreadPoolExecutor(self.sessions) as pool:
+            return list(pool.map(run, range(self.sessions)))
+
+    def test_what_sessions_send_at_once_is_all_there_once_and_in_order(
+        self, destination: str
+    ) -> None:
+        batches, size = 15, 10
+        # A server may refuse a sender while the queue is being created.
+        self.send(Outgoing(destination, {}, b"first"))
+
+        def send(number: int, start: threading.Barrier) -> None:
+            with self.broker().open() as session:
+                start.wait(30)
+                for batch in range(batches):
+                    bodies = [f"{number} {batch * size + n}" for n in range(size)]
+                    outgoing = [Outgoing(destination, {}, b.encode()) for b in bodies]
+                    assert session.send(outgoing) == [None] * size
+
+        self.at_once(send)
+        first, *rest = self.rest(destination)
+        assert first == b"first"
+        found = [body.split() for body in rest]
+        for number in range(self.sessions):
+            of_one = [int(n) for sender, n in found if int(sender) == number]
+            assert of_one == list(range(batches * size))
+
+    def test_what_sessions_receive_at_once_comes_to_one_of_them(
+        self, destination: str
+    ) -> None:
+        count = 120
+        self.send(*numbered(destination, count))
+        taken: list[bytes] = []  # append() is atomic
+
+        def receive(_: int, start: threading.Barrier) -> None:
+            with self.broker().open() as session:
+                session.subscribe(destination, prefetch=5)
+                start.wait(30)
+                until = time.monotonic() + talk.SOON
+                while len(taken) < count and time.monotonic() < until:
+                    delivery = session.receive(0.2)
+                    if delivery is not None:
+                        taken.append(delivery.body)
+                        session.ack([delivery])
+
+        self.at_once(receive)
+        assert sorted(taken) == sorted(numbers(count))
+        assert self.rest(destination) == []
+
+    def test_what_a_slow_session_holds_comes_to_nobody_else(
+        self, destination: str
+    ) -> None:
+        """The session is not called while its handler runs: a lease needs a thread."""
+        self.send(*numbered(destination, 1))
+        with self.consumer(destination, prefetch=1) as slow:
+            [delivery] = take(slow, 1)
+            with self.consumer(destination, prefetch=1) as other:
+                assert other.receive(self.held_for) is None
+                slow.ack([delivery])
+                assert other.receive(0.5) is None
+        assert self.rest(destination) == []
+
+    def test_a_session_that_holds_its_prefetch_waits_for_an_acknowledgement(
+        self, destination: str
+    ) -> None:
+        self.send(*numbered(destination, 4))
+        with self.consumer(destination, prefetch=2) as session:
+            first, second = take(session, 2)
+            assert session.receive(0.3) is None
+            session.ack([first, second])
+            session.ack(take(session, 2))
+        assert self.rest(destination) == []

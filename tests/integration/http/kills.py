@@ -46,7 +46,7 @@ def before_the_commit() -> None:
 
 def after_the_commit() -> None:
     """Between steps 4 and 5: in the very first hook."""
-    from django_txmsg.sending.block import Block
+    from django_txmsg.sending.scope import Block
 
     Block._note_commit = die_once
 
@@ -115,7 +115,7 @@ def stopped_before_the_commit() -> None:
 
 def _stop_a_joiner(step: str, *, before: bool) -> None:
     from django_txmsg.http_outbox.session import OutboxSession
-    from django_txmsg.sending.block import Block
+    from django_txmsg.sending.scope import Block
 
     join, announce = OutboxSession._join, OutboxSession._announce
     joined: set[object] = set()

@@ -25,7 +25,7 @@ from django_txmsg.http_outbox.session import OutboxSession
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.outbox_store import NewMessage
 from django_txmsg.runtime.breaker import Breaker
-from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.liveness import Activity
 from tests.faults import Proxy, wait_until
 from tests.running import drained
 from tests.services import ActiveMQ, PostgreSQL

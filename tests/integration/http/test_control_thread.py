@@ -21,7 +21,7 @@ from django_txmsg.http_outbox import control_thread
 from django_txmsg.http_outbox.control_message import ControlMessage
 from django_txmsg.models import OutboxMessage, QueueMessage
 from django_txmsg.runtime.breaker import Breaker
-from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from tests.faults import ManageProcess, wait_until
 

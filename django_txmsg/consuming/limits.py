@@ -1,21 +1,74 @@
-"""Hop 6 in order: limits how many messages wait at an ordered stage.
-
-At a limit the stage stops receiving, so that a blocked key does not fill the database.
-It still receives a message now and then, which may be the one that others wait for.
-"""
+"""Hop 6's limits: a stage that fails repeatedly, an ordered stage at which messages
+wait, and the size and age of the process."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from .. import conf
 from ..brokers.base import Delivery
+from ..envelope.redelivery import Dead, RedeliverAfter
 from ..models import InboxMessage, StageState
 from ..stages import Stage
-from .arrival import Outcome, Waiting
+from .arrival import Outcome, Processed, Waiting
+
+# Hop 6's throttle: a stage that fails repeatedly processes one message at a time.
+
+_throttle_log = logging.getLogger("django_txmsg.throttle")
+
+
+class Throttle:
+    """After `after` failures in a row: one message at a time, with a pause after each.
+
+    Shared by all threads of a stage in this process; one success ends it.
+    """
+
+    def __init__(self, after: int, pause: float) -> None:
+        self._after, self._pause = after, pause
+        self._failures = 0
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def on(self) -> bool:
+        """Whether the stage is being throttled."""
+        return bool(self._after) and self._failures >= self._after
+
+    def note(self, outcome: Outcome) -> None:
+        """Count an outcome."""
+        if isinstance(outcome, RedeliverAfter | Dead):
+            self._failures += 1
+            if self._failures == self._after:
+                _throttle_log.warning(
+                    "%d failures in a row: the stage processes one message at a time "
+                    "until one succeeds",
+                    self._after,
+                )
+        elif isinstance(outcome, Processed):
+            self._failures = 0
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for this thread's turn, if the stage is being throttled."""
+        if not self.on:
+            yield
+            return
+        with self._one_at_a_time:
+            yield
+
+
+# Hop 6 in order: limits how many messages wait at an ordered stage.
+#
+# At a limit the stage stops receiving, so that a blocked key does not fill the
+# database. It still receives a message now and then, which may be the one that others
+# wait for.
 
 log = logging.getLogger("django_txmsg.consumer")
 
@@ -113,3 +166,59 @@ class Room:
             self._count,
             self._bytes,
         )
+
+
+# Limits after which `consume` drains and ends, so that its supervisor restarts it:
+# against memory leaks, in a handler or in a library.
+
+
+MIB = 2**20
+
+
+class Allowance:
+    """Calls `stop` after `max_messages` deliveries or above `max_memory` MiB; 0: no
+    limit. Shared by the threads of a process."""
+
+    def __init__(
+        self, max_messages: int, max_memory: float, stop: Callable[[], None]
+    ) -> None:
+        self._max_messages, self._max_memory = max_messages, max_memory
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._spent = 0
+        #: Why the process ends, if it does because of a limit.
+        self.over = ""
+
+    def spend(self) -> None:
+        """Count a settled delivery."""
+        with self._lock:
+            self._spent += 1
+        if self._max_messages and self._spent >= self._max_messages:
+            self._end(f"{self._max_messages} deliveries are handled")
+
+    def look(self) -> None:
+        """Check the memory. Not before the first message: a process that ended without
+        processing any would be restarted for ever."""
+        if self._max_memory and self._spent:
+            used = resident()
+            if used > self._max_memory:
+                self._end(f"{used:.0f} MiB of memory, limit {self._max_memory:g}")
+
+    def _end(self, why: str) -> None:
+        if not self.over:
+            self.over = why
+            log.info("draining before the process ends: %s", why)
+            self._stop()
+
+
+def resident() -> float:
+    """Return the MiB of memory that this process uses; its peak, if the system reports
+    nothing better."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (MIB if sys.platform == "darwin" else 1024)
+    return pages * os.sysconf("SC_PAGE_SIZE") / MIB

@@ -1,26 +1,28 @@
-"""Whether the connection pools are large enough for the threads of one process."""
+"""What is wrong with the databases: pools that are too small for the threads of one
+process, and poolers that no notification passes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from django.core.checks import CheckMessage, Warning
+from django.db import Error as AnyDatabaseError
 from django.db import connections, router
 from django.db.models import Model
 
 from .. import brokers, conf, stages
-from ..django_internals import settings_of
+from ..django_internals import in_block, settings_of
 from ..models import DeadLetter, Schedule, Worker
 from ..monitoring import databases
-from ..relaying.listener import alias_of
+from ..relaying.listener import alias_of, receives_notifications
 from ..scheduling.timetable import recurring
 
 #: The size of a psycopg pool without options, or without a maximum.
 DEFAULT_SIZE = 4
 
 
-def check() -> Iterator[CheckMessage]:
+def check_pools() -> Iterator[CheckMessage]:
     """Warn of pools in which threads of `consume` or `relay` wait for each other."""
     for alias in databases.in_use():
         if alias not in connections:
@@ -98,3 +100,31 @@ def _writes(model: type[Model]) -> str:
 
 def _works_in(broker: str, alias: str) -> bool:
     return brokers.get_broker(broker).stored_in == alias
+
+
+# Whether this process receives notifications, tested with one of its own.
+
+
+def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
+    """Warn of databases in which a notification does not arrive."""
+    for using in databases.with_tables():
+        if using not in aliases or connections[using].vendor != "postgresql":
+            continue
+        connection = connections[alias_of(using)]
+        if not conf.get().NOTIFY or in_block(connection):
+            continue
+        try:
+            received = receives_notifications(using)
+        except AnyDatabaseError:
+            continue  # Django's own checks say that
+        finally:
+            connection.close()
+        if received is False:
+            yield Warning(
+                f"A notification did not arrive in database {alias_of(using)!r}: "
+                "relays and consumers learn of new messages by polling alone.",
+                hint="Behind a pooler in transaction mode, name an alias that "
+                'connects directly to the server in TXMSG["LISTEN_DATABASE"]; or set '
+                'TXMSG["NOTIFY"] = False.',
+                id="txmsg.W030",
+            )
