@@ -65,7 +65,7 @@ BUILT_IN = (
         client="py-amqp",
     ),
     BuiltIn(
-        "celery.broker.CeleryBroker",
+        "celery.CeleryBroker",
         ("celery",),
         "celery://module:app",
         extra="celery",

@@ -21,7 +21,7 @@ from django.db import connections, router
 
 from .. import conf, tracing, wire
 from ..brokers import of_kind
-from ..brokers.celery.publication import HEADER, Publication
+from ..brokers.celery_publication import HEADER, Publication
 from ..django_internals import in_block
 from ..envelope.message import new_id
 from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from celery.utils.saferepr import saferepr
 from kombu.utils import json
 
-from ..dead_letters import masking
+from ..dead_letters import selection
 
 
 @dataclass
@@ -139,7 +139,7 @@ def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
     except Exception:
         body = None  # needs another serializer: not shown
     if body is not None:
-        _, shown = masking.shown(destination, {}, body, wire.JSON)
+        _, shown = selection.shown(destination, {}, body, wire.JSON)
     texts = (HIDDEN, HIDDEN)
     if isinstance(shown, list | tuple) and len(shown) == 3:
         texts = (saferepr(shown[0], _LONGEST), saferepr(shown[1], _LONGEST))

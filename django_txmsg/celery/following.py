@@ -19,9 +19,8 @@ from kombu.exceptions import EncodeError
 
 from .. import wire
 from ..brokers.base import Outgoing
-from ..brokers.celery.broker import open_session
-from ..brokers.celery.publication import HEADER, Publication
-from ..brokers.celery.session import CelerySession
+from ..brokers.celery import CelerySession, open_session
+from ..brokers.celery_publication import HEADER, Publication
 from ..errors import DestinationUnavailable, DispatchRejected
 from . import calling
 

@@ -28,7 +28,7 @@ from kombu.serialization import dumps, loads
 from kombu.utils import json
 
 from .. import conf, signals, wire
-from ..brokers.celery.publication import Publication
+from ..brokers.celery_publication import Publication
 from ..consuming import protocol
 from ..consuming.protocol import Conflicts, Undecided, guarded
 from ..django_internals import abandon, in_block

@@ -36,7 +36,7 @@ from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
 from ..runtime.per_process import PerProcess
-from . import commit_status, control_send, database_identity
+from . import control_send, database_identity
 from .control_connection import control_channel
 
 log = logging.getLogger("django_txmsg.control")
@@ -215,7 +215,7 @@ def find(using: str, metadata: Mapping[str, str]) -> Group | None:
         or settings.CONTROL_MESSAGE == "off"
         or settings.CONTROL_MESSAGE_ORACLE != "auto"
         or metadata
-        or not commit_status.can_tell(connection)
+        or not database_identity.can_tell(connection)
         or in_testcase(connection)
         or control_channel().broker.stored_in is not None
     ):

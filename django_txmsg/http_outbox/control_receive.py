@@ -28,9 +28,9 @@ from ..models import OutboxMessage, SessionRecord
 from ..models.http_outbox import SessionStatus
 from ..models.outbox import PENDING
 from ..runtime import database_health
-from . import commit_status, control_group, database_identity
-from .commit_status import Verdict
+from . import control_group, database_identity
 from .control_message import ControlMessage
+from .database_identity import Verdict
 
 #: Seconds, beyond the longest lease, after which committed messages that cannot be sent
 #: are left to the relay.
@@ -213,7 +213,7 @@ def _look(
     if control.oracle == "arrival":
         verdict = Verdict.COMMITTED
     elif control.oracle == "transaction":
-        verdict = commit_status.ask(control.using, control.transaction)
+        verdict = database_identity.ask(control.using, control.transaction)
     if verdict is Verdict.IN_PROGRESS:
         raise LookAgain(look.pause(0.02, LOOK_EVERY))
     if verdict is Verdict.ABORTED:

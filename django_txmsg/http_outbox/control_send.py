@@ -20,7 +20,7 @@ from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError, CommitTimedOut
 from ..models import SessionRecord
-from . import commit_status, database_identity
+from . import database_identity
 from .control_connection import control_channel
 from .control_message import ControlMessage
 
@@ -50,11 +50,11 @@ def announce(
     if channel.broker.stored_in == using:
         # The broker's tables are in this very transaction.
         kind = "arrival"
-    elif settings.CONTROL_MESSAGE_ORACLE == "auto" and commit_status.can_tell(
+    elif settings.CONTROL_MESSAGE_ORACLE == "auto" and database_identity.can_tell(
         connection
     ):
         kind = "transaction"
-        mark = transaction or commit_status.transaction_id(connection)
+        mark = transaction or database_identity.transaction_id(connection)
     else:
         kind = "delay"
     # Messages in the database itself are visible to this session only.

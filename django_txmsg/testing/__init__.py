@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from .broker_state import ReceivedFrame
     from .draining import Drained, answers, drain, embedded, outbox_messages
     from .profiles import ARTEMIS, CLASSIC, RABBITMQ, Profile
-    from .record import ReceivedFrame
     from .scripted_broker import ScriptedBroker
 
 __all__ = [
@@ -37,7 +37,7 @@ __getattr__, __dir__ = lazy_names(
         "RABBITMQ": ".profiles",
         "Drained": ".draining",
         "Profile": ".profiles",
-        "ReceivedFrame": ".record",
+        "ReceivedFrame": ".broker_state",
         "ScriptedBroker": ".scripted_broker",
         "answers": ".draining",
         "drain": ".draining",

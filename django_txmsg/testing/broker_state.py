@@ -5,14 +5,130 @@ from __future__ import annotations
 
 import itertools
 import ssl
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from .frames import Frame
 from .loop import Loop
 from .profiles import Profile
-from .record import Record
 from .script import Script
 from .store import Store, StoredMessage
+
+# The frames that the scripted broker received, and how a test waits for them.
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedFrame(Frame):
+    """A frame as received: on which connection, and when (monotonic)."""
+
+    connection: int = 0
+    at: float = field(default_factory=time.monotonic)
+
+
+class Record:
+    """Every received frame, and waits with a deadline."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        #: Held while a frame is handled; every wait is on it.
+        self.changed = threading.Condition(threading.RLock())
+        #: Every frame received, in order, over all connections.
+        self.frames: list[ReceivedFrame] = []
+        #: Violations of STOMP by clients; empty for a correct client.
+        self.violations: list[str] = []
+        #: Exceptions in the broker's thread: those of the test's own functions, in
+        #: rules.
+        self.errors: list[Exception] = []
+
+    def failed(self, error: Exception) -> None:
+        """Store an error for a waiting test; with the lock held."""
+        self.errors.append(error)
+        self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raise the first error of the broker's thread, once."""
+        with self.changed:
+            if self.errors:
+                raise self.errors.pop(0)
+
+    def received(
+        self,
+        command: str = "SEND",
+        *,
+        destination: str | None = None,
+        where: Callable[[ReceivedFrame], bool] | None = None,
+    ) -> list[ReceivedFrame]:
+        """The frames of that command so far; "*" is every command."""
+        with self.changed:
+            return [
+                frame for frame in self.frames
+                if command in (frame.command, "*")
+                and (destination is None or frame.destination == destination)
+                and (where is None or where(frame))
+            ]  # fmt: skip
+
+    def wait_for(
+        self,
+        command: str = "SEND",
+        count: int = 1,
+        *,
+        timeout: float = 30.0,
+        destination: str | None = None,
+        where: Callable[[ReceivedFrame], bool] | None = None,
+    ) -> list[ReceivedFrame]:
+        """Wait for `count` such frames, and return all received by then.
+
+        Raises ``AssertionError`` that lists what did arrive.
+        """
+
+        def found() -> list[ReceivedFrame]:
+            return self.received(command, destination=destination, where=where)
+
+        self.wait_until(
+            lambda: len(found()) >= count, timeout, f"{count} {command} frames"
+        )
+        return found()
+
+    def wait_until(
+        self, condition: Callable[[], bool], timeout: float = 30.0, what: str = ""
+    ) -> None:
+        """Wait for a condition on the broker; it is checked after every event.
+
+        Raises ``AssertionError`` that describes what did happen, or the exception of a
+        function of the test in the broker's thread.
+        """
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            while True:
+                self.check()
+                if condition():
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise AssertionError(
+                        f"After {timeout:g} s still no {what or condition}. "
+                        f"{self.describe()}"
+                    )
+                # Heartbeats and timers notify no waiter, so check again periodically.
+                self.changed.wait(min(left, 0.05))
+
+    def describe(self) -> str:
+        """Describe what has happened so far, for the text of a failure."""
+        counts = Counter(frame.command for frame in self.frames)
+        frames = ", ".join(f"{n} {command}" for command, n in counts.items())
+        return (
+            f"Received: {frames or 'nothing'}; violations: {self.violations or 'none'}."
+        )
+
+    def record(self, connection: int, frame: Frame) -> None:
+        """Record a received frame; with the lock held."""
+        self.frames.append(
+            ReceivedFrame(frame.command, frame.headers, frame.body, connection)
+        )
+        self.changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ..brokers.celery.broker import CeleryBroker
+from ..brokers.celery import CeleryBroker
 from ..errors import BrokerUnavailable
 
 

@@ -25,7 +25,7 @@ from kombu.exceptions import OperationalError
 from django_txmsg import Message, outbox_session
 from django_txmsg.brokers import get_broker, make_broker
 from django_txmsg.brokers.base import Outgoing
-from django_txmsg.brokers.celery.publication import Publication
+from django_txmsg.brokers.celery_publication import Publication
 from django_txmsg.celery import Celery, TransactionalTask
 from django_txmsg.dead_letters import resolution
 from django_txmsg.errors import (

@@ -15,7 +15,7 @@ from django.test import override_settings
 from kombu import Exchange, Queue
 from kombu.entity import binding
 
-from django_txmsg.brokers.celery.publication import Publication
+from django_txmsg.brokers.celery_publication import Publication
 from django_txmsg.celery import Celery, OnceTask
 from django_txmsg.checks import check
 from tests.celery_shop import app

@@ -14,7 +14,7 @@ from django.test import override_settings
 
 from django_txmsg import outbox_session, send_message
 from django_txmsg.errors import SessionError, SwallowedDatabaseError
-from django_txmsg.http_outbox import commit_status
+from django_txmsg.http_outbox import database_identity
 from django_txmsg.http_outbox.session import OutboxSession
 from django_txmsg.models import OutboxMessage, QueueMessage
 from tests.app.models import Order
@@ -83,7 +83,7 @@ def test_a_control_message_names_the_transaction_of_its_session() -> None:
         thread = threading.Thread(target=copy_context().run, args=[elsewhere])
         thread.start()
         thread.join(60)
-        own = commit_status.transaction_id(connection)
+        own = database_identity.transaction_id(connection)
     (control,) = QueueMessage.objects.using("other").all()
     assert control.headers["txmsg-transaction"] == own
     assert OutboxMessage.objects.count() == 3

@@ -1,0 +1,144 @@
+"""`manage.py txmsg alerts list|export`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib.resources import files
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+from django.db import router
+
+from .. import conf
+from ..models import Alert, AuditEntry
+from ..monitoring import process_states
+from ..monitoring.process_states import WITHIN
+from .terminal import local, printable, require_tables
+
+
+class Alerts(BaseCommand):
+    """Show the alerts that relays have raised; print rules for Prometheus."""
+
+    help = "Alerts: those that relays have raised, and rules for Prometheus."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        shown = actions.add_parser("list", help="The newest first.")
+        shown.add_argument("--firing", action="store_true", help="only open ones")
+        shown.add_argument("--limit", type=int, default=50, metavar="N")
+        shown.add_argument("--json", action="store_true")
+        shown.add_argument("--database", metavar="ALIAS")
+        actions.add_parser("export", help="Print alert rules for Prometheus, as YAML.")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if options["action"] == "export":
+            rules = files("django_txmsg.monitoring") / "prometheus_rules.yml"
+            self.stdout.write(rules.read_text(encoding="utf-8"), ending="")
+            return
+        using = options["database"] or router.db_for_write(Alert)
+        require_tables(using)
+        alerts = Alert.objects.using(using).order_by("-pk")
+        if options["firing"]:
+            alerts = alerts.filter(ended_at=None)
+        found = list(alerts[: max(options["limit"], 0)])
+        if options["json"]:
+            names = ("id", "service", "name", "kind", "status", "since", "ended_at")
+            rows = [
+                {name: getattr(one, name) for name in names} | {"text": one.text}
+                for one in found
+            ]
+            self.stdout.write(json.dumps({"alerts": rows}, indent=2, default=str))
+            return
+        for one in found:
+            ended = f" to {local(one.ended_at)}" if one.ended_at else ""
+            self.stdout.write(
+                f"{one.status:<8}  {local(one.since)}{ended}  "
+                f"{printable(one.name)}: {printable(one.text)}"
+            )
+
+
+# `manage.py txmsg audit`: who did what, newest first.
+
+
+class Audit(BaseCommand):
+    """List what operators did by pages and commands."""
+
+    help = "Lists what operators did, by page or command, newest first."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--limit", type=int, default=50, metavar="N")
+        parser.add_argument("--by", metavar="USER", help="part of the user's name")
+        parser.add_argument("--text", help="part of what was done")
+        parser.add_argument("--json", action="store_true")
+        parser.add_argument("--database", metavar="ALIAS")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        using = options["database"] or router.db_for_write(AuditEntry)
+        require_tables(using)
+        entries = AuditEntry.objects.using(using)
+        if options["by"]:
+            entries = entries.filter(by__icontains=options["by"])
+        if options["text"]:
+            entries = entries.filter(text__icontains=options["text"])
+        found = entries.order_by("-pk")[: max(options["limit"], 0)]
+        if options["json"]:
+            facts = [
+                {"at": one.at.isoformat(), "by": one.by, "text": one.text}
+                for one in found
+            ]
+            self.stdout.write(json.dumps({"entries": facts}, indent=2))
+            return
+        for one in found:
+            text = printable(one.text)
+            by = printable(one.by)
+            self.stdout.write(f"{local(one.at)}  {by}: {text}")
+
+
+# `manage.py txmsg alive`: a liveness probe without a port.
+
+
+class Alive(BaseCommand):
+    """Ask this service's worker processes on this host whether their loops are
+    running."""
+
+    help = (
+        "Exits with 0 if each worker of this service on this host is alive: each of "
+        "its loops has run within the last --within seconds. Uses no database and no "
+        "broker."
+    )
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--within",
+            type=float,
+            default=WITHIN,
+            metavar="SECONDS",
+            help=f"more than the longest handler takes (default: {WITHIN:g})",
+        )
+        parser.add_argument(
+            "--ready",
+            action="store_true",
+            help="fail also if one has not started yet, or is stopping",
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        states = process_states.running()
+        if not states:
+            raise CommandError(
+                f"No worker of service {conf.get().SERVICE!r} runs here: none has a "
+                f"file in {process_states.directory()}."
+            )
+        for pid, state in sorted(states.items()):
+            if state.silent > options["within"]:
+                raise CommandError(
+                    f"Process {pid}: {state.loop or 'the process'} has not run for "
+                    f"{state.silent:.0f} s."
+                )
+            if options["ready"] and not state.ready:
+                raise CommandError(
+                    f"Process {pid} has not started yet, or is stopping."
+                )
+        if options["verbosity"] > 0:
+            self.stdout.write(f"Alive: {', '.join(map(str, sorted(states)))}.")
