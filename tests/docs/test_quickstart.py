@@ -124,6 +124,7 @@ def test_quickstart_prints_what_it_shows(fresh_python: Path, tmp_path: Path) -> 
         typist.run("python manage.py check --fail-level WARNING")
 
 
+@pytest.mark.matrix
 def test_the_page_on_installation_works_as_typed(
     fresh_python: Path, tmp_path: Path
 ) -> None:
