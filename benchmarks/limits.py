@@ -232,10 +232,12 @@ def pile_up(stage: Any, many: int) -> None:
             send_message(stage.destination, 1, headers={"tenant": "large"})
 
     put()
-    wait(RateLine.objects.exists)
+    wait(RateLine.objects.filter(stage=stage.name).exists)
     inbox, line = InboxMessage._meta.db_table, RateLine._meta.db_table
     with connection.cursor() as cursor:
-        cursor.execute(f"UPDATE {line} SET taken = taken + %s", [many])
+        cursor.execute(
+            f"UPDATE {line} SET taken = taken + %s WHERE stage = %s", [many, stage.name]
+        )
         put()  # the last one, of which the others are copies
         wait(InboxMessage.objects.filter(slot__gt=0, due_at__isnull=False).exists)
         own = {

@@ -69,9 +69,9 @@ class Recurring:
         """Whether every missed tick is caught up, not only the latest."""
         return (self.missed or conf.get().MISSED_TICKS) == "all"
 
-    def check(self) -> None:
-        """Raise ConfigurationError or InvalidMessage if its messages could not be
-        stored. Looks neither at its database nor at other messages."""
+    def check_timing(self) -> None:
+        """Raise ConfigurationError or InvalidMessage for what needs no settings: name,
+        expression and destination."""
         check_destination(str(self.destination))
         if not self.name or len(self.name) > MAX_NAME_LENGTH:
             raise ConfigurationError(
@@ -81,11 +81,16 @@ class Recurring:
             raise ConfigurationError(
                 f'missed={self.missed!r} is neither "latest" nor "all".'
             )
+        assert self.cron
+
+    def check(self) -> None:
+        """Raise ConfigurationError or InvalidMessage if its messages could not be
+        stored. Looks neither at its database nor at other messages."""
+        self.check_timing()
         if self.broker not in conf.get().BROKERS:
             raise InvalidMessage(
                 f"its broker {self.broker!r} is not in TXMSG['BROKERS']"
             )
-        assert self.cron
         assert encoded(self.destination, self.body)
         check_headers(self.headers)
         check_key(self.key)
@@ -148,7 +153,6 @@ def every(
     Raises ConfigurationError for an invalid expression or time zone, and for a name
     that is taken; InvalidMessage for an invalid destination.
     """
-    check_destination(str(destination))
     found = Recurring(
         name=name or str(destination),
         expression=expression,
@@ -164,11 +168,7 @@ def every(
         unique=unique,
         unique_until=unique_until,
     )
-    if len(found.name) > MAX_NAME_LENGTH:
-        raise ConfigurationError(f"The name {found.name[:40]!r}… is too long.")
-    if missed not in (None, "latest", "all"):
-        raise ConfigurationError(f'missed={missed!r} is neither "latest" nor "all".')
-    assert found.cron
+    found.check_timing()
     if _declared.setdefault(found.name, found) != found:
         raise ConfigurationError(
             f"Two recurring messages are named {found.name!r}. Give one of them "
