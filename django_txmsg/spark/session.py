@@ -50,11 +50,13 @@ def session(
     job: str, settings: Mapping[str, str] | None = None
 ) -> Iterator[SparkSession]:
     """Yield a session with the data source registered; stop it if it was created here.
+    Another session keeps its own settings.
 
     Raises EnvironmentFault if Spark does not start, mostly because Java is missing.
     """
     active = SparkSession.getActiveSession()
     spark = active or build(f"txmsg {job}", settings)
+    before = {name: spark.conf.get(name, None) for name in SETTINGS}
     try:
         for name, value in SETTINGS.items():
             spark.conf.set(name, value)
@@ -63,6 +65,12 @@ def session(
     finally:
         if active is None:
             spark.stop()
+        else:
+            for name, known in before.items():
+                if known is None:
+                    spark.conf.unset(name)
+                else:
+                    spark.conf.set(name, known)
 
 
 def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:

@@ -19,6 +19,7 @@ from django_txmsg.spark.jobs.analyze import AnalyzeOptions, run_analyze
 from django_txmsg.spark.progress import Progress
 from django_txmsg.spark.runs import Run, recorded
 from django_txmsg.spark.schemas import Table
+from django_txmsg.spark.session import session
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from tests.faults import wait_until
 from tests.spark.archives import delta_rows, hashes_in
@@ -221,3 +222,15 @@ def test_the_report_reaches_to_now_and_counts_what_waits(
     # One was processed, and two came again.
     [stage] = found.stages
     assert (stage["messages"], stage["redelivered"], stage["received"]) == (1, 2, 2)
+
+
+def test_a_job_leaves_the_settings_of_a_session_as_they_were(spark) -> None:
+    zone = "spark.sql.session.timeZone"
+    before = spark.conf.get(zone)
+    spark.conf.set(zone, "Europe/Berlin")
+    try:
+        with session("reconcile") as same:
+            assert same.conf.get(zone) == "UTC"
+        assert spark.conf.get(zone) == "Europe/Berlin"
+    finally:
+        spark.conf.set(zone, before)
