@@ -60,10 +60,18 @@ class Results:
     apart: str = ""
     """A column that is true in rows which go to files of their own."""
 
-    def save(self, name: str, struct: t.StructType, frame: DataFrame) -> int:
-        """Write a DataFrame, which becomes visible all at once."""
+    def save(
+        self, name: str, struct: t.StructType, frame: DataFrame, *, few: bool = False
+    ) -> int:
+        """Write a DataFrame, which becomes visible all at once; `few` rows from the
+        driver, which needs no workers."""
         Lake(self.lake, create=self.makes_lake)
-        return self._commit(name, struct, self.write(name, struct, frame))
+        if not few:
+            return self._commit(name, struct, self.write(name, struct, frame))
+        schema, files = arrow_schema(struct), self.files(name, "driver")
+        for batch in frame.select(*struct.fieldNames()).toArrow().to_batches():
+            files.write(self.stamped(batch.cast(schema)))
+        return self._commit(name, struct, files.close())
 
     def write(
         self, name: str, struct: t.StructType, frame: DataFrame

@@ -20,7 +20,7 @@ KEY = b"txmsg.over"
 SUM = b"txmsg.over.crc32"
 #: Most lines of a footer. A file with more destinations is read.
 MOST = 5_000
-_BY = ["sent_on", "destination", "again"]
+_BY = ["sent_on", "destination", "again", "receivers"]
 _SUMS = {"sent_count": "sum", "sent_min": "min", "sent_max": "max"}
 _EPOCH = dt.date(1970, 1, 1)
 _DAY = 86_400_000_000
@@ -28,12 +28,15 @@ _DAY = 86_400_000_000
 
 @dataclass(frozen=True)
 class Line:
-    """Messages of a day to a destination; instants in microseconds since 1970."""
+    """Journeys of a day to a destination; instants in microseconds since 1970."""
 
     sent_on: dt.date
     destination: str
     again: bool
     """Whether they were delivered more than once."""
+    receivers: str | None
+    """The consumers of messages sent to a topic, as JSON. These lines count what was
+    sent; the others, of which a topic has one for each consumer, what was received."""
     messages: int
     first_us: int
     last_us: int
@@ -48,8 +51,8 @@ class Tally:
     """The longest time from when a message was due until it was processed."""
 
     @property
-    def messages(self) -> int:
-        """The number of messages."""
+    def rows(self) -> int:
+        """The number of journeys."""
         return sum(one.messages for one in self.lines)
 
 
@@ -64,17 +67,13 @@ class Tallying:
         """Count rows of finished journeys."""
         if self._counted and self._counted[0].num_rows > MOST:
             return
-        sent, due, done = (
-            rows[name].cast(pa.int64())
-            for name in ("stored_at", "due_at", "processed_at")
-        )
-        self.slowest_us = max(
-            self.slowest_us, pc.max(pc.subtract(done, due)).as_py() or 0
-        )
+        sent = pc.coalesce(rows["stored_at"], rows["told_at"]).cast(pa.int64())
+        self.slowest_us = max(self.slowest_us, pc.max(rows["took_us"]).as_py() or 0)
         columns = {
             "sent_on": pa.array(sent.to_numpy() // _DAY, pa.int32()),
             "destination": rows["destination"],
             "again": pc.greater(rows["deliveries"], 1),
+            "receivers": rows["receivers"],
             "sent": sent,
         }
         found = pa.table(columns).group_by(_BY)
@@ -108,4 +107,4 @@ def tally_in(described: Any) -> Tally | None:
         Line(_EPOCH + dt.timedelta(days=day), *rest) for day, *rest in noted["lines"]
     )
     tally = Tally(lines, noted["slowest_us"])
-    return tally if tally.messages == described.num_rows else None
+    return tally if tally.rows == described.num_rows else None

@@ -25,7 +25,7 @@ from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import INBOX, OUTBOX
-from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from tests.spark.archives import archive
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import run
@@ -85,7 +85,7 @@ def files_of(lake: LakeSpec) -> dict[Path, int]:
     found = {}
     for path in map(root.joinpath, table.get_add_actions().column("path").to_pylist()):
         told = tally.tally_in(pq.read_metadata(path))
-        found[path] = told.messages if told else 0
+        found[path] = told.rows if told else 0
     return found
 
 
@@ -176,7 +176,7 @@ def test_counted_files_give_the_same_verdicts_as_read_ones(
     )
     archive_all(spark, log, lake)
     assert judged(spark, spec) == without_journeys(spark, spec, tmp_path / "plain")
-    assert sum(files_of(lake).values()) == 13
+    assert sum(files_of(lake).values()) == 14
     # Others have happened since: processed again, sent again, erased.
     log.receive([{"message_id": ids[0][0]}])
     log.send([{"message_id": ids[1][0], "replay_id": "r"}])
@@ -197,6 +197,111 @@ def test_counted_files_give_the_same_verdicts_as_read_ones(
     found = judged(spark, spec, keep=False)
     assert found == without_journeys(spark, spec, tmp_path / "plain")
     assert found["orders.place"]["processed_twice"] == 2
+
+
+TOPIC = "topic:orders.placed"
+
+
+def told(
+    log: Log, start: dt.datetime, *stages: str, count: int = 3, lost: str = ""
+) -> list[uuid.UUID]:
+    """Store messages of a topic, one each second, which all stages have processed: only
+    the second one is lost at one of them."""
+    ids = [uuid.uuid4() for _ in range(count)]
+    sent = [
+        {"message_id": one, "destination": TOPIC, "created_at": start + number * SECOND}
+        for number, one in enumerate(ids)
+    ]
+    log.send(sent)
+    log.receive(
+        [
+            one | {"stage": stage, "first_received_at": one["created_at"] + SECOND}
+            for number, one in enumerate(sent)
+            for stage in stages
+            if (number, stage) != (1, lost)
+        ]
+    )
+    return ids
+
+
+def restored(lake: LakeSpec, backup: Path) -> None:
+    """Bring a lake back."""
+    shutil.rmtree(lake.uri.removeprefix("file://"))
+    shutil.copytree(backup, lake.uri.removeprefix("file://"))
+
+
+def spoil_counted(lake: LakeSpec) -> int:
+    """Spoil the files that are counted, and return how many journeys they have."""
+    found = files_of(lake)
+    for path, rows in found.items():
+        if rows:
+            spoil(path)
+    return sum(found.values())
+
+
+def test_topics_messages_are_counted_where_all_listeners_have_them(
+    spark, make_log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    first = told(log, LONG_AGO, "a", "b", lost="b")
+    told(log, LONG_AGO + DAY, "a", "b")
+    log.send([{"destination": "topic:nobody.listens"}])
+    archive_all(spark, log, lake)
+
+    assert judged(spark, spec) == {TOPIC: {"ok": 11, "never_received": 1}}
+    # Days later it receives nothing any more, and another one does.
+    told(log, LONG_AGO + 3 * DAY, "a", "c")
+    archive_all(spark, log, lake)
+    expected = {TOPIC: {"ok": 17, "never_received": 4}}
+    assert judged(spark, spec) == expected
+    backup = tmp_path / "backup"
+    shutil.copytree(lake.uri.removeprefix("file://"), backup)
+    # Two messages of the first day, three of the second, and one to no listener; of the
+    # third day, `b` has none.
+    assert spoil_counted(lake) == 2 * 3 + 3 * 3 + 1
+    assert judged(spark, spec) == expected
+
+    restored(lake, backup)
+    # The lost one arrives, another is processed again, and a listener is retired.
+    arrived = {"destination": TOPIC, "first_received_at": LONG_AGO + 4 * DAY}
+    log.receive(
+        [
+            {"message_id": one, "stage": stage, "created_at": sent_at, **arrived}
+            for one, stage, sent_at in (
+                (first[1], "b", LONG_AGO + SECOND), (first[0], "a", LONG_AGO),
+            )
+        ]
+    )  # fmt: skip
+    late = {TOPIC: {"ok": 16, "never_received": 3, "late": 1, "processed_twice": 1}}
+    assert judged(spark, spec) == late
+    archive_all(spark, log, lake)
+    assert judged(spark, spec) == late
+    run(spec, "listeners", "--retire", TOPIC, "shop/b", "--at", "2026-03-02T18:00")
+    del late[TOPIC]["never_received"]
+    assert judged(spark, spec) == late
+
+
+@pytest.mark.matrix
+def test_topics_messages_are_read_where_their_counts_do_not_suffice(
+    spark, make_log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    told(log, LONG_AGO, "a", "b", lost="b")
+    told(log, LONG_AGO + DAY, "a", "b", "c")
+    archive_all(spark, log, lake)
+    judged(spark, spec)
+    told(log, LONG_AGO + DAY + 60 * SECOND, "a", lost="a")
+
+    # A listener of which no run has heard is expected to have received everything.
+    declared = [Subscription(TOPIC, "shop", one) for one in "abcd"]
+    for stages in ([], declared, declared[:2], declared[3:]):
+        one = replace(spec, subscriptions=tuple(stages))
+        for more in ({}, {"since": LONG_AGO + SECOND}, {"late_after": SECOND}):
+            found = judged(spark, one, keep=False, **more)
+            assert found == without_journeys(spark, one, tmp_path / "plain", **more)
+            assert bool(found[TOPIC]["never_received"] >= 3)
 
 
 @pytest.mark.matrix
@@ -238,9 +343,13 @@ def to(*destinations: str) -> pa.Table:
     """Return rows of finished journeys, one to each destination."""
     count = len(destinations)
     instants = pa.array([LONG_AGO] * count, pa.timestamp("us", "UTC"))
-    columns = {"destination": destinations, "deliveries": [1] * count}
-    at = dict.fromkeys(("stored_at", "due_at", "processed_at"), instants)
-    return pa.table(columns | at)
+    columns = {
+        "destination": destinations, "deliveries": [1] * count,
+        "stored_at": instants, "told_at": instants,
+        "took_us": pa.array([0] * count, pa.int64()),
+        "receivers": pa.nulls(count, pa.string()),
+    }  # fmt: skip
+    return pa.table(columns)
 
 
 def test_a_footer_of_too_many_lines_is_left_out(
@@ -268,7 +377,7 @@ def test_lines_are_summed_up_while_a_file_is_written() -> None:
     for _ in range(3):
         few.add(to("orders.place", "orders.cancel"))
     said = json.loads(few.footer()[tally.KEY])
-    assert sorted((line[1], line[3]) for line in said["lines"]) == [
+    assert sorted((line[1], line[4]) for line in said["lines"]) == [
         ("orders.cancel", 3), ("orders.place", 3)
     ]  # fmt: skip
 
@@ -349,3 +458,29 @@ def test_a_file_without_its_footer_is_named(
         judged(spark, spec)
     shutil.rmtree(path.parents[2])
     assert judged(spark, spec) == expected
+
+
+def test_rows_of_messages_before_since_are_not_read(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec, since = JobSpec((log.spec,), lake), LONG_AGO + 10 * DAY
+    told(log, LONG_AGO, "a")
+    again = told(log, LONG_AGO + DAY, "a")[0]
+    replayed = {"created_at": since + DAY, "replay_id": "r", "message_id": again}
+    log.send([{**replayed, "destination": TOPIC}])
+    archive(spark, log, lake)
+    judged(spark, spec)
+    # All receipts are live, the older ones too: they show who listens, and what came
+    # of a message that was sent again since.
+    told(log, since + DAY + 60 * SECOND, "b")
+    found = judged(spark, spec, since=since)
+    assert found == {TOPIC: {"ok": 4, "never_received": 3}}
+
+    archive(spark, log, lake)
+    told(log, since + 3 * DAY, "b")
+    log.execute("UPDATE django_txmsg_inboxmessage SET processed_at = 'x' WHERE id = 2")
+    with pytest.raises(Exception, match="'x'"):
+        judged(spark, spec, keep=False)
+    found = judged(spark, spec, since=since + 2 * DAY)
+    assert found == {TOPIC: {"ok": 3, "never_received": 3}}

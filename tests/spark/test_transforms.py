@@ -19,6 +19,7 @@ from django_txmsg.spark.schemas import STAGED
 from django_txmsg.spark.transforms import analyze, outgoing
 from django_txmsg.spark.transforms import reconcile as judging
 from django_txmsg.spark.transforms.journeys import (
+    EXPECTED,
     LETTERS,
     RECEIVED,
     SENT,
@@ -26,7 +27,6 @@ from django_txmsg.spark.transforms.journeys import (
     steps,
 )
 from django_txmsg.spark.transforms.reconcile import (
-    EXPECTED,
     PLACE,
     SUMMARY,
     VERDICT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +21,10 @@ _AT_ONCE = 16
 #: Most lines of footers in memory at a time: some 150 MB.
 LINES = 500_000
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+_MICROSECOND = dt.timedelta(microseconds=1)
 _Group = tuple[dt.date, str, str]
+#: The listeners of a topic: consumer, since and until, in microseconds since 1970.
+Listening = Sequence[tuple[str, int, int | None]]
 
 
 def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, Tally]]:
@@ -42,7 +46,7 @@ def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, T
     named = sorted(named, key=lambda one: -one.rows)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for one, tally in zip(named, pool.map(read, named), strict=True):
-            if tally is None or tally.messages != one.rows or len(tally.lines) > left:
+            if tally is None or tally.rows != one.rows or len(tally.lines) > left:
                 continue
             left -= len(tally.lines)
             yield one, tally
@@ -55,7 +59,7 @@ def usable(
     their messages took longer than `late_after`, and all of them or none were sent
     after `since`."""
     limit = int(late_after.total_seconds() * 1e6)
-    start = None if since is None else (since - _EPOCH) // dt.timedelta(microseconds=1)
+    start = None if since is None else (since - _EPOCH) // _MICROSECOND
     found: dict[Named, Sequence[Line]] = {}
     for one, tally in known.items():
         if tally.slowest_us > limit:
@@ -67,10 +71,30 @@ def usable(
     return found
 
 
+def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -> bool:
+    """Return whether exactly the listeners that listened have received what `lines`
+    count as sent to topics. If a listener came or went meanwhile, nobody knows without
+    reading."""
+    for line in lines:
+        if line.receivers is None:
+            continue
+        whole, partly = set(), False
+        for consumer, since, until in listeners.get(line.destination, ()):
+            if since <= line.first_us and (until is None or line.last_us < until):
+                whole.add(consumer)
+            elif since <= line.last_us and (until is None or line.first_us < until):
+                partly = True
+        if partly or whole != set(json.loads(line.receivers)):
+            return False
+    return True
+
+
 def as_outcome(spark: SparkSession, lines: Iterable[Line]) -> DataFrame:
     """Return OUTCOME: the verdicts of the counted messages, without reading these."""
     summed: dict[_Group, tuple[int, int, int]] = {}
     for line in lines:
+        if line.receivers is not None:
+            continue
         verdict = "redelivered_deduplicated" if line.again else "ok"
         key = (line.sent_on, line.destination, verdict)
         count, first, last = summed.get(key, (0, line.first_us, line.last_us))

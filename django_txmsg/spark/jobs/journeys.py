@@ -17,7 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -25,6 +25,7 @@ import pyspark.sql.functions as sf
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame
 from pyspark.sql import types as t
+from pyspark.storagelevel import StorageLevel
 
 from ..connection import connect_plain
 from ..errors import EnvironmentFault
@@ -36,22 +37,25 @@ from ..progress import Step, no_step
 from ..runs import Run
 from ..tally import Tally
 from ..transforms.journeys import (
+    EXPECTED,
     JOURNEY,
     KEPT,
     LETTERS,
     RECEIVED,
     SENT,
+    arrivals,
+    kept,
     mark,
     merged,
-    over,
     steps,
 )
 from ..transforms.normalise import timestamp
 from .counted import tallies
+from .listeners import Listener
 from .reading import WholeLog
 
 #: The definition of a journey and its format. Journeys of another version are rebuilt.
-VERSION = 3
+VERSION = 4
 #: Operations of the Delta library that do not change a table's content.
 _HARMLESS = frozenset(["ADD COLUMN", "OPTIMIZE", "VACUUM START", "VACUUM END"])
 
@@ -239,6 +243,7 @@ class Journeys:
         """The table's present and intended content; nothing if it is of no use to this
         run."""
         self._stack = ExitStack()
+        self._fresh: DataFrame | None = None
 
     def __enter__(self) -> Journeys:
         try:
@@ -309,25 +314,58 @@ class Journeys:
 
     def rest(self, since: dt.datetime | None = None) -> DataFrame:
         """Return the steps that will be in no journey after `catch_up()`: steps in the
-        databases, and in unsettled batches. If there are no journeys, the steps that
-        show the outcome of the messages sent since an instant."""
-        if not self.goal:
-            return steps(*_logs(self.log, since))
+        databases, and in unsettled batches; with `since`, those that show the outcome
+        of the messages sent since then."""
+        if since is not None:
+            return steps(*self._recent(since))
         return steps(
-            *(
-                self.log.read(table, struct, above=self._last(self.goal, table))
-                for table, struct in _SIDES.items()
-            )
+            *(self._unsettled(table, struct) for table, struct in _SIDES.items())
         )
 
-    def catch_up(self) -> int:
-        """Add the batches that were settled after the last run; return how many rows of
-        journeys were written. Raises EnvironmentFault if another run has changed the
-        table meanwhile."""
+    def _unsettled(
+        self, table: str, struct: t.StructType, since: dt.date | None = None
+    ) -> DataFrame:
+        above = self._last(self.goal, table) if self.goal else None
+        return self.log.read(table, struct, since=since, above=above)
+
+    def _recent(self, since: dt.datetime) -> list[DataFrame]:
+        """Return the messages sent since an instant, and their outcomes. A message that
+        was sent again may have been received long before."""
+        day, start = _day_of(since), timestamp(since)
+        again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
+        sent = self._unsettled("outbox", again, day).where(
+            sf.col("created_at") >= start
+        )
+        # A message does not die before it is sent.
+        letters = self._unsettled("dead_letters", LETTERS, day)
+        resent = sent
+        if self.goal:
+            settled = self.log.archived(
+                "outbox", again, {}, self._last(self.goal, "outbox"), since=day
+            )
+            resent = sent.unionByName(settled.where(sf.col("created_at") >= start))
+        resent = resent.where("replay_id <> ''").select("message_id").distinct()
+        own = sf.coalesce("created_at", "first_received_at") >= start
+        if resent.isEmpty():
+            return [sent, self._unsettled("inbox", RECEIVED, day).where(own), letters]
+        received = self._unsettled("inbox", RECEIVED)
+        earlier = received.where(~own).join(resent, "message_id", "left_semi")
+        return [sent, received.where(own).unionByName(earlier), letters]
+
+    def listening(self, since: dt.datetime | None) -> DataFrame | None:
+        """Return the steps that `rest(since)` leaves out, and which show who listens;
+        None if it leaves out none."""
+        if since is None:
+            return None
+        return arrivals(self.log.listening(RECEIVED, _day_of(since)))
+
+    def fresh(self) -> DataFrame | None:
+        """Return JOURNEY: what the batches settled after the last run say, or None if
+        there are none."""
         if batches(self.goal) == batches(self.through):
-            return 0
-        fresh = merged(
-            steps(
+            return None
+        if self._fresh is None:
+            rows = steps(
                 *(
                     self.log.archived(
                         table, struct, self._last(self.through, table),
@@ -335,18 +373,35 @@ class Journeys:
                     )
                     for table, struct in _SIDES.items()
                 )
+            )  # fmt: skip
+            self._fresh = merged(rows).localCheckpoint(
+                storageLevel=StorageLevel.DISK_ONLY
             )
-        )  # fmt: skip
-        old = self.named
-        if self.large:
-            fresh = fresh.localCheckpoint()
-            old = self.concerned(marks_of(fresh), crowd=CROWD)
+        return self._fresh
+
+    def catch_up(self, listening: Sequence[Listener] = ()) -> int:
+        """Add the batches that were settled after the last run, while these are the
+        listeners of topics; return how many rows of journeys were written. Raises
+        EnvironmentFault if another run has changed the table meanwhile."""
+        fresh = self.fresh()
+        if fresh is None:
+            return 0
+        marks = marks_of(fresh) if self.large else None
+        old, others = self.concerned(marks, crowd=CROWD), None
         if self.through:
-            fresh = merged(fresh.unionByName(self._of(old, *JOURNEY.fieldNames())))
+            known = self._of(old, *KEPT.fieldNames())
+            if marks is not None:
+                # Of a message with something new, all journeys are at hand. Others
+                # remain what they are: some of their journeys may be in other files.
+                known, others = parted(known, marks)
+            fresh = merged(fresh.unionByName(known.select(*JOURNEY.fieldNames())))
+        spark = self.log.spark
+        rows = kept(fresh, spark.createDataFrame(map(astuple, listening), EXPECTED))
+        if others is not None:
+            rows = rows.unionByName(others)
         # Few files: each day is written by one task. To split them evenly, Spark would
         # first compute all rows, which is expensive.
-        fresh = fresh.withColumns({"mark": mark(), "over": over()})
-        days = fresh.repartition(sf.to_date("begun_at"))
+        days = rows.repartition(sf.to_date("begun_at"))
         rows = days.sortWithinPartitions("over", "begun_at")
         results = self.run.results(self.log.spec.lake_spec(), self.service)
         results = replace(results, clock="begun_at", apart="over")
@@ -420,9 +475,11 @@ class Marks:
     count: int
 
 
-def marks_of(rows: DataFrame) -> Marks | None:
+def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
     """Return a mark for each message of some rows, or None if they are too many to send
-    to every task."""
+    to every task. If none were `found`, they are not counted again."""
+    if not found:
+        return Marks(rows.sparkSession.createDataFrame([], "mark long"), 0)
     frame = rows.select(mark().alias("mark")).distinct().localCheckpoint()
     count = frame.count()
     return Marks(frame, count) if count <= BROADCAST else None
@@ -438,21 +495,6 @@ def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
     )
 
 
-def _logs(log: WholeLog, since: dt.datetime | None) -> list[DataFrame]:
-    """Return the messages sent since an instant, and their outcomes. A message that was
-    sent again may have been received long before."""
-    if since is None:
-        return [log.read(table, struct) for table, struct in _SIDES.items()]
-    day = (since - dt.timedelta(days=1)).date()
-    start = timestamp(since)
-    again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
-    sent = log.read("outbox", again, since=day).where(sf.col("created_at") >= start)
-    # A message does not die before it is sent.
-    letters = log.read("dead_letters", LETTERS, since=day)
-    resent = sent.where("replay_id <> ''").select("message_id").distinct()
-    own = sf.coalesce("created_at", "first_received_at") >= start
-    if resent.isEmpty():
-        return [sent, log.read("inbox", RECEIVED, since=day).where(own), letters]
-    received = log.read("inbox", RECEIVED)
-    earlier = received.where(~own).join(resent, "message_id", "left_semi")
-    return [sent, received.where(own).unionByName(earlier), letters]
+def _day_of(since: dt.datetime) -> dt.date:
+    """Return the day from which on rows are read: clocks may differ."""
+    return (since - dt.timedelta(days=1)).date()

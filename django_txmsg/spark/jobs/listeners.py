@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -23,7 +24,9 @@ from ..lakefile import rows_of
 from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec, Subscription
-from ..transforms.reconcile import EXPECTED, places
+from ..tally import Line
+from ..transforms.journeys import EXPECTED
+from ..transforms.reconcile import places
 from .outcome import Outcome
 
 #: The beginning, for a stage that its service has declared since the first run.
@@ -81,6 +84,31 @@ def read_places(steps: DataFrame) -> list[Place]:
         )
         for row in places(steps).withColumns(micros).collect()
     ]  # fmt: skip
+
+
+def counted_places(lines: Iterable[Line]) -> list[Place]:
+    """Return the places of what files count as sent to topics and received."""
+    return [
+        Place(
+            line.destination, consumer, "", consumer.partition("/")[0],
+            instant(line.first_us), instant(line.last_us), 0, 0, 0,
+        )
+        for line in lines
+        for consumer in json.loads(line.receivers or "[]")
+    ]  # fmt: skip
+
+
+def by_topic(
+    expected: Iterable[Listener],
+) -> dict[str, list[tuple[str, int, int | None]]]:
+    """Return the listeners of each topic: consumer, since and until, in microseconds
+    since 1970."""
+    found: dict[str, list[tuple[str, int, int | None]]] = {}
+    for one in expected:
+        until = None if one.until is None else (one.until - EVER) // _MICROSECOND
+        since = (one.since - EVER) // _MICROSECOND
+        found.setdefault(one.destination, []).append((one.consumer, since, until))
+    return found
 
 
 def instant(micros: int) -> dt.datetime:

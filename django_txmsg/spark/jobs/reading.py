@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
@@ -23,11 +23,14 @@ from ..errors import EnvironmentFault, UsageError
 from ..lake import Lake, NoLake
 from ..lakelog import Named
 from ..marks import Marks
-from ..schemas import TABLES, Table
+from ..schemas import TABLES, Table, arrow_schema
 from ..source.batch import Selection, id_ranges
 from ..source.snapshot import snapshot
 from ..spec import JobSpec, SourceSpec
 from ..transforms.normalise import whole_log, with_cancelled
+
+#: Most rows of a table that are read without tasks.
+FEW = 20_000
 
 
 @dataclass
@@ -75,6 +78,8 @@ class WholeLog:
     lake: Lake | None = None
     settled: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """By service, table and lake, the batch up to which no row is live any more."""
+    found: bool = False
+    """Whether `read()` has found a row, or files that may have one."""
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> WholeLog:
@@ -155,14 +160,19 @@ class WholeLog:
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         there = described.live_struct().fields
         narrow = t.StructType([f for f in there if f.name in names])
-        live = self.read_live(described, narrow, since=since).localCheckpoint(
-            eager=True, storageLevel=StorageLevel.DISK_ONLY
-        )
+
+        def recent(live: Live) -> str:
+            if since is None:
+                return ""
+            return f"t.{described.clock} >= {_start(live, since)}"
+
+        live = self._copied(described, narrow, recent)
         if self.lake is None:
             return whole_log([live], struct)
         delta, named = self.files_of(table)
         lake_id = str(delta.metadata().id) if delta else ""
         named = [one for one in named if _reaches(one, above or {})]
+        self.found |= bool(named)
         twice = any(
             one.batches is None
             or one.batches[1] > self.settled.get((one.service, table, lake_id), 0)
@@ -171,15 +181,52 @@ class WholeLog:
         archived = self._archived(table, narrow, named, since=since, above=above)
         return whole_log([live, archived], struct, twice=twice)
 
+    def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
+        """Return the first and the last live row of each stage and destination, if it
+        is from before a day."""
+        described = TABLES["inbox"]
+        ends = " UNION ALL ".join(
+            f"SELECT {which}(id) FROM {described.relation} GROUP BY destination, stage"
+            for which in ("min", "max")
+        )
+
+        def where(live: Live) -> str:
+            old = f"t.{described.clock} < {_start(live, before)}"
+            return f"{old} AND t.id IN ({ends})"
+
+        return self._copied(described, struct, where)
+
+    def _copied(
+        self, table: Table, struct: t.StructType, where: Callable[[Live], str]
+    ) -> DataFrame:
+        """Return a copy of rows of the databases. Few rows are read here: a task needs
+        a Python process of its own."""
+        few: list[pa.RecordBatch] = []
+        rows = 0
+        for live in self.live:
+            selection = Selection(live.service, table, struct)
+            for batch in selection.read(live.database, where(live), live.snapshot):
+                few.append(batch)
+                rows += batch.num_rows
+                if rows > FEW:
+                    self.found = True
+                    many = self.read_live(table, struct, where)
+                    return many.localCheckpoint(storageLevel=StorageLevel.DISK_ONLY)
+        self.found |= rows > 0
+        whole = pa.Table.from_batches(few, arrow_schema(struct))
+        return self.spark.createDataFrame(whole, struct)
+
     def archived(
         self,
         table: str,
         struct: t.StructType,
         above: Mapping[str, int],
         until: Mapping[str, int],
+        *,
+        since: dt.date | None = None,
     ) -> DataFrame:
         """Return the lake's rows of the batches after `above` and up to `until`, each
-        the number of a batch by service."""
+        the number of a batch by service; of days from `since`."""
         named = [
             one
             for one in self.files_of(table)[1]
@@ -187,7 +234,9 @@ class WholeLog:
             and one.batches is not None
             and one.batches[0] <= until[one.service]
         ]
-        rows = self._archived(table, struct, named, above=above, until=until)
+        rows = self._archived(
+            table, struct, named, since=since, above=above, until=until
+        )
         return rows.select(*struct.fieldNames())
 
     def files_of(self, table: str) -> tuple[DeltaTable | None, list[Named]]:
@@ -214,7 +263,7 @@ class WholeLog:
         kept = self.lake.table(table, TABLES[table].lake_struct())
         live = [one.spark for one in TABLES[table].live if one.name in struct.names]
         columns = [f.name for f in struct.fields if f not in live]
-        columns += ["batch_id"] if above else []
+        columns += ["batch_id"] if above or until else []
         cancelled = "cancelled_at" in columns
         if cancelled:
             columns = list(dict.fromkeys([*columns, "dead_at", "last_error"]))
@@ -231,26 +280,31 @@ class WholeLog:
         return rows
 
     def read_live(
-        self, table: Table, struct: t.StructType, *, since: dt.date | None = None
+        self,
+        table: Table,
+        struct: t.StructType,
+        where: Callable[[Live], str] = lambda live: "",
     ) -> DataFrame:
-        """Return only the rows of the databases."""
+        """Return only the rows of the databases, those that `where` selects in SQL."""
         work = []
         cores = parallelism(self.spark)
         parts = max(1, 2 * cores // len(self.live))
         for live in self.live:
-            conditions = []
-            if since is not None:
-                start = dt.datetime.combine(since, dt.time(), dt.timezone.utc)
-                literal = live.database.instant(start, upper=False)
-                conditions.append(f"t.{table.clock} >= {literal}")
             for part in id_ranges(live.database, table, parts):
-                work.append((live, " AND ".join([part.condition, *conditions])))
+                conditions = filter(None, (part.condition, where(live)))
+                work.append((live, " AND ".join(conditions)))
         places = self.spark.range(0, len(work), 1, len(work))
         return places.mapInArrow(LiveTask(table, struct, work), struct)
 
     def horizon(self, grace: dt.timedelta) -> dt.datetime:
         """Return the instant up to which every service's log is complete."""
         return min(one.taken for one in self.live) - grace
+
+
+def _start(live: Live, day: dt.date) -> str:
+    """Return the beginning of a day as SQL."""
+    start = dt.datetime.combine(day, dt.time(), dt.timezone.utc)
+    return live.database.instant(start, upper=False)
 
 
 def _reaches(file: Named, above: Mapping[str, int]) -> bool:

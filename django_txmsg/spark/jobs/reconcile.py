@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -32,11 +33,10 @@ from ..noted import MOST, Noted
 from ..runs import Run
 from ..spec import JobSpec
 from ..tally import Line
-from ..transforms.journeys import is_topic
+from ..transforms.journeys import EXPECTED, is_topic
 from ..transforms.normalise import timestamp
 from ..transforms.reconcile import (
     CHANGE,
-    EXPECTED,
     FINDINGS,
     LOST,
     STUCK,
@@ -50,10 +50,19 @@ from ..transforms.reconcile import (
     reconcile,
     summary,
 )
-from .counted import as_outcome, usable
+from .counted import as_outcome, received_by_all, usable
 from .findings import known_findings, standing_findings
 from .journeys import MANY, Journeys, Marks, marks_of, parted
-from .listeners import Listener, Place, instant, kept_listeners, listeners, read_places
+from .listeners import (
+    Listener,
+    Place,
+    by_topic,
+    counted_places,
+    instant,
+    kept_listeners,
+    listeners,
+    read_places,
+)
 from .outcome import Outcome, job_session, options_of
 from .reading import WholeLog
 
@@ -189,23 +198,28 @@ def run_reconcile(
         Journeys(log, run, keep=options.keep, many=options.many) as journeys,
     ):
         rest = journeys.rest(options.since)
+        earlier = journeys.listening(options.since)
         # Live rows are copied: no transaction is open during the comparison.
         log.release()
-        journeys.catch_up()
-        marks = marks_of(rest) if journeys.large else None
         least = _judgement(spec, options, log)
-        tallied = _tallied(journeys, marks, least)
-        # The counted messages were sent to queues, so no topic's subscriber is missed.
-        settled = journeys.read(but=tallied)
-        known = rest if settled is None else rest.unionByName(settled)
-        lines = list(chain.from_iterable(tallied.values()))
-        there = read_places(known)
+        # What a file counts, no run need look for again: where its messages went.
+        unread = usable(journeys.known, least.strictest, options.since)
+        lines = [line for one in unread for line in journeys.known[one].lines]
+        others = (earlier, journeys.fresh(), journeys.read(but=unread))
+        looked = [rest, *(one for one in others if one is not None)]
+        there = read_places(reduce(DataFrame.unionByName, looked))
+        there += counted_places(lines)
         now = max(one.taken for one in log.live)
-        earlier = [] if log.lake is None else kept_listeners(log.lake)
-        listening = listeners(earlier, there, spec.subscriptions, now)
+        heard = [] if log.lake is None else kept_listeners(log.lake)
+        listening = listeners(heard, there, spec.subscriptions, now)
         expected = spark.createDataFrame(
             [dataclasses.astuple(one) for one in listening.expected], EXPECTED
         )
+        journeys.catch_up(listening.expected)
+        marks = marks_of(rest, log.found) if journeys.large else None
+        tallied = _tallied(journeys, marks, least, listening.expected)
+        settled = journeys.read(but=tallied)
+        known = rest if settled is None else rest.unionByName(settled)
         clocks = differences(there, lines)
         by = dataclasses.replace(
             least,
@@ -215,6 +229,7 @@ def run_reconcile(
                 (one.sender, one.receiver, one.ahead // _MICROSECOND) for one in clocks
             ],
         )
+        counts = list(chain.from_iterable(tallied.values()))
         again, whole = known, None
         if settled is not None and marks is not None:
             again, whole = _parts(rest, settled, marks)
@@ -224,25 +239,26 @@ def run_reconcile(
         found = Reconciliation(by.horizon, clocks=clocks)
         found.retired = listening.retired
         outcomes = outcome(verdicts)
-        if lines:
-            outcomes = outcomes.unionByName(as_outcome(spark, lines))
+        if counts:
+            outcomes = outcomes.unionByName(as_outcome(spark, counts))
         outcomes = outcomes.persist(StorageLevel.DISK_ONLY)
-        per_kind = outcomes.groupBy("destination", "verdict").agg(
-            sf.sum("messages").alias("messages")
-        )
-        for row in per_kind.collect():
-            place = found.destinations.setdefault(row.destination or "?", {})
-            place[row.verdict] = row.messages
-            found.counts[row.verdict] = found.counts.get(row.verdict, 0) + row.messages
+        summed = _collected(summary(outcomes))
+        for row in summed:
+            place = found.destinations.setdefault(row["destination"] or "?", {})
+            for counted in (place, found.counts):
+                before = counted.get(row["verdict"], 0)
+                counted[row["verdict"]] = before + row["messages"]
         listed = aged(findings(outcomes), known_findings(log), run.started_at)
         listed = listed.persist(StorageLevel.DISK_ONLY)
         _show(found, listed, run.started_at)
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
-            before = standing_findings(log)
-            journal = changes(listed, before, run.started_at, options.since)
-            results.save("verdicts", CHANGE, journal)
-            results.save("reconciliation", SUMMARY, summary(outcomes))
+            journal = changes(
+                listed, standing_findings(log), run.started_at, options.since
+            )
+            few = sum(found.counts.get(kind, 0) for kind in FINDINGS) <= MOST
+            results.save("verdicts", CHANGE, journal, few=few)
+            results.save_rows("reconciliation", SUMMARY, summed)
             if listening.fresh:
                 rows = [dataclasses.asdict(one) for one in listening.fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
@@ -255,11 +271,22 @@ def run_reconcile(
     run.counts = dict(found.counts)
     lost = LOST + STUCK
     bad = {"lost": lost, "new": lost, "findings": FINDINGS, "never": ()}
-    counted = found.fresh if options.fail_on == "new" else found.unseen
+    bearing = found.fresh if options.fail_on == "new" else found.unseen
     if options.known:
-        counted = found.counts
-    run.findings = any(counted.get(kind) for kind in bad[options.fail_on])
+        bearing = found.counts
+    run.findings = any(bearing.get(kind) for kind in bad[options.fail_on])
     return found
+
+
+def _collected(summary: DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of SUMMARY."""
+    # As microseconds: a collected timestamp would be in this machine's time zone.
+    instants = ("first_sent_at", "last_sent_at")
+    rows = summary.withColumns({name: sf.unix_micros(name) for name in instants})
+    return [
+        row.asDict() | {name: _instant(row[name]) for name in instants}
+        for row in rows.collect()
+    ]
 
 
 def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judgement:
@@ -284,15 +311,23 @@ def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judge
 
 
 def _tallied(
-    journeys: Journeys, marks: Marks | None, by: Judgement
+    journeys: Journeys,
+    marks: Marks | None,
+    by: Judgement,
+    expected: Sequence[Listener],
 ) -> dict[Named, Sequence[Line]]:
     """Return the files that need not be read, and their counts: they contain no marked
-    message."""
+    message, and the listeners of topics were those that are expected."""
     if marks is None:
         return {}
+    listening = by_topic(expected)
     found = usable(journeys.known, by.strictest, by.since)
     concerned = set(journeys.concerned(marks))
-    return {one: lines for one, lines in found.items() if one not in concerned}
+    return {
+        one: lines
+        for one, lines in found.items()
+        if one not in concerned and received_by_all(lines, listening)
+    }
 
 
 def _parts(

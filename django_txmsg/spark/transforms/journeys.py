@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 
 import pyspark.sql.functions as sf
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
 from ... import wire
@@ -103,13 +103,28 @@ JOURNEY = t.StructType(
 )
 
 
+#: The columns of `expected`: which stage receives from which topic, since when and, if
+#: it no longer does, until when. Intervals of a pair do not overlap.
+EXPECTED = t.StructType(
+    [
+        t.StructField("destination", t.StringType()),
+        t.StructField("consumer", t.StringType()),
+        t.StructField("since", t.TimestampType()),
+        t.StructField("until", t.TimestampType()),
+    ]
+)
+
 #: A journey in the lake. Journeys of a message are found by `mark`, which is cheaper to
-#: read than its id; `over` marks finished journeys.
+#: read than its id; `over` marks finished journeys. `took_us` is the time from when a
+#: finished message was due until it was processed. `receivers` is null, except where a
+#: finished message was sent to a topic: the consumers that have processed it, as JSON.
 KEPT = t.StructType(
     [
         *JOURNEY.fields,
         t.StructField("mark", t.LongType()),
         t.StructField("over", t.BooleanType()),
+        t.StructField("took_us", t.LongType()),
+        t.StructField("receivers", t.StringType()),
     ]
 )
 
@@ -233,19 +248,79 @@ def mark() -> Column:
     return sf.xxhash64("message_id")
 
 
-def over() -> Column:
-    """Return whether a journey is finished, except for the question whether it was
-    late: a queue's message that was sent once and processed once, within PROMPT. The
-    verdict does not depend on subscribers, the limit for late messages, or the time of
-    judgement."""
-    took = sf.unix_micros("processed_at") - sf.unix_micros("due_at")
-    return sf.coalesce(
-        ~is_topic(sf.col("destination"))
-        & (sf.col("stored") == 1)
-        & (sf.col("times_processed") == 1)
-        & (took <= int(PROMPT.total_seconds() * 1e6)),
-        sf.lit(False),
+def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
+    """Return KEPT, from all journeys of each message. Finished is:
+
+    - a queue's message that was sent once and processed once, within PROMPT;
+    - a topic's message that was sent once, and processed once within PROMPT by each
+      consumer of EXPECTED that listened when it was sent, and by no other.
+
+    The verdict of a finished journey does not depend on the limit for late messages, or
+    on the time of judgement. That of a topic's message still depends on the listeners,
+    of which a later run may know more.
+    """
+    topic, sending = is_topic(sf.col("destination")), sf.col("pair") == ""
+    micros = {name: sf.unix_micros(name) for name in ("stored_at", "due_at")}
+    once = sf.col("stored") == 1
+    message = Window.partitionBy("message_id", "destination")
+    rows = journeys.withColumns(
+        {
+            "_sendings": sf.count_if(sending).over(message),
+            "_sent": sf.max(
+                sf.when(sending & once & (sf.col("died") == 0), micros["stored_at"])
+            ).over(message),
+            "_due": sf.max(sf.when(sending, micros["due_at"])).over(message),
+            "_got": sf.sort_array(
+                sf.collect_set(sf.when(~sending, sf.col("pair"))).over(message)
+            ),
+        }
     )
+    due = sf.when(topic, sf.when(~sending, sf.col("_due"))).otherwise(micros["due_at"])
+    took = sf.unix_micros("processed_at") - due
+    hour = int(PROMPT.total_seconds() * 1e6)
+    # Processed long before it was due: the clocks differ, which a run has to see.
+    prompt = (sf.col("times_processed") == 1) & took.between(-hour, hour)
+    # Its file has it on the day on which the message was sent.
+    receipt = prompt & (sf.unix_micros("told_at") == sf.col("_sent"))
+    listening = expected.groupBy(sf.col("destination").alias("_topic")).agg(
+        sf.collect_list(
+            sf.struct(
+                "consumer",
+                sf.unix_micros("since").alias("since"),
+                sf.unix_micros("until").alias("until"),
+            )
+        ).alias("_listeners")
+    )
+    wanted = sf.transform(
+        sf.filter(
+            "_listeners",
+            lambda one: (
+                (one.since <= sf.col("_sent"))
+                & (one.until.isNull() | (sf.col("_sent") < one.until))
+            ),
+        ),
+        lambda one: one.consumer,
+    )
+    rows = rows.withColumn(
+        "_received",
+        sf.bool_and(sending | sf.coalesce(receipt, sf.lit(False))).over(message),
+    ).join(sf.broadcast(listening), sf.col("destination") == sf.col("_topic"), "left")
+    everywhere = (
+        (sf.col("_sendings") == 1)
+        & sf.col("_sent").isNotNull()
+        & sf.col("_received")
+        & (sf.coalesce(sf.sort_array(wanted), sf.array()) == sf.col("_got"))
+    )
+    over = sf.when(topic, everywhere).otherwise(once & prompt)
+    over = sf.coalesce(over, sf.lit(False))
+    return rows.withColumns(
+        {
+            "mark": mark(),
+            "over": over,
+            "took_us": sf.when(over, took),
+            "receivers": sf.when(over & topic & sending, sf.to_json("_got")),
+        }
+    ).select(*KEPT.fieldNames())
 
 
 def _step(frame: DataFrame, **known: Column) -> DataFrame:

@@ -20,17 +20,6 @@ from pyspark.sql import types as t
 from .journeys import RESOLUTIONS, is_topic, merged
 from .normalise import timestamp
 
-#: The columns of `expected`: which stage receives from which topic, since when and, if
-#: it no longer does, until when. Intervals of a pair do not overlap.
-EXPECTED = t.StructType(
-    [
-        t.StructField("destination", t.StringType()),
-        t.StructField("consumer", t.StringType()),
-        t.StructField("since", t.TimestampType()),
-        t.StructField("until", t.TimestampType()),
-    ]
-)
-
 #: What the steps say of each destination, and of each listener of a topic.
 PLACE = t.StructType(
     [
