@@ -51,11 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Allow more time: a Spark job is slow on two cores."""
+    """Allow more time: a Spark job is slow on two cores, and a test that is cut off in
+    a call of the JVM leaves a session that no later test can use."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")
