@@ -12,7 +12,7 @@ from django.db.models import BinaryField, Model
 from django.db.models.functions import Length, Substr
 
 from .. import conf
-from ..dead_letters import selection
+from ..dead_letters import masking
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from . import display
 
@@ -83,12 +83,12 @@ def read(
     content = Content(table, pk, kind, row.size)
     headers: Mapping[str, str] = row.headers or {}
     if not bodies:
-        content.headers, _ = selection.shown(row.destination, headers, None, kind)
-        content.call = selection.call_shown(content.headers, None)
+        content.headers, _ = masking.shown(row.destination, headers, None, kind)
+        content.call = masking.call_shown(content.headers, None)
         return content
     if row.size > LARGE and (whole or conf.get().MASK is not None):
-        content.headers, _ = selection.shown(row.destination, headers, None, kind)
-        content.call = selection.call_shown(content.headers, None)
+        content.headers, _ = masking.shown(row.destination, headers, None, kind)
+        content.call = masking.call_shown(content.headers, None)
         content.unmaskable = conf.get().MASK is not None
         if not content.unmaskable:
             content.raw = bytes(row.body)
@@ -97,12 +97,12 @@ def read(
     if cut and conf.get().MASK is None:
         content.headers = dict(headers)
         content.text, content.cut = _text(bytes(row.head)), True
-        content.call = selection.call_shown(headers, None)
+        content.call = masking.call_shown(headers, None)
         return content
     body = bytes(row.head) if row.size <= SHOWN else bytes(row.body)
-    content.headers, shown = selection.shown(row.destination, headers, body, kind)
+    content.headers, shown = masking.shown(row.destination, headers, body, kind)
     content.text = pretty(shown)
-    content.call = selection.call_shown(content.headers, shown)
+    content.call = masking.call_shown(content.headers, shown)
     if cut and len(content.text) > SHOWN:
         content.text, content.cut = content.text[:SHOWN], True
     return content

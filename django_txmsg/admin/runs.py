@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from django.views.decorators.http import require_POST
 
 from .. import wire
-from ..dead_letters import selection
+from ..dead_letters import masking
 from ..errors import TxmsgError
 from ..flows import acts
 from ..flows.declaration import declarations
@@ -246,4 +246,4 @@ def waits(run: Run) -> str:
 
 
 def _masked(run: Run, text: str) -> str:
-    return pretty(selection.shown(run.flow, {}, text.encode(), wire.JSON)[1])
+    return pretty(masking.shown(run.flow, {}, text.encode(), wire.JSON)[1])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import wire
-from ..dead_letters import selection
+from ..dead_letters import masking
 from ..flows.engine import BACK
 from ..models import FlowStep, OutboxMessage, Run
 from . import display
@@ -135,7 +135,7 @@ def _text(value: Any) -> str:
 
 
 def _state(flow: str, step: FlowStep) -> Any:
-    return selection.shown(flow, {}, step.state.encode(), wire.JSON)[1]
+    return masking.shown(flow, {}, step.state.encode(), wire.JSON)[1]
 
 
 def _came(

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from celery.utils.saferepr import saferepr
 from kombu.utils import json
 
-from ..dead_letters import selection
+from ..dead_letters import masking
 
 
 @dataclass
@@ -139,7 +139,7 @@ def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
     except Exception:
         body = None  # needs another serializer: not shown
     if body is not None:
-        _, shown = selection.shown(destination, {}, body, wire.JSON)
+        _, shown = masking.shown(destination, {}, body, wire.JSON)
     texts = (HIDDEN, HIDDEN)
     if isinstance(shown, list | tuple) and len(shown) == 3:
         texts = (saferepr(shown[0], _LONGEST), saferepr(shown[1], _LONGEST))

@@ -12,7 +12,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import models, router, transaction
 
 from .. import wire
-from ..dead_letters import selection
+from ..dead_letters import masking
 from ..errors import TxmsgError
 from ..flows import acts
 from ..models import FlowStep, FlowUndo, Run
@@ -165,7 +165,7 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def _masked(run: Run, text: str) -> Any:
-    return selection.shown(run.flow, {}, text.encode(), wire.JSON)[1]
+    return masking.shown(run.flow, {}, text.encode(), wire.JSON)[1]
 
 
 def _of_step(run: Run, step: FlowStep) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from django.conf import settings
 from django.core.management import call_command
 from django.test import Client, override_settings
 
-from django_txmsg.dead_letters.selection import call_shown
+from django_txmsg.dead_letters.masking import call_shown
 from django_txmsg.models import DeadLetter
 from django_txmsg.testing import drain
 from tests import factories

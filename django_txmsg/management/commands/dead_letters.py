@@ -19,7 +19,7 @@ from django.db.models import Count, Max, Min
 from django.utils import timezone
 
 from ... import conf, wire
-from ...dead_letters import bulk, selection
+from ...dead_letters import bulk, masking, selection
 from ...dead_letters.selection import Shown
 from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
@@ -102,11 +102,11 @@ class Report:
         self._print(facts[0] if len(facts) == 1 else facts)
 
     def _facts(self, letter: DeadLetter) -> dict[str, Any]:
-        headers, body = selection.shown(
+        headers, body = masking.shown(
             letter.destination, letter.headers, bytes(letter.body), letter.content_type
         )
         facts = _facts(letter)
-        if call := selection.call_shown(headers, body):
+        if call := masking.call_shown(headers, body):
             facts["task"] = call
         facts |= {"headers": headers, "traceback": letter.traceback}
         if order := turns.note(letter):

@@ -1,0 +1,70 @@
+"""What an operator sees of a message: TXMSG["MASK"] may hide personal data.
+
+The setting names a function `mask(destination, headers, body)` that returns the headers
+and body to show. It changes nothing that is stored or sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from django.utils.module_loading import import_string
+
+from .. import conf, wire
+from ..envelope import serializers
+from ..errors import DecodeError
+
+log = logging.getLogger("django_txmsg.masking")
+
+
+def shown(
+    destination: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+    content_type: str,
+) -> tuple[dict[str, str], Any]:
+    """Return headers and the decoded body (bytes, if it cannot be decoded), masked.
+
+    `body` is None if only the headers are to be shown.
+
+    If the mask raises, everything is hidden: too little is safer than too much.
+    """
+    try:
+        decoded = None if body is None else serializers.decode(body, content_type)
+    except DecodeError:
+        decoded = body
+    path = conf.get().MASK
+    if path is None:
+        return dict(headers), decoded
+    try:
+        masked_headers, masked_body = import_string(path)(
+            destination, dict(headers), decoded
+        )
+        return dict(masked_headers), masked_body
+    except Exception as error:
+        log.exception('TXMSG["MASK"] failed for a message to %r', destination)
+        return {}, f'hidden, because TXMSG["MASK"] failed: {type(error).__name__}'
+
+
+def call_shown(headers: Mapping[str, str], body: Any) -> str:
+    """Return a task in the form of a function call, from the parts that `shown()`
+    returns; "" if the message is not a task."""
+    path = headers.get(wire.TASK, "")
+    if not path or not isinstance(body, dict) or not body.keys() >= {"args", "kwargs"}:
+        return path
+    args, kwargs = body["args"], body["kwargs"]
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        return path
+    given = [_REPR.repr(one) for one in args[:_MOST_ARGUMENTS]]
+    named = list(kwargs.items())[: _MOST_ARGUMENTS - len(given)]
+    given += [f"{name}={_REPR.repr(one)}" for name, one in named]
+    more = ["…"] * (len(given) < len(args) + len(kwargs))
+    return f"{path}({', '.join([*given, *more])})"
+
+
+_MOST_ARGUMENTS = 20
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
