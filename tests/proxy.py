@@ -78,6 +78,8 @@ class Proxy:
         self._hung: set[str] = set()
         self._lost: set[str] = set()
         self._budget: dict[str, int] = {}
+        #: The round trip at which all is cut, and on which way.
+        self._cut_at: tuple[int, str] | None = None
         self._delay = 0.0
         self._links: set[_Link] = set()
         self._changed = threading.Condition()
@@ -131,6 +133,12 @@ class Proxy:
         """Cut everything when `count` more bytes have gone this way, once."""
         with self._changed:
             self._budget[way] = count
+
+    def cut_at(self, trip: int, way: str) -> None:
+        """Cut everything at that round trip from now, once: before the server gets the
+        request, or before the client gets the answer."""
+        with self._changed:
+            self._cut_at = self.round_trips + trip, way
 
     def hang(self, *ways: str) -> None:
         """Forward nothing from now on, like a dead router that reports no error."""
@@ -191,6 +199,9 @@ class Proxy:
                     asked = way == REQUESTS and link.last == ANSWERS
                     self.round_trips += asked
                     link.last = way
+                    if self._cut_at == (self.round_trips, way):
+                        self._cut_at = None
+                        self._mark_cut(reset=False)
                 link.send(sink, self._through(link, way, piece))
                 with self._changed:
                     if self._budget.get(way) == 0:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import DatabaseError, connection
 
 from django_txmsg import Destination, send_message, send_messages, stages
 from django_txmsg.consuming import protocol
+from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.envelope.message import new_id
+from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.flows import Flow, Next, step
 from django_txmsg.models import FlowStep, InboxMessage, OutboxMessage, Run
 from tests.app.models import Effect
-from tests.faults import Proxy
+from tests.faults import ANSWERS, REQUESTS, Proxy, wait_until
 from tests.running import committing, declared, put, thread_of, txmsg
 from tests.shelved_flows import at_hand, shelved
 
@@ -127,32 +130,70 @@ def test_a_batch_shares_the_round_trips_of_its_transaction(wire: Proxy) -> None:
     assert counted <= 2 * 20 + 6
 
 
-def test_a_step_costs_the_round_trips_of_a_stage_that_keeps_its_state(
-    wire: Proxy,
-) -> None:
-    """Beside the two of any stage: it reads and locks its run, stores its request, and
-    writes its run and its history in one."""
+@contextmanager
+def rounds() -> Iterator[StageThread]:
+    """Begin a run, and give the thread of its steps."""
     with at_hand(Round):
         begin, go_on = map(thread_of, stages.find(["tests.round", "tests.round.steps"]))
         try:
             put("tests.round", b"1", broker="apart")
             begin._step()
-            counted = []
-            for number in range(8):
-                run = Run.objects.get()
-                headers = {
-                    "txmsg-id": str(new_id()),
-                    "content-type": "application/json",
-                    "txmsg-ticket": f"{run.run_id.hex}.{run.turn.hex}",
-                }
-                body = str(number).encode()
-                put("tests.round.steps", body, headers, broker="apart")
-                before = wire.round_trips
-                go_on._step()
-                counted.append(wire.round_trips - before)
+            yield go_on
         finally:
             begin._close()
             go_on._close()
+
+
+def reply(number: int) -> None:
+    """Answer the request for which the run waits."""
+    run = Run.objects.get()
+    headers = {
+        "txmsg-id": str(new_id()),
+        "content-type": "application/json",
+        "txmsg-ticket": f"{run.run_id.hex}.{run.turn.hex}",
+    }
+    put("tests.round.steps", str(number).encode(), headers, broker="apart")
+
+
+def test_a_step_costs_the_round_trips_of_a_stage_that_keeps_its_state(
+    wire: Proxy,
+) -> None:
+    """Beside the two of any stage: it reads and locks its run, stores its request, and
+    writes its run and its history in one."""
+    with rounds() as go_on:
+        counted = []
+        for number in range(8):
+            reply(number)
+            before = wire.round_trips
+            go_on._step()
+            counted.append(wire.round_trips - before)
     assert FlowStep.objects.count() == 9
     assert OutboxMessage.objects.filter(destination="tests.asked").count() == 9
     assert min(counted) == 5
+
+
+@pytest.mark.parametrize("way", [REQUESTS, ANSWERS])
+def test_a_step_whose_connection_breaks_at_any_statement_commits_once(
+    wire: Proxy, way: str
+) -> None:
+    """At each of its five round trips, before or after the server has executed it."""
+    with rounds() as go_on:
+        for trip in range(1, 6):
+            reply(trip)
+            before = FlowStep.objects.count(), wire.accepted
+            wire.cut_at(trip, way)
+
+            def gone_on(steps: int = before[0]) -> bool:
+                with suppress(DatabaseError, BrokerUnavailable):
+                    go_on._step()
+                connection.close()
+                return FlowStep.objects.count() > steps
+
+            wait_until(gone_on)
+            assert wire.accepted > before[1]
+        go_on._step()  # a delivery that was not acknowledged
+    assert FlowStep.objects.count() == 6
+    assert OutboxMessage.objects.filter(destination="tests.asked").count() == 6
+    assert Run.objects.get().state == '{"text":"5"}'
+    done = InboxMessage.objects.filter(stage="tests.round.steps")
+    assert done.exclude(processed_at=None).count() == 5
