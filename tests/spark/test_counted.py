@@ -296,9 +296,9 @@ def test_topics_messages_are_read_where_their_counts_do_not_suffice(
 
     # A listener of which no run has heard is expected to have received everything.
     declared = [Subscription(TOPIC, "shop", one) for one in "abcd"]
-    for stages in ([], declared, declared[:2], declared[3:]):
+    for stages in ([], declared, declared[:2]):
         one = replace(spec, subscriptions=tuple(stages))
-        for more in ({}, {"since": LONG_AGO + SECOND}, {"late_after": SECOND}):
+        for more in ({}, {"since": LONG_AGO + DAY + SECOND}):
             found = judged(spark, one, keep=False, **more)
             assert found == without_journeys(spark, one, tmp_path / "plain", **more)
             assert bool(found[TOPIC]["never_received"] >= 3)
