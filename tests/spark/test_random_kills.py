@@ -9,16 +9,19 @@ import random
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deltalake import DeltaTable
 
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
+from django_txmsg.spark.schemas import INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
-from tests.spark.archives import archive, hashes_in, hashes_of_lake
+from tests.spark.archives import archive, hashes_in, hashes_of_lake, path_of
 from tests.spark.conftest import ROOT
 from tests.spark.log import Log
 
@@ -40,6 +43,12 @@ def start(spec: JobSpec, *words: str) -> subprocess.Popen[bytes]:
         cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )  # fmt: skip
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a job's end. It finds nothing wrong."""
+    _, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, errors.decode()[-3_000:]
 
 
 def kill(
@@ -85,3 +94,61 @@ def test_killed_archive_and_sweep_leave_each_row_once(
     assert len(there) == len(known)
     assert dict(there) == known
     assert hashes_in(log) == {}
+
+
+@SOME
+def test_killed_erase_removes_all_it_names_and_nothing_else(
+    make_log, lake: LakeSpec, kills: int
+) -> None:
+    log: Log = make_log("sqlite")
+    spec, dice, killed = JobSpec((log.spec,), lake), random.Random(36), 0
+    ids = [str(uuid.UUID(int=number + 1)) for number in range(3 * kills)]
+    log.send([{"message_id": uuid.UUID(one)} for one in ids])
+    log.receive([{"message_id": uuid.UUID(one)} for one in ids])
+    for table in (OUTBOX, INBOX):
+        archive(None, log, lake, table=table)
+    log.bury([{"message_id": uuid.UUID(one)} for one in ids])
+    gone: list[str] = []
+    lock = Path(f"{log.spec.path}.journeys.lock")
+    while killed < kills:
+        if len(gone) < len(ids) - 1:
+            gone.append(ids[len(gone)])
+        lock.unlink(missing_ok=True)
+        process = start(spec, "erase", "--message-id", gone[-1])
+        killed += kill(process, lock.exists, dice.uniform(0, 6.0))
+
+    end(start(spec, "erase", *(word for one in gone for word in ("--message-id", one))))
+
+    left = sorted(set(ids) - set(gone))
+    for table in (OUTBOX, INBOX):
+        rows = DeltaTable(path_of(lake, table)).to_pyarrow_table(columns=["message_id"])
+        assert sorted(rows["message_id"].to_pylist()) == left
+    letters = log.rows("SELECT message_id FROM django_txmsg_deadletter")
+    assert sorted(str(uuid.UUID(str(one))) for (one,) in letters) == left
+
+
+@SOME
+def test_killed_replay_stores_each_message_once(
+    make_log, lake: LakeSpec, kills: int
+) -> None:
+    log: Log = make_log("sqlite")
+    spec, dice, killed = JobSpec((log.spec,), lake), random.Random(37), 0
+    runs, messages = 0, 400
+    log.send_many(messages)
+    archive(None, log, lake)
+    while killed < kills:
+        name = f"again-{runs // 4}"  # four attempts at each, then to the end
+        runs += 1
+        words = ("replay", "--where", "key = ''", "--as", "copy", "--name", name)
+        begun = log.count("django_txmsg_pipelinerun")
+        process = start(spec, *words)
+        killed += kill(
+            process,
+            lambda n=begun: log.count("django_txmsg_pipelinerun") > n,
+            dice.uniform(0, 15.0),
+        )
+        if runs % 4 == 0 or killed == kills:
+            end(start(spec, *words))
+            stored = log.rows("SELECT message_id FROM django_txmsg_outboxmessage")
+            assert len(stored) == len(set(stored)) == messages
+            log.execute("DELETE FROM django_txmsg_outboxmessage")
