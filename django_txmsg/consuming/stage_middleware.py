@@ -11,110 +11,24 @@ error (by Refuse, say), but can neither hide one nor skip the handler.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from asgiref.sync import (
-    SyncToAsync,
-    ThreadSensitiveContext,
-    async_to_sync,
-    sync_to_async,
-)
 from django.core.exceptions import MiddlewareNotUsed
-from django.db import connections
 from django.utils.module_loading import import_string
 
 from .. import conf
-from ..django_internals import in_block
 from ..envelope.failure import cause_of
 from ..envelope.handler import Handler, is_coroutine
 from ..envelope.message import Message
 from ..errors import ConfigurationError, MiddlewareMisused
-from ..runtime.per_process import PerProcess
 from ..stages import CallNext, Stage
-from . import deadline
-
-# Around hop 8: handlers that are coroutine functions, of stages with
-# `transaction="none"`.
-#
-# All coroutines of a process run in one event loop, so all messages can share a
-# client that belongs to a loop, such as a pool of HTTP connections. The stage's
-# thread waits for its coroutine, so everything else about a stage stays as it is.
-
-#: The name of the loop's thread.
-THREAD = "txmsg-loop"
-
-
-def blocking(stage: Stage) -> Handler:
-    """Return the stage's handler as a function that waits for the coroutine. The
-    coroutine has the caller's context, and is cancelled at the caller's deadline."""
-    handler, using = stage.handler, stage.definition.using
-
-    def wait(message: Message) -> Any:
-        if in_block(connections[using]):
-            # Inside a TestCase, the handler's queries belong to the test's transaction.
-            return _result(async_to_sync(_caught)(handler, message))
-        work = _alone(handler, message)
-        return _result(asyncio.run_coroutine_threadsafe(work, _loop()).result())
-
-    return wait
-
-
-async def _alone(handler: Handler, message: Message) -> Any:
-    """Run a handler. Its queries use a separate thread and connection, which end with
-    it, so a broken connection affects only this message."""
-    async with ThreadSensitiveContext() as context:
-        work = asyncio.ensure_future(_caught(handler, message))
-        limit = deadline.current.get()
-        if limit is not None:
-            loop = asyncio.get_running_loop()
-            limit.interrupt = partial(loop.call_soon_threadsafe, work.cancel)
-        try:
-            return await work
-        finally:
-            if context in SyncToAsync.context_to_thread_executor:  # it has a thread
-                await sync_to_async(connections.close_all)()
-
-
-async def _caught(handler: Handler, message: Message) -> Any:
-    """Run a handler. Returns exceptions that would end the event loop for all
-    handlers."""
-    try:
-        return await handler(message)
-    except (SystemExit, KeyboardInterrupt) as error:
-        return error
-
-
-def _result(ended: Any) -> Any:
-    if isinstance(ended, BaseException):
-        raise ended
-    return ended
-
-
-def _started() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=_run, args=[loop], name=THREAD, daemon=True).start()
-    return loop
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop for ever: a task of a handler that raises SystemExit, or stops the
-    loop, must not stop the coroutines of all others."""
-    while True:
-        with suppress(SystemExit, KeyboardInterrupt):
-            loop.run_forever()
-
-
-_loop = PerProcess(_started)
-
+from . import coroutines, deadline
 
 log = logging.getLogger("django_txmsg.stage_middleware")
 
@@ -146,7 +60,7 @@ _loading = threading.Lock()
 def _prepare(stage: Stage) -> Stage:
     plain = stage.resolved()
     if is_coroutine(plain.handler):
-        plain = replace(plain, handler=blocking(plain))
+        plain = replace(plain, handler=coroutines.blocking(plain))
     if plain.answering is not None:
         plain = replace(plain, handler=plain.answering(plain.handler))
     ready = plain

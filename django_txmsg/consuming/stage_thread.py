@@ -33,7 +33,7 @@ from ..runtime.breaker import Breaker
 from ..runtime.connections import leave_blocks, open_caches, recycle
 from ..runtime.liveness import Activity
 from ..stages import Stage
-from . import decoding, modes, rates, stage_middleware
+from . import coroutines, decoding, modes, rates
 from .arrival import Arrival, Outcome, Postponed, to_acknowledge
 from .limits import Allowance, Room, Throttle
 from .stage_middleware import prepared
@@ -259,7 +259,7 @@ class StageThread:
             idents += [
                 one.ident
                 for one in threading.enumerate()
-                if one.name == stage_middleware.THREAD
+                if one.name == coroutines.THREAD
             ]
         frames = sys._current_frames()
         found = [frames[one] for one in idents if one in frames]

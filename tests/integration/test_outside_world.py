@@ -11,7 +11,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import pytest
-from django.db import connection, transaction
+from asgiref.sync import sync_to_async
+from django.db import connection, connections, transaction
 
 from django_txmsg import Message, Refuse, send_message, stage, wire
 from django_txmsg.consuming import deadline
@@ -122,6 +123,23 @@ def test_coroutines_of_a_stage_are_in_flight_together_in_one_loop() -> None:
     assert {int(bytes(body)) for body in answers} == set(range(count))
     causes = OutboxMessage.objects.values_list("correlation_id", flat=True)
     assert {str(message.id) for message in flying} == set(causes)
+
+
+def test_the_connection_that_a_coroutine_opens_ends_with_it() -> None:
+    used: list[Any] = []
+
+    async def handler(message: Message) -> None:
+        await Effect.objects.acreate(name="called", message_id=message.id)
+        await sync_to_async(lambda: used.append(connections["default"]))()
+        assert used[0].connection is not None
+
+    with declared(handler, transaction="none") as declared_stage:
+        put(declared_stage.destination)
+        step(declared_stage)
+
+    assert processed() == 1
+    assert used[0] is not connections["default"]
+    assert used[0].connection is None
 
 
 def test_a_coroutine_past_its_timeout_is_cancelled() -> None:

@@ -1,0 +1,106 @@
+"""Around hop 8: handlers that are coroutine functions, of stages with
+`transaction="none"`.
+
+All coroutines of a process run in one event loop, so all messages can share a client
+that belongs to a loop, such as a pool of HTTP connections. The stage's thread waits for
+its coroutine, so everything else about a stage stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
+from django.db import connections
+from django.db.backends.signals import connection_created
+
+from ..django_internals import in_block
+from ..envelope.handler import Handler
+from ..envelope.message import Message
+from ..runtime.per_process import PerProcess
+from ..stages import Stage
+from . import deadline
+
+#: The name of the loop's thread.
+THREAD = "txmsg-loop"
+
+
+def blocking(stage: Stage) -> Handler:
+    """Return the stage's handler as a function that waits for the coroutine. The
+    coroutine has the caller's context, and is cancelled at the caller's deadline."""
+    handler, using = stage.handler, stage.definition.using
+
+    def wait(message: Message) -> Any:
+        if in_block(connections[using]):
+            # Inside a TestCase, the handler's queries belong to the test's transaction.
+            return _result(async_to_sync(_caught)(handler, message))
+        work = _alone(handler, message)
+        return _result(asyncio.run_coroutine_threadsafe(work, _loop()).result())
+
+    return wait
+
+
+async def _alone(handler: Handler, message: Message) -> Any:
+    """Run a handler. Its queries use a separate thread and connection, which end with
+    it, so a broken connection affects only this message."""
+    async with ThreadSensitiveContext():
+        connected: list[str] = []
+        _connected.set(connected)
+        work = asyncio.ensure_future(_caught(handler, message))
+        limit = deadline.current.get()
+        if limit is not None:
+            loop = asyncio.get_running_loop()
+            limit.interrupt = partial(loop.call_soon_threadsafe, work.cancel)
+        try:
+            return await work
+        finally:
+            if connected:  # otherwise this would start the thread first
+                await sync_to_async(connections.close_all)()
+
+
+def _note(connection: Any, **_: Any) -> None:
+    connected = _connected.get()
+    if connected is not None:
+        connected.append(connection.alias)
+
+
+#: The databases to which the running coroutine has connected.
+_connected: ContextVar[list[str] | None] = ContextVar("txmsg_connected", default=None)
+connection_created.connect(_note, dispatch_uid="django_txmsg.coroutines")
+
+
+async def _caught(handler: Handler, message: Message) -> Any:
+    """Run a handler. Returns exceptions that would end the event loop for all
+    handlers."""
+    try:
+        return await handler(message)
+    except (SystemExit, KeyboardInterrupt) as error:
+        return error
+
+
+def _result(ended: Any) -> Any:
+    if isinstance(ended, BaseException):
+        raise ended
+    return ended
+
+
+def _started() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=_run, args=[loop], name=THREAD, daemon=True).start()
+    return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop for ever: a task of a handler that raises SystemExit, or stops the
+    loop, must not stop the coroutines of all others."""
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+
+
+_loop = PerProcess(_started)
