@@ -38,11 +38,11 @@ BROKERS = {"default": {"URL": "database://?poll=0.01&lease=2"}}
 STAGES = """
 import threading
 from django_txmsg import RedeliveryPolicy, stage
-from django_txmsg.management.commands import _reloading
+from django_txmsg.management.commands import _run
 from django_txmsg.monitoring import pruning
 from tests.app.models import Effect
 
-_reloading.GRACE = 1.0
+_run.GRACE = 1.0
 pruning.FIRST = 0.1
 
 
