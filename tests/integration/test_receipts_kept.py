@@ -150,13 +150,13 @@ def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) 
                 other.close()
 
         began = threading.Event()
-        for _ in range(40):
+        for _ in range(90):
             assert not somebody_else_looks()
             began.wait(0.1)
         slow.set()
 
     after_the_receipts(monkeypatch, take_ones_time)
-    with txmsg(RELAY={**IMPATIENT["RELAY"], "LEASE": 1.0}):
+    with txmsg(RELAY={**IMPATIENT["RELAY"], "LEASE": 3.0}):
         lane = Lane("default", "default")
         try:
             assert lane.dispatch() == COUNT
