@@ -10,6 +10,7 @@ import datetime as dt
 import json
 import random
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from io import StringIO
 from typing import Any
@@ -33,6 +34,8 @@ from django_txmsg.models import (
     QueueMessage,
     Run,
     Schedule,
+    StageState,
+    Worker,
 )
 from django_txmsg.monitoring import alarms, status, waiting
 from django_txmsg.scheduling.timetable import forget
@@ -111,8 +114,26 @@ def in_facts(section: str, number: str) -> Counts:
     }
 
 
-NOTED = "SELECT fingerprint FROM django_txmsg_failurenote WHERE muted"
 OPEN = "FROM django_txmsg_deadletter WHERE resolution = 'open'"
+NOTED = (
+    "SELECT fingerprint FROM django_txmsg_failurenote note WHERE muted AND"
+    " (muted_until IS NULL OR muted_until > CURRENT_TIMESTAMP) AND (muted_above IS NULL"
+    f" OR muted_above >= (SELECT COUNT(*) {OPEN} AND"
+    " django_txmsg_deadletter.fingerprint = note.fingerprint))"
+)
+
+
+def served() -> Counts:
+    """Return how many processes with a recent heartbeat run each declared stage."""
+    now, found = ago(), Counter()
+    for worker in Worker.objects.all():
+        if worker.heartbeat_at + worker.silent_after > now:
+            found.update(worker.stages)
+    return {
+        (one.definition.using, one.name): found[one.name]
+        for one in stages.all_stages()
+        if found[one.name]
+    }
 
 
 def agree() -> None:
@@ -134,6 +155,22 @@ def agree() -> None:
             assert among(places, read) == expected
             assert gauges(f"{kind}_{gauge}") == expected
             assert in_facts(section, fact) == expected
+    working = served()
+    assert among(picture.stages, lambda one: one.workers) == working
+    assert gauges("stage_workers") == working
+    assert in_facts("stages", "workers") == working
+    blocked = {
+        at: min(number, waiting.CAP + 1)
+        for at, number in counted(
+            "SELECT stage, COUNT(*) FROM django_txmsg_inboxmessage"
+            " WHERE waits_for IS NOT NULL GROUP BY stage"
+        ).items()
+    }
+    assert among(picture.stages, lambda one: one.line.count) == blocked
+    assert gauges("stage_blocked") == blocked
+    assert in_facts("stages", "blocked") == blocked
+    assert health.look().ordered["waiting"] == sum(blocked.values())
+    paused = set(StageState.objects.values_list("stage", flat=True))
     bound = ago(minutes=2)
     pending = {"dispatched_at": None, "dead_at": None}
     retrying = {"due_at__isnull": False, "needs_version": None, "waits_for": None}
@@ -150,7 +187,8 @@ def agree() -> None:
                 **condition, **{f"{column}__lte": bound}
             )
             for name in rows.values_list(place, flat=True):
-                late[alias, name] = late.get((alias, name), 0) + 1
+                if kind != "redelivery" or name not in paused:
+                    late[alias, name] = late.get((alias, name), 0) + 1
         late = {at: min(number, waiting.CAP + 1) for at, number in late.items()}
         read = (lambda one: one.overdue) if kind == "queue" else (
             lambda one: one.waiting.overdue
@@ -171,9 +209,13 @@ def agree() -> None:
     raised = {alarm.kind for alarm in alarms.of(picture)}
     assert ("overdue" in raised, "dead" in raised) == (bool(total), bool(loud_ones))
     assert code == int(bool(total))
-    assert told("--fail-on", message_status.BAD)[1] == int(bool(total or loud_ones))
+    lost = len(picture.attendance.lost)
+    bad = int(bool(total or loud_ones or lost))
+    assert told("--fail-on", message_status.BAD)[1] == bad
+    assert told("--fail-on", "silent")[1] == int(bool(lost))
+    assert told("--fail-on", "paused")[1] == int(bool(paused))
     assert told("--fail-on", "dead")[1] == int(bool(loud_ones))
-    assert picture.well == (not total and not loud_ones)
+    assert picture.well == (not bad and not paused)
     for alias in BOTH:
         groups = {one["fingerprint"]: one["count"] for one in grouped(alias)}
         by_error = f"SELECT fingerprint, COUNT(*) {OPEN} GROUP BY fingerprint"
@@ -190,11 +232,26 @@ def test_all_reports_equal_plain_sql_counts(
     factories.FailureNoteFactory(fingerprint=MUTED, muted=True)
     with_note = factories.FailureNoteFactory.build(fingerprint="b" * 16, muted=True)
     with_note.save(using="other")
+    factories.FailureNoteFactory(
+        fingerprint="d" * 16, muted=True, muted_above=chance.randint(0, 3)
+    )
+    factories.FailureNoteFactory(
+        fingerprint="e" * 16, muted=True, muted_until=ago(hours=chance.choice([-1, 1]))
+    )
+    names = [one.name for one in stages.all_stages()]
+    for _ in range(chance.randint(0, 4)):
+        factories.WorkerFactory(
+            stages=chance.sample(names, chance.randint(1, len(names))),
+            heartbeat_at=ago(minutes=chance.choice([0, 20])),
+            silent_after=dt.timedelta(minutes=10),
+        )
+    if chance.random() < 0.5:
+        factories.StageStateFactory(stage="place-3")
     for _ in range(chance.randint(0, 60)):
         alias, place = chance.choice(BOTH), f"place-{chance.randint(0, 9)}"
         due = ago(seconds=chance.choice([-3600, 30, 600, 90_000]))
         one: Any
-        kind = chance.randint(0, 3)
+        kind = chance.randint(0, 4)
         if kind == 0:
             one = factories.OutboxMessageFactory.build(
                 destination=place, due_at=due, service=chance.choice(["shop", "bank"])
@@ -208,11 +265,16 @@ def test_all_reports_equal_plain_sql_counts(
                 one.first_received_at = ago(minutes=1)
         elif kind == 2:
             one = factories.QueueMessageFactory.build(queue=place, available_at=due)
+        elif kind == 3:
+            one = factories.InboxMessageFactory.build(
+                stage=place, parked=True, due_at=due, key="k", after_at=due,
+                waits_for=uuid.uuid4(), waits_since=ago(seconds=5),
+            )  # fmt: skip
         else:
             one = factories.DeadLetterFactory.build(
                 stage=chance.choice([place, ""]),
                 destination=place,
-                fingerprint=chance.choice([MUTED, "b" * 16, "c" * 16]),
+                fingerprint=chance.choice([one * 16 for one in "abcde"]),
             )
         one.save(using=alias)
     agree()
