@@ -56,6 +56,12 @@ def ago(instant: Any, now: Any = None) -> Any:
     return _display().ago(instant, now)
 
 
+@register.filter
+def focusable(table: str) -> str:
+    """Let the keyboard scroll a list that has no links, and is wider than a phone."""
+    return table.replace('<div class="results">', '<div class="results" tabindex="0">')
+
+
 @register.inclusion_tag("admin/django_txmsg/nav.html", takes_context=True)
 def txmsg_nav(context: dict[str, Any]) -> dict[str, Any]:
     """Render the navigation, the same at the top of each page."""

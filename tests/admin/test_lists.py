@@ -17,7 +17,7 @@ from django.utils import timezone
 
 import django_txmsg
 from django_txmsg.admin import counting
-from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models import AuditEntry, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.monitoring import recent
 from tests import factories
 
@@ -350,6 +350,15 @@ def test_a_nul_in_the_address_is_no_error(admin_client: Client, name: str) -> No
     ):
         answer = admin_client.post(f"/admin/django_txmsg/{url}", form)
         assert answer.status_code == 302
+
+
+def test_the_keyboard_scrolls_a_list_without_links(admin_client: Client) -> None:
+    AuditEntry.objects.record("grace", "Paused stage <b>.")
+
+    page = admin_client.get("/admin/django_txmsg/auditentry/").content.decode()
+
+    assert '<div class="results" tabindex="0">' in page
+    assert "Paused stage &lt;b&gt;." in page
 
 
 @pytest.mark.postgresql
