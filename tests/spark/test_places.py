@@ -132,6 +132,14 @@ def test_messages_that_waited_for_a_consumer_show_no_difference() -> None:
     assert differences([between(7200, 7201, messages=2)], []) == []
     # Another message between these two was prompt, or is counted without being read.
     assert differences([between(7200, 7201), between(1, 2)], []) == []
-    prompt = Line(T0.date(), "q", again=False, messages=1, first_us=0, last_us=0)
+    prompt = Line(
+        T0.date(),
+        "q",
+        again=False,
+        receivers=None,
+        messages=1,
+        first_us=0,
+        last_us=0,
+    )
     assert differences([between(7200, 7201)], [prompt]) == []
     assert differences([between(30, 31)], []) == []

@@ -72,7 +72,7 @@ print(sorted(ours - {"django_txmsg.spark"}))
 """
 
 
-def test_every_module_imports_without_django_and_only_the_rules_and_the_wire() -> None:
+def test_every_module_imports_without_django_and_only_rules_webhook_and_wire() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED], cwd=ROOT, capture_output=True, text=True
     )
@@ -82,6 +82,7 @@ def test_every_module_imports_without_django_and_only_the_rules_and_the_wire() -
     assert done.stdout.split() == [
         "['django_txmsg.lazy_names',",
         "'django_txmsg.rules',",
+        "'django_txmsg.webhook',",
         "'django_txmsg.wire']",
     ]
 
@@ -251,7 +252,9 @@ def test_the_exit_code_says_what_went_wrong(tmp_path: Path, make_log) -> None:
     assert log.count() == 3
 
 
-def test_error_in_a_task_is_one_line_and_no_finding(tmp_path: Path, make_log) -> None:
+def test_error_of_a_database_is_one_line_and_no_finding(
+    tmp_path: Path, make_log
+) -> None:
     log: Log = make_log("sqlite")
     spec = tmp_path / "job.json"
     spec.write_text(JobSpec(services=(log.spec,)).to_json())
@@ -260,8 +263,9 @@ def test_error_in_a_task_is_one_line_and_no_finding(tmp_path: Path, make_log) ->
     done = run("reconcile", "--spec", str(spec), directory=tmp_path)
 
     assert done.returncode == 3, done.stderr
+    # As few rows as here are read without tasks.
     assert done.stderr.splitlines()[-1] == (
-        "reconcile: Spark gave up: sqlite3.OperationalError: no such column: t.stage"
+        "reconcile: OperationalError: no such column: t.stage"
     )
     [state] = log.rows("SELECT state FROM django_txmsg_pipelinerun")
     assert state[0] == "failed"

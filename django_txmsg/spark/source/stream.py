@@ -77,7 +77,8 @@ class LogStream(DataSourceStreamReader):
         self.database = open_database(spec)
         self.most = int(options.get("maxrowsperbatch", 0))
         self.stuck_after = float(options.get("stuckafter", 6 * 3600))
-        self._looked = float("-inf")
+        self._looked = self._stood_since = float("-inf")
+        self._stood_at = -1
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
         """Start at the beginning. Raises EnvironmentFault if there are rows that the
@@ -143,6 +144,8 @@ class LogStream(DataSourceStreamReader):
         if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
+        if position != self._stood_at:
+            self._stood_at, self._stood_since = position, self._looked
         connection = connect_plain(self.spec)
         try:
             following = connection.value(
@@ -161,11 +164,16 @@ class LogStream(DataSourceStreamReader):
             f"The stream of {self.table.name} stands still: {rows:,} rows wait for "
             f"{waiting.whom}."
         )
-        if self.stuck_after and waiting.seconds > self.stuck_after:
+        seconds = waiting.seconds
+        if waiting.since is None:
+            # It has ended since the rows were counted, or this role may not see it: only
+            # a position that stays where it is shows that it is open.
+            seconds = self._looked - self._stood_since
+        if self.stuck_after and seconds > self.stuck_after:
             raise EnvironmentFault(
                 f"{what} End that transaction; then the stream continues."
             )
-        if waiting.seconds > TELL_AFTER:
+        if seconds > TELL_AFTER:
             sys.stderr.write(f"{what}\n")
             sys.stderr.flush()
 
