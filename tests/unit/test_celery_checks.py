@@ -44,7 +44,9 @@ def through(path: str, alias: str = "celery") -> override_settings:
 
 def found() -> list[tuple[str, str]]:
     messages: list[CheckMessage] = check()
-    return [(str(one.id), str(one.msg)) for one in messages]
+    # W008 is about the typed messages of other tests that this process has run.
+    ours = [one for one in messages if one.id != "txmsg.W008"]
+    return [(str(one.id), str(one.msg)) for one in ours]
 
 
 @pytest.fixture
