@@ -19,13 +19,12 @@ class Held:
     @property
     def whom(self) -> str:
         """The session that blocks them, in words."""
-        whose = self.holder or "a transaction that this role may not see"
         since = f", open since {self.since:%Y-%m-%d %H:%M:%S} UTC" if self.since else ""
-        return f"{whose}{since}"
+        return f"{self.holder}{since}"
 
     @property
     def seconds(self) -> float:
-        """How long they have been waiting; infinity if unknown."""
+        """How long they have been waiting; infinity if this role may not see it."""
         if not self.rows:
             return 0.0
         if self.since is None:
@@ -35,16 +34,20 @@ class Held:
 
 def held(connection: Connection, rows: int) -> Held:
     """Return the number of `rows` with the transaction that they wait for: the oldest
-    one in the PostgreSQL cluster that has written anything."""
+    one in the PostgreSQL cluster that has written anything. Every role sees that there
+    is one. If there is none, the rows' has ended since they were counted."""
     if not rows:
         return Held(0)
     found = connection.rows(
-        "SELECT xact_start, format('process %%s (%%s, database %%s, user %%s)',"
-        " pid, state, datname, usename), age(backend_xid) FROM pg_stat_activity"
+        "SELECT xact_start, format('process %%s (%%s)', pid, concat_ws(', ', state,"
+        " 'database ' || datname, 'user ' || usename)), age(backend_xid)"
+        " FROM pg_stat_activity"
         " WHERE backend_xid IS NOT NULL UNION ALL"
         " SELECT prepared, format('prepared transaction %%s (database %%s)', gid,"
         " database), age(transaction) FROM pg_prepared_xacts"
         " ORDER BY 3 DESC LIMIT 1"
     )
-    since, holder = found[0][:2] if found else (None, "")
+    if not found:
+        return Held(0)
+    since, holder, _ = found[0]
     return Held(rows, since, holder)

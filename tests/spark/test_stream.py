@@ -4,6 +4,7 @@ twice."""
 from __future__ import annotations
 
 import json
+import re
 import threading
 import uuid
 from pathlib import Path
@@ -18,7 +19,9 @@ from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.source import stream as stream_module
 from django_txmsg.spark.source.datasource import TxmsgDataSource
 from django_txmsg.spark.spec import SourceSpec
+from django_txmsg.spark.standstill import Held, held
 from django_txmsg.spark.versions import installed
+from tests.faults import wait_until
 from tests.spark.conftest import since_pyspark
 from tests.spark.log import Log
 
@@ -256,6 +259,26 @@ def test_blocked_stream_reports_and_then_fails(pg_log: Log, monkeypatch, capfd) 
 
     assert said.startswith("The stream of outbox stands still: 3 rows wait for process")
     assert int(strict.end(start)["position"]) > int(start["position"])
+
+
+def test_rows_wait_for_an_open_transaction_also_of_a_role_with_more_rights(
+    pg_log: Log,
+) -> None:
+    with pg_log.connected() as looking, pg_log.connected() as forgotten:
+        # Whoever held the counted rows has ended.
+        wait_until(lambda: held(looking, 3) == Held(0))
+
+        looking.execute("CREATE ROLE without_rights")
+        looking.execute("SET ROLE without_rights")
+        forgotten.raw.autocommit = False
+        add(forgotten)
+        found = held(looking, 3)
+        forgotten.raw.rollback()
+        looking.execute("RESET ROLE")
+        looking.execute("DROP ROLE without_rights")
+
+    assert (found.rows, found.seconds) == (3, float("inf"))
+    assert re.fullmatch(r"process \d+ \(database \w+, user \w+\)", found.whom)
 
 
 @pytest.mark.usefixtures("asking")

@@ -166,8 +166,7 @@ class LogStream(DataSourceStreamReader):
         )
         seconds = waiting.seconds
         if waiting.since is None:
-            # It has just ended, or this role may not see it: only a position that stays
-            # where it is shows that it is open.
+            # This role may not see when it began: the position has stood still since.
             seconds = self._looked - self._stood_since
         if self.stuck_after and seconds > self.stuck_after:
             raise EnvironmentFault(
