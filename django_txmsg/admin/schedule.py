@@ -48,7 +48,7 @@ class ScheduleAdmin(PausableAdmin):
         return render(request, "admin/django_txmsg/schedule.html", context)
 
     def get_urls(self) -> list[Any]:
-        """Add the addresses of making and removing."""
+        """Add the addresses at which a recurring message is made and removed."""
         return [
             path(
                 f"{verb}/",

@@ -200,8 +200,8 @@ class BrokerOnly(Mode):
             )
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
-        """Announce the broker's commit; there is no second commit that could fail
-        here."""
+        """Report the end of the broker's commit. Nothing is reported here, where the
+        database has not committed before."""
 
     def _mark(self, record: InboxRecord) -> None:
         """Mark the inbox row of a message whose work is committed everywhere. If that

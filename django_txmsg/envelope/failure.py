@@ -56,9 +56,9 @@ class Failure:
 
     @classmethod
     def because(cls, reason: str, detail: str) -> Failure:
-        """Return a failure without an exception: a verdict of ours, or a broker's. The
-        fingerprint is made of its text without numbers and ids, since a broker's
-        reasons to refuse have nothing else in common."""
+        """Return a failure that no exception caused: the package or the broker has
+        decided it. The fingerprint is made of the reason and the text without numbers
+        and ids, which is what refusals of one kind have in common."""
         same = _VARIABLE.sub("#", _clean(detail)[:MAX_EXCEPTION].lower())
         digest = hashlib.sha256(f"2|{reason}|{same}".encode()).hexdigest()
         return cls(_cut(_clean(detail), MAX_EXCEPTION), "", digest[:16])

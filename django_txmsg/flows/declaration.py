@@ -62,7 +62,7 @@ class Step:
 
     @cached_property
     def takes(self) -> str:
-        """The headers of the types that it takes, one a line."""
+        """The type headers of the bodies that it takes, one per line."""
         if self.takes_nothing:
             return ""
         return "\n".join(one.header for one in self.reader.types if one.name)

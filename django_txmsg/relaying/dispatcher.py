@@ -120,7 +120,8 @@ class Dispatcher:
         return max(0.0, self._again[0][0] - time.monotonic())
 
     def _due_again(self) -> list[tuple[int, list[int]]]:
-        """Take the rows to try again now: how often they were tried, and their ids."""
+        """Remove and return the rows to try again now, as pairs: how often they were
+        tried, and their ids."""
         due = []
         while self._again and self._again[0][0] <= time.monotonic():
             _, tries, ids = heapq.heappop(self._again)

@@ -39,9 +39,9 @@ class Lease:
 
     @property
     def lapsed(self) -> bool:
-        """Whether the lease has ended at any time, as in a process that was stopped for
-        a while. Even if it is renewed now, other workers may have held its rows
-        meanwhile."""
+        """Whether the lease has ever expired, for example while the process was
+        stopped. If so, other workers may have held its rows, even if it has been
+        renewed since."""
         return self._lapsed or not self.left
 
     @property
