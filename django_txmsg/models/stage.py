@@ -157,17 +157,19 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         period: float,
         tolerance: float,
         slot: int | None = None,
+        count: int = 1,
     ) -> tuple[int, float]:
-        """Take the line's next slot, or return to a `slot` taken before.
+        """Take the line's next slot, or `count` of them, or return to a `slot` taken
+        before.
 
-        Returns the slot, and in how many seconds it is due: 0 or less if it is due. On
-        PostgreSQL the commit does not wait for the disk: a crash may free the last
-        slots.
+        Returns the first slot, and in how many seconds it is due: 0 or less if it is
+        due. On PostgreSQL the commit does not wait for the disk: a crash may free the
+        last slots.
         """
         connection = connections[self.db]
         native = connection.vendor == "postgresql"
         now, greatest = _epoch_sql(connection), "greatest" if native else "max"
-        number, taken = ("l.taken", 1) if slot is None else (str(int(slot)), 0)
+        number, taken = ("l.taken", count) if slot is None else (str(int(slot)), 0)
         no_wait, waits_not = no_wait_sql(connection)
         source = f"VALUES (%s, %s, {now} - %s, %s, %s)"
         if no_wait:
@@ -187,12 +189,12 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 f" {now} - %s - {number} * excluded.period)"
                 f" RETURNING taken, origin - {now}",
                 [
-                    *(stage, key, tolerance + first * period, period, first + 1),
+                    *(stage, key, tolerance + first * period, period, first + count),
                     *(period, tolerance),
                 ],
             )
             after, origin = cursor.fetchone()
-        place = after - 1 if slot is None else slot
+        place = after - count if slot is None else slot
         return place, origin + place * period
 
     def changed(self, stage: str, period: float) -> None:

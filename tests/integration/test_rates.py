@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from django.core.management import call_command
+from django.db import connection
 from django.db.models import F, Max, Min
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_txmsg import Message, RedeliveryPolicy, stage
@@ -72,6 +74,19 @@ def test_messages_over_the_rate_wait_for_their_slots(mode: Any) -> None:
     assert 0.9 * HOUR < seconds_until(second) <= HOUR
     assert 1.9 * HOUR < seconds_until(third) <= 2 * HOUR
     assert third.last_error == "over the rate of 1/h"
+
+
+def test_a_busy_thread_takes_several_slots_with_one_statement() -> None:
+    """If the rate is not reached. Otherwise each message takes its slot by itself."""
+    with declared(effect, rate="9000000/m") as one:
+        for _ in range(40):
+            put(one.destination)
+        with CaptureQueriesContext(connection) as queries:
+            step(one, times=40)
+    lines = [query for query in queries if "rateline" in query["sql"].lower()]
+    assert 0 < len(lines) < 40
+    assert Effect.objects.count() == 40
+    assert RateLine.objects.get().taken >= 40
 
 
 def test_each_value_of_the_header_has_its_own_rate() -> None:
