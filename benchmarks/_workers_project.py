@@ -43,11 +43,12 @@ if BACKEND == "txmsg":
             "OPTIONS": {
                 "MODULES": ["benchmarks._workers_tasks"],
                 "BATCH": int(os.environ.get("BENCH_BATCH", "1")),
+                "CONCURRENCY": int(os.environ.get("BENCH_CONCURRENCY", "1")),
             },
         }
     }
     TXMSG = {
-        "SERVICE": "bench",
+        "SERVICE": os.environ.get("BENCH_SERVICE", "bench"),
         "BROKERS": {"default": {"URL": os.environ.get("BENCH_URL", "database://")}},
     }
 elif BACKEND == "django-tasks-db":

@@ -69,9 +69,11 @@ class Contender:
 def contenders(amqp: str) -> dict[str, Contender]:
     """Return the backends by name. `amqp` is the broker's URL."""
     batch, broker = {"BENCH_BATCH": "50"}, {"BENCH_URL": amqp}
+    three = {"BENCH_CONCURRENCY": "3"}  # as dj-queue does if nothing is said
     return {
         "database://": Contender("txmsg", RUN),
         "database:// two processes": Contender("txmsg", [*RUN, "--processes", "2"]),
+        "database:// concurrency 3": Contender("txmsg", RUN, three),
         "database:// batches of 50": Contender("txmsg", RUN, batch),
         "amqp://": Contender("txmsg", RUN, broker),
         "amqp:// batches of 50": Contender("txmsg", RUN, {**broker, **batch}),
@@ -231,6 +233,8 @@ class Bench:
             **os.environ,
             **given.environment,
             "BENCH_BACKEND": given.backend,
+            # Two contenders run at once after the kills: each has queues of its own.
+            "BENCH_SERVICE": "".join(filter(str.isalnum, name)).lower(),
             "BENCH_DATABASE": url,
             "BENCH_AMQP": amqp,
             "DJANGO_SETTINGS_MODULE": PROJECT,
