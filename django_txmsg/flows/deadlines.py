@@ -13,10 +13,9 @@ from django.db import transaction
 from .. import conf, wire
 from ..errors import DuplicateMessage
 from ..models import Run
-from ..models.fields import clock
 from ..scheduling.time_loop import TimeLoop
 from ..sending.outbox import send_part
-from .declaration import declarations
+from .declaration import Declaration, declarations
 from .values import TimedOut, deadline_id
 
 #: Longest time, in seconds, between two checks: another process may have stored a
@@ -39,18 +38,16 @@ class Deadlines(TimeLoop):
 
     def _keep(self, using: str) -> float:
         """Store due time-outs. Returns the seconds until the next one."""
-        if self._fire(using) == AT_ONCE:
-            return 0.0
-        names = [one.name for one in declarations() if one.using == using]
-        due = Run.objects.db_manager(using).next_due(conf.get().SERVICE, names)
-        if due is None:
-            return LONGEST_WAIT
-        return max(0.01, min(LONGEST_WAIT, (due - clock(using)).total_seconds()))
-
-    def _fire(self, using: str) -> int:
         known = {one.name: one for one in declarations() if one.using == using}
-        if not known:
-            return 0
+        left = Run.objects.db_manager(using).next_due(conf.get().SERVICE, list(known))
+        if left is None:
+            return LONGEST_WAIT
+        if left > 0:
+            return min(LONGEST_WAIT, left)
+        # Another process may have claimed what is due: do not ask again at once.
+        return 0.0 if self._fire(using, known) == AT_ONCE else 0.01
+
+    def _fire(self, using: str, known: dict[str, Declaration]) -> int:
         runs = Run.objects.db_manager(using)
         with transaction.atomic(using=using):
             due = runs.claim_due(conf.get().SERVICE, list(known), AT_ONCE)

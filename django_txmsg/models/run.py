@@ -158,12 +158,14 @@ class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
         self.filter(pk__in=[run.pk for run in runs]).update(due_at=Later(60))
         return runs
 
-    def next_due(self, service: str, flows: Collection[str]) -> dt.datetime | None:
-        """Return the earliest deadline of these flows."""
+    def next_due(self, service: str, flows: Collection[str]) -> float | None:
+        """Return the seconds until the earliest deadline of these flows: 0 or less if
+        it has passed, None if there is no deadline."""
         rows = self.filter(service=service, flow__in=flows, due_at__isnull=False)
-        rows = rows.order_by("due_at")
-        found: dt.datetime | None = rows.values_list("due_at", flat=True).first()
-        return found
+        first = rows.order_by("due_at").values_list("due_at", Now())[:1]
+        for due, now in first:
+            return float((due - now).total_seconds())
+        return None
 
 
 class Run(models.Model):
