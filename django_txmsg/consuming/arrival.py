@@ -30,7 +30,7 @@ from .protocol import guarded
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """The stage's transaction is committed."""
+    """The stage has processed the message, and its transaction is committed."""
 
     acknowledged: bool = False
     """Whether the broker's own transaction has acknowledged the delivery already."""
@@ -38,30 +38,32 @@ class Processed:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """This copy only needs to be dropped."""
+    """The delivery is a copy of a message that has ended, and is only dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentBack:
-    """A foreign message without a stable identity is in its queue again, with an id of
-    ours."""
+    """A foreign message without a stable identity has been sent back to its queue with
+    a `txmsg-id`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """Parked, without counting an attempt: until newer code can read the body, because
-    its queue did not take the copy back, or until its slot by the stage's rate."""
+    """The message is parked, without counting an attempt. It waits for code that can
+    read its body, for its slot by the stage's rate, or because its queue did not take
+    the copy that was sent back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The message is parked, without counting an attempt, until the message before it
-    of its key has ended."""
+    """The message is parked, without counting an attempt, until the earlier messages of
+    its key have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The worker is stopping: leave the delivery to the broker, unacknowledged."""
+    """The worker is stopping. The delivery is not acknowledged, so the broker delivers
+    it again."""
 
 
 Outcome = (
@@ -79,8 +81,8 @@ Outcome = (
 def to_acknowledge(
     deliveries: Sequence[Delivery], outcomes: Sequence[Outcome]
 ) -> list[Delivery]:
-    """Return the deliveries that are settled by an acknowledgement: all but those that
-    are settled already, and those that are left to the broker."""
+    """Return the deliveries that must be acknowledged now. Deliveries that are already
+    settled, and those that are left to the broker, are not among them."""
     return [
         delivery
         for delivery, outcome in zip(deliveries, outcomes, strict=True)
@@ -91,10 +93,11 @@ def to_acknowledge(
 
 @dataclass(eq=False)
 class Arrival:
-    """A delivery held by one worker thread, for the stage of its mode.
+    """A delivery that one worker thread processes with a stage.
 
-    `parked` is set if it comes from the inbox instead of the broker; `token` is then
-    its lease. `woken` is set if it released messages that waited for it.
+    `parked` is set if the message comes from the inbox instead of the broker; `token`
+    is then its lease. `woken` is set if this message released messages that waited for
+    it.
     """
 
     mode: Mode
@@ -135,12 +138,12 @@ class Arrival:
 
     @cached_property
     def message_id(self) -> uuid.UUID:
-        """The message's id: its own, or the one derived for it."""
+        """The message's id: the one that it came with, or the one derived for it."""
         return decoding.identity(self.delivery, self.stage.broker)
 
     @cached_property
     def came_before(self) -> bool:
-        """Whether the message was delivered before."""
+        """Whether the message has been delivered before."""
         return decoding.came_before(self.delivery)
 
     @cached_property
@@ -156,7 +159,7 @@ class Arrival:
 
     @property
     def recorded(self) -> InboxRecord:
-        """Its record, once it has one."""
+        """The inbox row of this arrival. It must have been recorded."""
         assert self.record is not None
         return self.record
 
@@ -169,14 +172,14 @@ class Arrival:
         return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
     def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
-        """Remember the row that records this arrival, and whether it counts an
+        """Remember the inbox row of this arrival, and whether the row counts this
         attempt."""
         self.record, self.counted = record, attempt
         return record
 
     def count_again(self, error: BaseException) -> None:
-        """Count the next try as another attempt: this error may occur each time, and
-        the message must end."""
+        """Count the next try as another attempt. The error may occur in each try, and
+        the message must end some time."""
         self.counted, self.error = False, error
 
     def runs(self, record: InboxRecord) -> bool:
@@ -202,16 +205,17 @@ class Mode(ABC):
 
     @abstractmethod
     def record(self, arrival: Arrival) -> None:
-        """Count the arrival durably, if this mode counts it: sets `arrival.record`, and
-        `arrival.begun` if its transaction has begun with it."""
+        """Count the attempt durably, if this mode counts attempts. Sets
+        `arrival.record`, and `arrival.begun` if that has begun the stage's
+        transaction."""
 
     @abstractmethod
     def run(self, arrival: Arrival, message: Message) -> bool:
-        """Run the stage and commit. Returns whether its database was used. Raises
-        LostRace."""
+        """Run the stage and commit. Returns whether the handler used the database.
+        Raises LostRace."""
 
     def reason_not_to_run(self, arrival: Arrival, record: InboxRecord) -> str:
-        """Return why the stage must not run for this record; "" if it must."""
+        """Return why the stage must not run for this record; "" if it may run."""
         if self.is_done(arrival, record):
             return "settled"
         if record.attempt > self.max_begun:
@@ -220,16 +224,17 @@ class Mode(ABC):
         return "expired" if until is not None and until <= record.now else ""
 
     def is_done(self, arrival: Arrival, record: InboxRecord) -> bool:
-        """Return whether the arrival only needs to be dropped: a copy of the message is
-        processed, buried or parked. A parked message is here to be processed."""
+        """Return whether the arrival only needs to be dropped, because a copy of the
+        message has been processed, buried or parked. A parked message never is: it has
+        come to be processed."""
         if arrival.parked is not None:
             return False
         processed = record.processed and not self.idempotent
         return processed or record.dead or record.parked
 
     def handle(self, arrival: Arrival, message: Message) -> None:
-        """Call the handler. Its scope is left before the commit, whose hooks do not
-        belong to the stage any more."""
+        """Call the handler. Its scope ends before the commit, because hooks that run
+        after the commit do not belong to the stage."""
         with in_scope(self.scope(arrival, message)), guarded(self.using):
             self.stage.handler(message)
 
@@ -244,17 +249,18 @@ class Mode(ABC):
         )
 
     def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
-        """Park a message whose turn has not come, and return its outcome; None if its
-        turn has come, or if the stage has no order. `attempts` were counted for it."""
+        """Park a message whose turn has not come, and return its outcome. Returns None
+        if its turn has come, or if the stage is not ordered. `attempts` have been
+        counted for the message."""
         return None
 
     def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a message that could not be taken: a copy settled
-        it."""
+        """Return the outcome of a message that could not be taken, because a copy has
+        settled it."""
         return Duplicate()
 
     def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
-        """Run the last step of a transaction in which messages end."""
+        """Do what is due at the end of a transaction in which messages end."""
 
     def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
         """Record a failed message, in the transaction that parks it."""
@@ -272,6 +278,6 @@ class Mode(ABC):
         return False
 
     def locks_parked(self) -> bool:
-        """Return whether a lock on the row of a parked message keeps others away while
-        it runs."""
+        """Return whether the row of a parked message is locked while the message runs,
+        so that no other worker takes it."""
         return False

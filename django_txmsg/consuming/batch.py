@@ -1,6 +1,7 @@
-"""Hop 7 for many messages at once: one transaction, a savepoint for each message.
+"""Hop 7 for many messages at once: one transaction, and in it a savepoint for each
+message.
 
-The same steps and guarantees as `inbox.process()`. A message that fails rolls back
+Steps and guarantees are those of `inbox.process()`. A message that fails rolls back
 alone; if the transaction as a whole fails, each message is processed separately.
 """
 
@@ -27,12 +28,12 @@ from .protocol import Undecided, is_outage, lost_conflict
 
 class Savepoints:
     """The savepoints of one transaction, which must be open on `using`: one for each
-    message, one after another.
+    message.
 
-    Like those of `transaction.atomic()`, with one difference: a savepoint is released
-    together with the start of the next one, and the last one by the commit. On
-    PostgreSQL that is one round trip for each message instead of two
-    (docs/decisions/djangos-private-api.md).
+    They work like the savepoints of `transaction.atomic()`, with one difference. A
+    savepoint is released in the same round trip that begins the next one, and the last
+    savepoint is released by the commit. So on PostgreSQL each message takes one round
+    trip instead of two (docs/decisions/djangos-private-api.md).
     """
 
     def __init__(self, using: str) -> None:
@@ -42,8 +43,8 @@ class Savepoints:
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """Surround the work of one message: an exception rolls back only that work. If
-        even this fails, the transaction must roll back, as with `atomic()`."""
+        """Surround the work of one message: an exception rolls back that work only. If
+        the rollback fails, the whole transaction must roll back, as with `atomic()`."""
         name = f"txmsg_{next(self._numbers)}"
         self._begin(name)
         try:
@@ -76,8 +77,8 @@ Work = tuple[Arrival, InboxRecord]
 def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
     """Process arrivals of one stage and return an outcome for each, in order.
 
-    Raises like `inbox.process()` if database or broker fail rather than a message: then
-    nothing was decided.
+    Raises what `inbox.process()` raises if the database or the broker fails. Then no
+    outcome is decided.
     """
     if len(arrivals) == 1:
         return [inbox.process(arrivals[0])]
@@ -90,8 +91,8 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
 
 
 def _readable(arrivals: Sequence[Arrival]) -> tuple[list[Arrival], list[Arrival]]:
-    """Read the arrivals. Returns those that can run together, and those that must run
-    alone."""
+    """Read the arrivals. Returns those that can run in one transaction, and those that
+    must run alone."""
     readable: dict[object, Arrival] = {}
     alone: list[Arrival] = []
     for arrival in arrivals:
@@ -157,7 +158,7 @@ class _Batch:
         self._decide(work)
 
     def _record(self) -> list[Work]:
-        """Count the arrivals. Returns those that run together."""
+        """Count the arrivals. Returns those that run in one transaction."""
         if not self._given:
             return []
         mode, messages = self._given[0].mode, [one.message for one in self._given]
@@ -208,7 +209,7 @@ class _Batch:
             self._durations[record.id] = time.monotonic() - began
 
     def _decide(self, work: Sequence[Work]) -> None:
-        """Return the outcome of each, after the commit."""
+        """Return the outcome of each message, after the commit."""
         for arrival, record in work:
             if record.id in self._durations:
                 self.outcomes[id(arrival)] = Processed()

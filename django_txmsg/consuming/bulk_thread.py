@@ -1,6 +1,6 @@
-"""Beside the stages: a consumer runs the bulk operations that operators start.
+"""The thread of a consumer that runs the bulk operations which operators start.
 
-While it uses a database anyway, it also aggregates the counts for the admin's charts.
+It also aggregates the counts for the admin's charts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hop 6, the process: the threads of all its stages, and their supervision.
+"""Hop 6 as a process: the threads of all its stages, and what supervises them.
 
-Besides the stages it receives this service's control messages, takes in the broker's
-own dead-letter queues if configured, runs bulk operations, leaves paused stages alone,
+A consumer also receives this service's control messages, takes in the broker's own
+dead-letter queues if they are configured, runs bulk operations, holds paused stages,
 sends heartbeats, and logs stuck handlers.
 """
 
@@ -69,8 +69,8 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
 
 
 def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
-    """At an ordered stage, recheck the due waiting messages, if any, and whether there
-    is room for more."""
+    """At an ordered stage, check whether there is room for more waiting messages; if
+    `due`, also check which of the waiting ones may run now."""
     stage = threads[0].stage
 
     def ask() -> None:
@@ -203,14 +203,15 @@ class Consumer:
                     self._presence.leave()
 
     def _notifying_databases(self) -> set[str]:
-        """The databases in which notifications for this process may arrive."""
+        """The databases in which this process may be notified."""
         brokers = [get_broker(alias) for alias in self._settings.BROKERS]
         embedded = {broker.stored_in for broker in brokers}
         return {one for one in {*self._databases, *embedded} if one is not None}
 
     def _begin(self) -> None:
-        """Record which stages are ordered from now on, which no longer are, and whose
-        rate has changed or is gone; of a stage whose database is away, later."""
+        """Record which stages are ordered from now on, which are no longer ordered, and
+        whose rate was changed or removed. If a stage's database is away, this is done
+        later."""
         for name, thread in list(self._new.items()):
             looking = database_health.retry(
                 thread.using, "cannot record which stages are ordered, and their rates"
@@ -249,8 +250,8 @@ class Consumer:
                 return
 
     def _all_done(self) -> bool:
-        """Return whether every stage has queried its broker, no thread has had work for
-        a while, and no bulk operation is left.
+        """Return whether nothing is left to do: every stage has queried its broker, no
+        thread has had work for a while, and no bulk operation is left.
 
         Raises the error that keeps a stage from its broker or its database.
         """
@@ -292,7 +293,8 @@ class Consumer:
                 thread.paused.clear()
 
     def _use(self, found: Mapping[str, tuple[str, float]]) -> None:
-        """Let stages go on at the rates that operators have set, else at their own."""
+        """Let stages run at the rates that operators have set, and the others at their
+        declared rates."""
         left = [seconds for name, (_, seconds) in found.items() if name in self._rates]
         self._rate_until = time.monotonic() + min(left, default=math.inf)
         for name, declared in self._rates.items():
@@ -370,8 +372,8 @@ def _record_options(stage: Stage) -> bool:
 
 
 def _threads(stage: Stage, wanted: int) -> int:
-    """Return in how many threads the stage can be consumed, at most `wanted`: a broker
-    that binds a topic's subscription to one connection refuses the others."""
+    """Return how many threads can consume the stage, at most `wanted`. It is one thread
+    if the broker binds a topic's subscription to one connection."""
     topic = wire.is_topic(stage.destination)
     if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
         log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)

@@ -3,7 +3,7 @@
 
 All coroutines of a process run in one event loop, so all messages can share a client
 that belongs to a loop, such as a pool of HTTP connections. The stage's thread waits for
-its coroutine, so everything else about a stage stays as it is.
+its coroutine, so everything else about a stage is the same as for a function.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def blocking(stage: Stage) -> Handler:
 
 
 async def _alone(handler: Handler, message: Message) -> Any:
-    """Run a handler. Its queries use a separate thread and connection, which end with
-    it, so a broken connection affects only this message."""
+    """Run a handler. Its queries use a thread and a connection that end with the
+    handler, so a broken connection affects this message only."""
     async with ThreadSensitiveContext():
         connected: list[str] = []
         _connected.set(connected)
@@ -75,8 +75,8 @@ connection_created.connect(_note, dispatch_uid="django_txmsg.coroutines")
 
 
 async def _caught(handler: Handler, message: Message) -> Any:
-    """Run a handler. Returns exceptions that would end the event loop for all
-    handlers."""
+    """Run a handler. Returns the exceptions that would end the event loop, and with it
+    all other handlers."""
     try:
         return await handler(message)
     except (SystemExit, KeyboardInterrupt) as error:
@@ -96,8 +96,8 @@ def _started() -> asyncio.AbstractEventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop for ever: a task of a handler that raises SystemExit, or stops the
-    loop, must not stop the coroutines of all others."""
+    """Run the loop for ever. A handler's task that raises SystemExit or stops the loop
+    must not end all other coroutines."""
     while True:
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()

@@ -1,9 +1,10 @@
-"""Around hop 8: limits a handler's time, `@stage(..., timeout=)`.
+"""Around hop 8: limits how long a handler may run, `@stage(..., timeout=)`.
 
-No exception is thrown into a thread. After the time-out the running query is cancelled
-at the server, every further one is refused, and a handler that still returns is too
-late: the attempt fails, rolls back and counts like any other. A coroutine is cancelled.
-A message that an operator stops ends in the same way, as a dead letter.
+No exception is raised in the handler's thread. After the time-out, the server cancels
+the running query, every further query is refused, and a handler that returns later is
+too late: the attempt fails, rolls back and counts like any other. A coroutine is
+cancelled. A message that an operator stops ends in the same way, but becomes a dead
+letter.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from ..stages import Stage, all_stages
 
 
 def stoppable(message_id: uuid.UUID, using: str) -> list[InboxMessage]:
-    """Return the records of a message that has not ended, at stages here that can be
-    stopped: those with a timeout."""
+    """Return the inbox rows of a message that has not ended, at those stages here that
+    can be stopped: the stages with a timeout."""
     timed = [
         one.name
         for one in all_stages()
@@ -49,8 +50,8 @@ def stoppable(message_id: uuid.UUID, using: str) -> list[InboxMessage]:
 
 
 def ask_to_stop(message_id: uuid.UUID, *, using: str, why: str) -> bool:
-    """Ask the consumers that run a message to stop it. False if it has ended, or no
-    stage that can be stopped has received it."""
+    """Ask the consumers that run a message to stop it. Returns False if the message has
+    ended, or if no stage with a timeout has received it."""
     found = stoppable(message_id, using)
     for one in found:
         StopRequest.objects.db_manager(using).ask(one.stage, message_id, why)
@@ -114,14 +115,14 @@ def timed(stage: Stage, seconds: float) -> Handler:
 
 
 def stop(stage: str, message_id: uuid.UUID, why: str) -> bool:
-    """Stop a message that a handler of this process is processing. False if none
-    is."""
+    """Stop a message that a handler of this process is processing. Returns False if no
+    handler is."""
     return _watch().stop(stage, message_id, why)
 
 
 class Deadline:
-    """The end of one execution. Passed to Django's `execute_wrapper()` of each
-    connection."""
+    """The deadline of one execution of a handler, passed to Django's
+    `execute_wrapper()` of each connection."""
 
     def __init__(self, name: str, seconds: float, message_id: uuid.UUID) -> None:
         self._name, self._seconds = name, seconds
@@ -178,8 +179,8 @@ class Deadline:
         return execute(sql, params, many, context)
 
     def cancel(self) -> None:
-        """Cancel the handler's running queries, or its coroutine. From another thread,
-        until `end()`."""
+        """Cancel the handler's running queries, or its coroutine. Called from another
+        thread, until `end()`."""
         self.due = time.monotonic() + AGAIN
         with self._lock:
             if self._ended:
@@ -194,14 +195,14 @@ class Deadline:
                     log.debug("a query cannot be cancelled", exc_info=True)
 
     def end(self) -> None:
-        """The handler has ended: later queries are not cancelled any more."""
+        """Record that the handler has ended: later queries are not cancelled."""
         with self._lock:
             self._ended = True
 
 
 class Watch:
-    """The thread that cancels queries past their deadline. It lives while there are
-    deadlines, and a while longer."""
+    """The thread that cancels queries past their deadline. It ends a while after the
+    last deadline has ended."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -221,7 +222,7 @@ class Watch:
                 self._changed.notify()
 
     def stop(self, stage: str, message_id: uuid.UUID, why: str) -> bool:
-        """Let the deadline of a message pass now. Returns whether there is one."""
+        """End the deadline of a message now. Returns whether the message has one."""
         with self._changed:
             found = [
                 one for one in self._deadlines if one.subject == (stage, message_id)
@@ -257,8 +258,8 @@ class Watch:
 
 
 def _is_limited(connection: Any) -> bool:
-    """Whether the settings made for a transaction end with it. Inside a TestCase they
-    do not, because its transaction lasts longer."""
+    """Return whether settings that were made for a transaction end with it. In a
+    TestCase they do not, because its transaction goes on."""
     transaction = in_block(connection) and not in_testcase(connection)
     return transaction and connection.vendor == "postgresql"
 

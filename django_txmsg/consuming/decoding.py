@@ -38,7 +38,8 @@ def read(delivery: Delivery, stage: Stage) -> Message:
 
 
 def recognised(delivery: Delivery) -> Delivery:
-    """Return a delivery with our headers in place of those of another convention."""
+    """Return a delivery whose headers of another convention, such as Celery's, are
+    replaced by ours."""
     if wire.MESSAGE_ID in delivery.headers:
         return delivery
     found = cloudevents.headers_of(delivery.headers, delivery.body)
@@ -107,7 +108,7 @@ def identity(delivery: Delivery, broker: str) -> uuid.UUID:
 
 
 def has_identity(delivery: Delivery) -> bool:
-    """Return whether the message can be recognised when it is delivered again."""
+    """Return whether the message can be recognised if it is delivered again."""
     return (
         delivery.id_stays
         or wire.MESSAGE_ID in delivery.headers
@@ -116,17 +117,17 @@ def has_identity(delivery: Delivery) -> bool:
 
 
 def named(delivery: Delivery) -> Delivery:
-    """Return a foreign message's delivery with a `txmsg-id` of ours."""
+    """Return the delivery of a foreign message with a new `txmsg-id`."""
     headers = {**delivery.headers, wire.MESSAGE_ID: str(new_id())}
     return dataclasses.replace(delivery, headers=headers)
 
 
 def send_back(delivery: Delivery, session: Session) -> None:
-    """Send a foreign message that was `named()` back to its queue, with proof; this
-    delivery is acknowledged.
+    """Send a foreign message from `named()` back to its queue, and wait for the
+    receipt. The caller then acknowledges this delivery.
 
-    A worker that dies in between leaves both, as two messages. Raises DispatchRejected
-    if the broker does not take it.
+    If the worker dies before that, the queue has both, as two messages. Raises
+    DispatchRejected if the broker refuses the message.
     """
     headers = copied_headers(delivery.headers)
     for name, value in delivery.headers.items():
@@ -136,8 +137,8 @@ def send_back(delivery: Delivery, session: Session) -> None:
 
 
 def came_before(delivery: Delivery) -> bool:
-    """Return whether this is not the first arrival: the broker reports it, or it is a
-    copy that a stage returned."""
+    """Return whether the message has come before: the broker reports a redelivery, or a
+    stage has sent this copy back."""
     return delivery.redelivered or wire.FAILED_ATTEMPT in delivery.headers
 
 
@@ -178,8 +179,8 @@ def from_parked(parked: Parked) -> Delivery:
 
 
 def _correlation_id(headers: Mapping[str, str]) -> str | None:
-    """Return the correlation id, cut to the length of the columns that store it: in the
-    inbox, and with each message that this one causes."""
+    """Return the correlation id, cut to the length of its column in the inbox and the
+    outbox."""
     found = headers.get(wire.CORRELATION_ID)
     return None if found is None else found[: wire.MAX_CORRELATION_ID]
 

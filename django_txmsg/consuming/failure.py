@@ -1,7 +1,8 @@
-"""Hop 7's side track: what follows when a message's stage failed, made durable.
+"""Hop 7 if a stage fails: what follows is made durable.
 
-`redelivery.decide()` decides: to wait (in the inbox table, in its thread, or in the
-broker) or to be dead. This module executes that, before the delivery is acknowledged.
+`redelivery.decide()` decides whether the message waits (in the inbox table, in its
+thread, or in the broker) or is dead. This module does what is decided, before the
+delivery is acknowledged.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
 
 
 def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
-    """Make durable what follows if the stage's code cannot read a message: it is dead
-    at once, or waits, without counting an attempt, for code that can."""
+    """Make durable what follows if the stage cannot read a message: the message is dead
+    at once, or it waits, without counting an attempt, for code that can read it."""
     if arrival.parked is not None:
         arrival.record = arrival.parked.record
     if isinstance(error, NewerCodeNeeded):
@@ -118,10 +119,10 @@ def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
 def bury(
     arrival: Arrival, reason: str, failure: Failure, note: Any = None
 ) -> Dead | Duplicate:
-    """Make the message a dead letter, complete, in one transaction with its inbox row.
+    """Make the message a dead letter in one transaction with its inbox row.
 
-    Does nothing if the row no longer belongs to this worker: a copy has processed the
-    message, or this worker did so itself in a commit whose answer was lost, or its
+    Does nothing if the row no longer belongs to this worker. Then a copy has processed
+    the message, or this worker has done so in a commit whose answer was lost, or the
     lease has ended and another worker has taken the row.
     """
     delivery, stage, mode = arrival.delivery, arrival.stage, arrival.mode
@@ -165,8 +166,8 @@ def bury(
 
 
 def let_expire(arrival: Arrival) -> Duplicate:
-    """Let the stage never process a request for whose answer its flow does not wait any
-    more. Nothing is buried: there is nothing to decide for an operator."""
+    """Let the stage never process a request whose answer its flow no longer waits for.
+    No dead letter is made, because an operator has nothing to decide."""
 
     def revoke() -> Duplicate:
         why = "expired: its flow no longer waits for the answer"
@@ -180,8 +181,8 @@ def let_expire(arrival: Arrival) -> Duplicate:
 
 
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
-    """Run the function in a transaction, and repeat it after a conflict. Otherwise the
-    handler would run again, or the message would wait for its lease to end."""
+    """Run the function in a transaction, and repeat it after a conflict. Without this,
+    the handler would run again, or the message would wait for its lease to end."""
     conflicts = Conflicts()
     while True:
         try:
@@ -240,8 +241,9 @@ def postpone(
 
 
 def _hand_back(arrival: Arrival, record: InboxRecord, delay: float) -> bool:
-    """Send the broker a delayed copy, with proof; the delivery is acknowledged next.
-    Returns False if the broker does not take it: then the inbox does."""
+    """Send the broker a delayed copy of the message, and wait for the receipt; the
+    caller then acknowledges the delivery. Returns False if the broker refuses the copy.
+    Then the message waits in the inbox."""
     headers = decoding.copied_headers(arrival.delivery.headers)
     # A foreign message gets its identity here: its copy has another broker's id.
     headers.setdefault(wire.MESSAGE_ID, str(record.message_id))

@@ -1,8 +1,9 @@
-"""Hop 7 for one arrival of a message, which becomes one outcome.
+"""Hop 7 for one arrival: process it, and return its outcome.
 
-record (a duplicate? then dispatch what is left) → begin → run the stage, which stores
-what it sends → finish, as `protocol.py` does it → dispatch → settle, which the consumer
-does by the outcome. This module decides what a failure of a step means.
+The steps are: record (if it is a duplicate, only dispatch what its first processing has
+stored) → begin → run the stage, which stores what it sends → finish → dispatch →
+settle. `protocol.py` has the steps up to finish; the consumer settles, by the outcome.
+This module decides what follows if a step fails.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ NAMELESS = ("malformed_headers", "headers_too_large", "malformed_id", "missing_i
 def process(arrival: Arrival) -> Outcome:
     """Process one arrival with its stage and return the outcome.
 
-    Raises BrokerUnavailable or a database error if these fail rather than the message:
-    then nothing was decided. Call it again with the same arrival.
+    Raises BrokerUnavailable or a database error if the broker or the database fails.
+    Then nothing is decided: call it again with the same arrival.
     """
     if arrival.parked is None and arrival.turn is None:
         return _decided(arrival)
@@ -68,9 +69,9 @@ def _decided(arrival: Arrival) -> Outcome:
 
 
 def _is_forgotten(arrival: Arrival) -> bool:
-    """Return whether the record of an arrival no longer exists. Its commit does not
-    wait for the disk, so a crash of the server may lose it. A missing row was not
-    settled by a copy, and no other worker has the message."""
+    """Return whether the inbox row of an arrival no longer exists. Its commit does not
+    wait for the disk, so a crash of the server may lose it. Then no copy has settled
+    the message, and no other worker has it."""
     record = arrival.record
     if record is None or arrival.parked is not None:
         return False
@@ -95,8 +96,8 @@ def _process(arrival: Arrival) -> Outcome:
 
 
 def _worked(arrival: Arrival) -> Outcome:
-    """Run the stage until the outcome is certain. A failure that is not the message's
-    fault is not counted as an attempt."""
+    """Run the stage until the outcome is certain. A failure that the message has not
+    caused counts no attempt."""
     mode, conflicts = arrival.mode, Conflicts()
     while True:
         attempt = arrival.record.attempt if arrival.record else 1
@@ -153,8 +154,9 @@ def _worked(arrival: Arrival) -> Outcome:
 
 
 def is_handlers(error: BaseException) -> bool:
-    """Return whether the handler's failure ended an attempt. Everything it raises
-    counts, including time-outs and cancellations that are not an `Exception`."""
+    """Return whether the handler's error counts as an attempt. Everything that a
+    handler raises counts, including time-outs and cancellations, which are not an
+    `Exception`."""
     others = isinstance(error, BrokerUnavailable | Undecided) or is_interrupt(error)
     return not others
 
@@ -178,7 +180,8 @@ def run(arrival: Arrival, message: Message) -> Processed:
                 ended.append(lost)  # another worker processed it
 
         def final(error: BaseException) -> bool:
-            """Errors that are not the message's fault bypass the middlewares."""
+            """Return whether an error bypasses the middlewares, because the message has
+            not caused it."""
             faultless = lost_conflict(error) or is_outage(error, on)
             return faultless or not is_handlers(error)
 
@@ -225,15 +228,16 @@ def announce_processed(
 
 
 def _critical_time(message: Message) -> float | None:
-    """Return the seconds since the message was stored, as far as the clocks agree."""
+    """Return the seconds since the message was stored. The sender's clock may differ
+    from ours."""
     if message.created_at is None:
         return None
     return (timezone.now() - message.created_at).total_seconds()
 
 
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
-    """Return whether the database had no room for the handler's work. That is not the
-    message's fault, unless every probe finds room and this message never does."""
+    """Return whether the database had no room for the handler's work. The message is
+    not at fault, unless each probe finds room and this message never does."""
     if not database_health.lacks_resources(error):
         return False
     arrival.crowded += 1
@@ -241,8 +245,8 @@ def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
 
 
 def _read(arrival: Arrival) -> None:
-    """Read the message. A MemoryError of reading it counts as a failed attempt: the
-    body may be too large, and would hold up the others for ever."""
+    """Read the message. A MemoryError while reading counts as a failed attempt: the
+    body may be too large, and without an end it would hold up all other messages."""
     delivery, stage = arrival.delivery, arrival.stage
     try:
         arrival.message, arrival.short = decoding.read(delivery, stage), None
@@ -252,8 +256,8 @@ def _read(arrival: Arrival) -> None:
 
 def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     """Bury a message that the stage cannot read, or keep it for code that can. In an
-    ordered stage even that waits for its turn, and its followers find it in the
-    inbox."""
+    ordered stage the message first waits for its turn, because its followers look for
+    its row in the inbox."""
     at_once = isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS
     if arrival.turn is None or at_once:
         return unreadable(arrival, error)
@@ -270,8 +274,8 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
 
 
 def _given_back(arrival: Arrival) -> Interrupted:
-    """Uncount an attempt that is not the message's fault, and release the lease of a
-    parked message."""
+    """Take back an attempt that the message has not caused to fail, and release the
+    lease of a parked message."""
     rows, record = arrival.inbox, arrival.record
     if record is not None and arrival.token is not None:
         rows.unpark(record.id, arrival.token)
@@ -281,9 +285,9 @@ def _given_back(arrival: Arrival) -> Interrupted:
 
 
 def _adopt(arrival: Arrival) -> Outcome:
-    """Give a foreign message a stable identity before it is processed. The message then
-    arrives again under that id, or from the inbox if its queue takes no messages now.
-    If the broker rejects it, it is buried."""
+    """Give a foreign message a stable identity before it is processed. It then arrives
+    again under that id: from its queue, or from the inbox if the queue takes no
+    messages now. If the broker rejects it, it is buried."""
     delivery = decoding.named(arrival.delivery)
     try:
         decoding.send_back(delivery, arrival.session)
@@ -298,7 +302,7 @@ def _adopt(arrival: Arrival) -> Outcome:
 
 def _lease(arrival: Arrival) -> AbstractContextManager[object]:
     """Renew the lease of a parked message while it is processed. In mode outbox the
-    lock on its row keeps others away, except while a blocking redelivery waits."""
+    lock on its row is enough, except while a blocking redelivery waits."""
     parked, token = arrival.parked, arrival.token
     if parked is None or token is None or arrival.mode.locks_parked():
         return nullcontext()
@@ -315,8 +319,8 @@ def _record(arrival: Arrival) -> None:
 
 def _is_recorded(arrival: Arrival) -> bool:
     """Return whether an arrival is recorded already, and bring `arrival.record` up to
-    date: a parked message by its claim, and an arrival that is retried because nothing
-    could be decided."""
+    date. A parked message was recorded before it was claimed. A retried arrival may
+    have been recorded by its earlier try."""
     before, parked, inbox = arrival.record, arrival.parked, arrival.inbox
     arrival.begun = False
     if before is None:
@@ -362,7 +366,8 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
 
 
 def _ship_what_is_left(arrival: Arrival) -> None:
-    """Have the dispatcher send what the first processing stored and did not send."""
+    """Wake the dispatcher for the messages that the first processing has stored and not
+    sent."""
     message, stage = arrival.message, arrival.stage
     signals.announce(
         signals.message_duplicate,

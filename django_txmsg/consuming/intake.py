@@ -1,5 +1,5 @@
-"""Takes in messages that the broker itself gave up on: its dead-letter queues and
-expiries.
+"""Makes dead letters of the messages in the broker's own dead-letter queues and of
+expired ones.
 
 Runs in `manage.py consume` for TXMSG["DEAD_LETTER_DESTINATIONS"]. Each message becomes
 a dead letter, with the broker's reason.
@@ -35,7 +35,7 @@ log = logging.getLogger("django_txmsg.intake")
 
 
 class IntakeThread:
-    """Moves messages from one of the broker's dead-letter queues into our dead letters:
+    """Makes dead letters of the messages in one of the broker's dead-letter queues:
     `run()`."""
 
     def __init__(
@@ -98,8 +98,8 @@ class IntakeThread:
             session.ack([delivery])
 
     def _buried(self, delivery: Delivery) -> bool:
-        """Bury a delivery, holding it while that is not possible. Returns False if
-        stopped before."""
+        """Bury a delivery. While that is not possible, hold it. Returns False if
+        stopped before it is buried."""
         while True:
             try:
                 self._bury(delivery)
@@ -132,8 +132,8 @@ class IntakeThread:
 
 
 def _sendable(named: str) -> str:
-    """Return a message's original destination, if sending there is allowed: a header
-    can contain anything, and a redelivery must not reach our control destination."""
+    """Return a message's original destination if sending there is allowed. A header can
+    contain anything, and a redelivery must not reach the control queue."""
     try:
         origin = check_destination(named)
     except InvalidMessage:

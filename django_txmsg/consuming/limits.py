@@ -1,5 +1,5 @@
-"""Hop 6's limits: a stage that fails repeatedly, an ordered stage at which messages
-wait, and the size and age of the process."""
+"""Hop 6's limits: for a stage that fails repeatedly, for waiting messages of an ordered
+stage, and for the size and age of the process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _throttle_log = logging.getLogger("django_txmsg.throttle")
 
 
 class Throttle:
-    """After `after` failures in a row: one message at a time, with a pause after each.
+    """After `after` failures in a row, runs one message at a time, with a pause after
+    each.
 
     Shared by all threads of a stage in this process; one success ends it.
     """
@@ -83,7 +84,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Room:
-    """The limit of one ordered stage, shared by its threads."""
+    """The limit of waiting messages at one ordered stage, shared by its threads."""
 
     def __init__(self, stage: Stage) -> None:
         settings = conf.get()
@@ -99,7 +100,8 @@ class Room:
         self.full = False
 
     def admits(self) -> bool:
-        """Return whether the stage may receive: only one message, if it is full."""
+        """Return whether the stage may receive messages. A full stage receives one at a
+        time."""
         if not self.full:
             return True
         with self._lock:
@@ -111,7 +113,7 @@ class Room:
             return True
 
     def note(self, delivery: Delivery, outcome: Outcome) -> None:
-        """Count one more waiting message."""
+        """Count the delivery if it waits now."""
         if not isinstance(outcome, Waiting):
             return
         size = len(delivery.body) + sum(
@@ -190,7 +192,7 @@ class Allowance:
         self.over = ""
 
     def spend(self) -> None:
-        """Count a settled delivery."""
+        """Count one settled delivery."""
         with self._lock:
             self._spent += 1
         if self._max_messages and self._spent >= self._max_messages:

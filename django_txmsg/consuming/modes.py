@@ -1,7 +1,7 @@
-"""The transaction modes of `@stage(transaction=)`: three strategies for the same steps.
+"""The transaction modes of `@stage(transaction=)`: strategies for the same steps.
 
-Order per key is a fourth, around the steps of mode outbox. `inbox.py` calls the
-steps and knows no mode; docs/explanation/transaction-modes.md has the reasons.
+`Ordered` adds order per key to mode outbox. `inbox.py` calls the steps without knowing
+the mode. The reasons are in docs/explanation/transaction-modes.md.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ log = logging.getLogger("django_txmsg.arrival")
 
 
 class Outbox(Mode):
-    """The mark in the inbox, the handler's work and its messages are one transaction of
-    the database. The broker's acknowledgement follows it."""
+    """One transaction of the database marks the inbox row, does the handler's work and
+    stores its messages. The acknowledgement to the broker follows."""
 
     def record(self, arrival: Arrival) -> None:
         """Count every arrival, and begin the transaction in the same round trip if
@@ -79,14 +79,15 @@ class Outbox(Mode):
         return employed
 
     def locks_parked(self) -> bool:
-        """Yes, except while a blocking redelivery waits without a lock."""
+        """Return True, except while a blocking redelivery waits: it holds no lock."""
         return self.stage.policy.mode != "blocking"
 
 
 class Outside(Outbox):
-    """No transaction is open while the handler runs, so it may call other services and
-    take long. It runs at least once. What it sends is stored once, however often it
-    runs: in a transaction after it, together with the mark in the inbox."""
+    """No transaction is open while the handler runs, so the handler may call other
+    services and take long. It runs at least once. The messages that it sends are stored
+    once, however often it runs, in a transaction after the handler that also marks the
+    inbox row."""
 
     def record(self, arrival: Arrival) -> None:
         """Count every arrival."""
@@ -112,13 +113,13 @@ class Outside(Outbox):
         return employed
 
     def locks_parked(self) -> bool:
-        """No lock is held while it runs."""
+        """Return False: no lock is held while the handler runs."""
         return False
 
 
 class BrokerOnly(Mode):
-    """The delivery and the handler's messages are one transaction of the broker. The
-    inbox knows a message only once it was redelivered."""
+    """One transaction of the broker acknowledges the delivery and sends the handler's
+    messages. The inbox has a row only for messages that were redelivered."""
 
     transacted, idempotent = True, True
 
@@ -146,7 +147,7 @@ class BrokerOnly(Mode):
         return False
 
     def scope(self, arrival: Arrival, message: Message) -> Scope:
-        """The stage's messages go into the broker's transaction."""
+        """Return a scope that adds the stage's messages to the broker's transaction."""
         entered, stage = super().scope(arrival, message), self.stage
         service = conf.get().SERVICE
 
@@ -168,16 +169,16 @@ class BrokerOnly(Mode):
         return entered
 
     def roll_back(self, arrival: Arrival) -> None:
-        """Roll back; the delivery stays unacknowledged."""
+        """Roll back the broker's transaction. The delivery stays unacknowledged."""
         arrival.session.rollback()
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """The stage sends directly, so a destination that takes no messages is not the
-        message's fault."""
+        """Return whether a destination takes no messages now. The stage sends to it
+        directly, so this is not the message's fault."""
         return isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:
-        """Commit the broker's transaction; the database's is committed already."""
+        """Commit the broker's transaction. The database has committed already."""
         began = time.monotonic()
         error: BrokerError | None = None
         try:
@@ -200,12 +201,12 @@ class BrokerOnly(Mode):
             )
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
-        """Report the end of the broker's commit. Nothing is reported here, where the
-        database has not committed before."""
+        """Report the end of the broker's commit. In this mode the database has not
+        committed before, so there is nothing to report."""
 
     def _mark(self, record: InboxRecord) -> None:
-        """Mark the inbox row of a message whose work is committed everywhere. If that
-        is refused, only the mark is lost."""
+        """Mark the inbox row of a message whose transactions are all committed. If the
+        database refuses that, only the mark is lost."""
         try:
             self.inbox.finish([record.id])
         except AnyDatabaseError as error:
@@ -219,8 +220,8 @@ class BrokerOnly(Mode):
 
 
 class BestEffort(BrokerOnly):
-    """The database's transaction commits first, then the broker's; the time between
-    them is as short as possible."""
+    """The database's transaction commits first, and the broker's as soon as possible
+    after it."""
 
     def _work(self, arrival: Arrival, message: Message) -> bool:
         def run() -> None:
@@ -237,8 +238,8 @@ class BestEffort(BrokerOnly):
         return employed
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
-        """Measure the time between the database's commit and the broker's, and log an
-        error if the second failed."""
+        """Measure the time between the two commits, and log an error if the broker's
+        failed."""
         if error is not None:
             log.log(
                 logging.ERROR if employed else logging.WARNING,
@@ -258,27 +259,28 @@ class BestEffort(BrokerOnly):
 
 
 class Ordered(Outbox):
-    """Around the steps of mode outbox: messages of one key are processed one at a
-    time."""
+    """Adds order to mode outbox: messages of one key are processed one at a time."""
 
     def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
-        """Check whether the turn has come."""
+        """Park a message whose turn has not come."""
         return ordering.out_of_turn(arrival, attempts=attempts)
 
     def lost(self, arrival: Arrival) -> Outcome:
-        """Settled by a copy; or parked, because another transaction has its key."""
+        """Return the outcome of a message that a copy has settled, or that is parked
+        because another transaction has its key."""
         return ordering.lost(arrival)
 
     def end(self, arrivals: Sequence[Arrival]) -> None:
-        """Make the followers due."""
+        """Make the followers of the messages due."""
         ordering.wake(arrivals)
 
     def put_aside(self, arrival: Arrival) -> None:
-        """Record its key, for which its followers wait."""
+        """Record the key of a failed message, so that its followers wait for it."""
         ordering.aside(arrival)
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
-        """All headers except its link, since it has had its turn."""
+        """Return all headers but the link to the message's predecessor, since its turn
+        has come."""
         return ordering.kept_headers(arrival)
 
 

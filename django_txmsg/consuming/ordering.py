@@ -1,8 +1,9 @@
 """Hop 7 in order: a message of an ordered stage waits until its predecessor has ended.
 
-The sender's relay has linked each message to its predecessor. The statement that takes
-a message checks whether its turn has come. A message whose turn has not come is parked,
-and released by its predecessor's transaction. See docs/decisions/order-by-links.md.
+The sender's relay has put a link to its predecessor into each message. The statement
+that takes a message checks whether the message's turn has come. If not, the message is
+parked, and its predecessor's transaction releases it. See
+docs/decisions/order-by-links.md.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ _in_hand = _InHand()
 
 @contextmanager
 def in_hand(arrival: Arrival) -> Iterator[None]:
-    """Mark a message as being processed while the block runs. If its predecessor is
-    being processed by another thread, wait a moment for that first."""
+    """Mark a message as being processed while the block runs. If another thread is
+    processing its predecessor, first wait a moment for that thread."""
     turn = arrival.turn
     if turn is None:
         yield
@@ -83,8 +84,9 @@ def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
 
 
 def lost(arrival: Arrival) -> Waiting | Duplicate:
-    """Return the outcome of a message that could not be taken: settled by a copy,
-    parked because another transaction has its key, or its turn has not come."""
+    """Return the outcome of a message that could not be taken. Either a copy has
+    settled it, or it is parked because another transaction has its key or its turn has
+    not come."""
     turn = arrival.turn
     if turn is None or arrival.record is None:
         return Duplicate()
@@ -104,21 +106,22 @@ def wake(arrivals: Sequence[Arrival]) -> None:
 
 
 def aside(arrival: Arrival) -> None:
-    """Record the key of a failed message, for which its followers wait."""
+    """Record the key of a failed message, so that its followers wait for it."""
     turn = arrival.turn
     if turn is not None:
         arrival.order.aside(arrival.recorded.id, turn)
 
 
 def kept_headers(arrival: Arrival) -> dict[str, str]:
-    """Return the headers to keep with a failed message. It has had its turn, and need
-    not check it again: its predecessor may no longer be stored by then."""
+    """Return the headers to keep with a failed message, without the link to its
+    predecessor. Its turn has come, and by the next attempt the predecessor's row may be
+    pruned."""
     kept = arrival.kept_headers
     return {name: value for name, value in kept.items() if name != wire.AFTER}
 
 
 def in_order(arrivals: Sequence[Arrival]) -> list[int]:
-    """Return the positions of arrivals, sorted so that messages of one key are in its
+    """Return the positions of arrivals, sorted so that the messages of each key are in
     order."""
 
     def place(number: int) -> dt.datetime:
@@ -153,7 +156,8 @@ class Admission:
         return come and turn.key in self._keys
 
     def note(self, message_id: object) -> None:
-        """Record that a message of the batch is done: its follower may run."""
+        """Record that a message of the batch is processed, so that its follower may
+        run."""
         self._done.add(message_id)
 
 
@@ -165,8 +169,9 @@ def grace() -> float:
 
 
 def ask(stage: Stage, received: bool = True) -> None:
-    """Recheck a stage's due waiting messages, and release those whose wait has expired,
-    if the stage has `received` everything that was in its queue."""
+    """Check which of a stage's due waiting messages may run now. If the stage has
+    `received` everything that was in its queue, also release those that have waited
+    long enough."""
     rows = InboxMessage.order.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:
@@ -182,8 +187,8 @@ def ask(stage: Stage, received: bool = True) -> None:
 
 
 def begin(stages: Collection[Stage]) -> None:
-    """Record which stages are ordered from now on; release the messages that wait at
-    stages which no longer are."""
+    """Record which stages are ordered from now on. Messages that wait at stages which
+    are no longer ordered are released."""
     for stage in stages:
         if stage.transaction != "outbox":
             continue

@@ -1,7 +1,9 @@
-"""Hop 7, the heart: record → begin → run → finish, for everything that runs once.
+"""Hop 7, the heart: record → begin → run → finish, for everything that takes effect
+once.
 
-The handlers of stages, alone and in batches, and Celery's tasks use it. If the worker
-is killed between two of these steps, the next delivery of the message continues there.
+The handlers of stages use it, alone and in batches, and Celery's tasks. If the worker
+is killed between two of these steps, the next delivery of the message goes on from
+there.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ MARK_AGAIN_AFTER = 0.02
 
 
 class LostRace(Exception):
-    """Another copy of the message was processed while this one waited for the lock, or
-    another worker has taken it."""
+    """This message cannot be taken any more: another copy was processed while this one
+    waited for the lock, or another worker has taken it."""
 
 
 def record(
@@ -70,9 +72,9 @@ def record(
 ) -> tuple[InboxRecord, bool]:
     """Count a delivery durably, in a commit of its own.
 
-    Returns the record of the message, and whether its transaction has begun and has
-    taken the row, which on PostgreSQL needs no further round trip (if `early`). `runs`
-    gets the record, and returns whether the message must run.
+    Returns the record of the message, and whether its transaction has begun. If
+    `early`, PostgreSQL begins that transaction and takes the row in the same round
+    trip. `runs` gets the record, and returns whether the message must run.
     """
     transaction.get_autocommit(using=rows.db)  # connects
     connection = connections[rows.db]
@@ -134,12 +136,12 @@ def once(
 
 @contextmanager
 def guarded(using: str) -> Iterator[None]:
-    """Around a handler, inside its transaction or savepoint.
+    """Surround a handler, inside its transaction or savepoint.
 
-    Raises SwallowedDatabaseError if the handler hid a database error, so that leaving
+    Raises SwallowedDatabaseError if the handler hid a database error, because leaving
     the block without an exception would silently roll its work back; DurableInStage for
-    an `atomic(durable=True)` inside; BlockLeftOpen for an `atomic()` that it did not
-    leave, which would keep the stage's own transaction from ending.
+    an `atomic(durable=True)` inside; BlockLeftOpen for an `atomic()` that the handler
+    did not leave, because the stage's own transaction could not end.
     """
     connection = connections[using]
     outer, left_open = depth(connection), False
@@ -173,8 +175,8 @@ def guarded(using: str) -> Iterator[None]:
 
 
 def _raise_hidden(connection: Any) -> None:
-    """Raise a lack of resources that has ended the transaction, whatever error the
-    handler raised because of it, or none: the message is not at fault."""
+    """Raise the lack of resources that has ended the transaction, even if the handler
+    raised another error because of it, or none. The message is not at fault."""
     cause = cause_of_rollback(connection)
     if must_roll_back(connection) and database_health.lacks_resources(cause):
         assert cause is not None
@@ -189,13 +191,13 @@ def lost_conflict(error: BaseException) -> bool:
 
 
 class Conflicts:
-    """The repetitions of work that lost a conflict: at once, then at growing
-    intervals."""
+    """The repetitions of work that lost a conflict. The first follows at once, later
+    ones at growing intervals."""
 
     _count = 0
 
     def mends(self, error: BaseException) -> bool:
-        """Return whether to repeat the work that ended with this error."""
+        """Return whether to repeat the work that failed with this error."""
         if self._count >= MAX_CONFLICTS or not lost_conflict(error):
             return False
         self._count += 1
@@ -209,18 +211,18 @@ class Conflicts:
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:
-    """Return whether the broker or the stage's own database failed, and not the
-    message. `raw` is the driver's connection of the stage's transaction. A failed query
-    of the handler on another database leaves that connection open, and is the handler's
-    failure."""
+    """Return whether the broker or the stage's own database has failed, so that the
+    message is not at fault. `raw` is the driver's connection of the stage's
+    transaction. It stays open if the handler's query on another database fails; that is
+    the handler's failure."""
     if isinstance(error, BrokerUnavailable):
         return True
     return database_health.is_away(error) and bool(getattr(raw, "closed", False))
 
 
 class Undecided(Exception):
-    """The database has refused a statement of the package, as `error` says. Neither the
-    message nor its handler is at fault."""
+    """The database has refused one of the package's own statements with `error`.
+    Neither the message nor its handler is at fault."""
 
     def __init__(self, error: AnyDatabaseError) -> None:
         super().__init__(str(error))
@@ -229,10 +231,10 @@ class Undecided(Exception):
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """Around statements of the package in a stage's transaction.
+    """Surround statements of the package in a stage's transaction.
 
-    Raises Undecided if the database refuses one that may succeed another time; not for
-    a conflict, which is repeated at once.
+    Raises Undecided if the database refuses one that may succeed another time.
+    Conflicts pass unchanged; they are repeated at once.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Around hop 7: a stage with a rate, `@stage(..., rate="900/m", per="header-name")`.
 
-A message takes a slot in the line of its key before the stage sees it, in a commit of
-its own: inside the stage's transaction the line would stay locked while the handler
+Before the stage runs, a message takes a slot in the line of its key. That is a commit
+of its own: inside the stage's transaction the line would stay locked while the handler
 runs. A message whose slot is not due is parked until then, at no attempt.
 """
 
@@ -31,7 +31,8 @@ AHEAD, KEPT = 8, 0.1
 
 
 def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
-    """Process arrivals like `batch.process()`, each in its turn by the stage's rate."""
+    """Process arrivals like `batch.process()`, but park those that are over the stage's
+    rate."""
     if arrivals[0].stage.rate is None:
         return batch.process(arrivals)
     (arrival,) = arrivals  # no batches
@@ -40,10 +41,11 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
 
 
 def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> None:
-    """Give a stage another rate for a while: its consumers obey, and move what waits.
+    """Give a stage another rate for a while. Its consumers use the rate, and move the
+    messages that wait.
 
-    Raises ConfigurationError for a text that is no rate, and for a stage that is not
-    declared here with one.
+    Raises ConfigurationError if the text is not a rate, or if no stage of this name
+    with a rate is declared here.
     """
     if not any(one.name == stage and one.rate for one in all_stages()):
         raise ConfigurationError(f"No stage {stage!r} here has a rate= to change.")
@@ -56,8 +58,9 @@ def states() -> Any:
 
 
 def _takes_slot(arrival: Arrival) -> bool:
-    """Return whether a message can wait, and has had no slot in an earlier try: a
-    retried arrival is recorded. The stage buries one that it does not accept."""
+    """Return whether a message must take a slot. It took one in an earlier try if it is
+    recorded. The stage buries a message without identity, and one that cannot be
+    read."""
     if arrival.record is not None or not arrival.has_identity:
         return False
     try:
@@ -68,7 +71,8 @@ def _takes_slot(arrival: Arrival) -> bool:
 
 
 def _waiting(arrival: Arrival) -> Outcome | None:
-    """Return the outcome of a message whose slot is not due; None if it is due."""
+    """Park a message whose slot is not due, and return that outcome; None if the slot
+    is due."""
     stage, key, parked = arrival.stage, _key(arrival), arrival.parked
     assert stage.rate is not None
     lines = RateLine.objects.db_manager(arrival.using)
@@ -98,9 +102,9 @@ def _waiting(arrival: Arrival) -> Outcome | None:
 class Held(threading.local):
     """The slots of one line that a thread has taken and not used yet.
 
-    A thread that is busy with one line takes several slots with one statement while at
-    least four times as many are due: then the rate is not reached, and no other thread
-    has to wait for a slot that is lost here.
+    A thread that is busy with one line takes several slots with one statement, if at
+    least four times as many are due. So few slots are used then that the stage can lose
+    those which the thread does not use.
     """
 
     def __init__(self) -> None:
@@ -111,7 +115,7 @@ class Held(threading.local):
     def place(
         self, lines: Any, stage: str, key: str, rate: Rate, before: int | None
     ) -> tuple[int, float]:
-        """Return a slot and in how many seconds it is due, as `lines.place()` does."""
+        """Return a slot, and in how many seconds it is due: 0 or less if it is due."""
         if before is not None:
             return self._take(lines, stage, key, rate, slot=before)
         line, now = (lines.db, stage, key, rate.period), time.monotonic()
@@ -142,7 +146,8 @@ _held = Held()
 
 
 def _key(arrival: Arrival) -> str:
-    """Return the line of a message: bounded, and without the header's value."""
+    """Return the name of a message's line. It is a digest, so its length is bounded and
+    it does not reveal the header's value."""
     per = arrival.stage.per
     value = "" if per is None else arrival.delivery.headers.get(per, "")
     given = value.encode("utf-8", "surrogatepass")

@@ -1,12 +1,11 @@
 """Around hop 8: TXMSG["STAGE_MIDDLEWARE"], in Django's style.
 
-A middleware is a callable that takes a `CallNext` and returns a callable that takes a
-message: a class, or a function that returns one. It runs inside of the stage's
-transaction, or around it if it sets `outside_transaction = True`. A stage without
-middlewares has a handler and no chain.
+A middleware is a class or a function that takes a `CallNext` and returns a callable
+that takes a message. It runs inside the stage's transaction, or around it if it sets
+`outside_transaction = True`. Without middlewares, a stage calls its handler directly.
 
-A message is processed only when its handler has returned: a middleware can replace an
-error (by Refuse, say), but can neither hide one nor skip the handler.
+A message is processed only if its handler has returned. A middleware can replace an
+error (by Refuse, say), but it can neither hide an error nor skip the handler.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ Factory = Callable[[CallNext], Handler]
 
 
 def prepared(stage: Stage) -> Stage:
-    """Return the stage as a consumer runs it: resolved, with its answer, its
-    middlewares and its time-out around its handler. Each process loads the middlewares
-    once.
+    """Return the stage as a consumer runs it: its handler with what sends its answer,
+    its middlewares and its time-out around it. Each process loads the middlewares once.
 
     Raises ConfigurationError for a middleware that cannot be loaded, and any error of a
     middleware's factory.
@@ -77,8 +75,8 @@ def _prepare(stage: Stage) -> Stage:
 
 
 def _factories() -> tuple[list[Factory], list[Factory]]:
-    """Return the factories of the middlewares that the settings name: those inside the
-    transaction, and those around it."""
+    """Return the factories of the middlewares in the settings, as two lists: those that
+    run inside the transaction, and those that run around it."""
     found: tuple[list[Factory], list[Factory]] = ([], [])
     for path in conf.get().STAGE_MIDDLEWARE:
         try:
@@ -93,8 +91,8 @@ def _factories() -> tuple[list[Factory], list[Factory]]:
 
 
 class Chain:
-    """The middlewares of one stage, on one side of its transaction. Created once, and
-    shared by its threads."""
+    """The middlewares of one stage that run inside its transaction, or those that run
+    around it. Created once, and shared by its threads."""
 
     def __init__(self, stage: Stage, made: Sequence[Factory]) -> None:
         self._call: ContextVar[_Call] = ContextVar("django_txmsg_call")
@@ -113,7 +111,8 @@ class Chain:
 
     @classmethod
     def of(cls, stage: Stage, made: Sequence[Factory]) -> Chain | None:
-        """Return the chain, or None if no middleware is left."""
+        """Return the chain of the middlewares made by the factories, or None if there
+        is none."""
         chain = cls(stage, made) if made else None
         return None if chain is None or chain.empty else chain
 
@@ -123,11 +122,11 @@ class Chain:
         go_on: Handler,
         final: Callable[[BaseException], bool] = lambda error: False,
     ) -> Any:
-        """Pass a message through the middlewares to `go_on`, which they wrap.
+        """Pass a message through the middlewares to `go_on`, the innermost call.
 
-        Raises the middlewares' exception. If they hid the exception of `go_on`, or it
-        is `final` (middlewares must not decide about it), raises that one. Raises
-        MiddlewareMisused.
+        Raises the middlewares' exception. Raises the exception of `go_on` if the
+        middlewares hid it, or if it is `final`: middlewares must not decide about it.
+        Raises MiddlewareMisused.
         """
         call = _Call(message, go_on)
         token = self._call.set(call)
@@ -159,7 +158,7 @@ class Chain:
 
 
 def _checked(made: object, what: str) -> Any:
-    """Return a valid callable. Raises ConfigurationError."""
+    """Return the callable if it is valid. Raises ConfigurationError."""
     call = getattr(type(made), "__call__", None)  # noqa: B004 - what, and not whether
     if any(inspect.iscoroutinefunction(one) for one in (made, call)):
         raise ConfigurationError(f"{what}, which is asynchronous: stages are not.")

@@ -1,9 +1,9 @@
 """Hop 6: receives deliveries, runs them through their stage, settles them by outcome.
 
-A thread for each unit of a stage's concurrency, with a broker session and a database
-connection of its own. A delivery is acknowledged only after its outcome is committed.
-While the database is away the thread keeps the delivery: a redelivery would count
-against the delivery limit of some brokers.
+Each unit of a stage's concurrency is a thread with its own broker session and database
+connection. A delivery is acknowledged only after its outcome is committed. While the
+database is away the thread keeps the delivery: a redelivery would count against the
+delivery limit of some brokers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PAUSE = 0.02
 
 
 class Parking:
-    """The parked messages of a stage, as one thread claims them under its `token`."""
+    """The parked messages of a stage. One thread claims them under its `token`."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -74,11 +74,12 @@ class Parking:
         self._next = math.inf
 
     def comes_first(self) -> bool:
-        """Return whether a parked message must run before the broker is queried."""
+        """Return whether a parked message must run before the thread receives from the
+        broker."""
         return self._since >= self._share or self.follows()
 
     def follows(self) -> bool:
-        """Return whether a message has just released its followers: those are next, up
+        """Return whether a message has just released its followers. They run next, up
         to a limit in a row."""
         if not self.woken.is_set():
             self._followers = 0
@@ -93,7 +94,7 @@ class Parking:
         self._since = 0
 
     def had_its_turn(self) -> None:
-        """Record that no parked message was due: the next delivery comes first."""
+        """Record that no parked message was due, so a delivery comes next."""
         self._since = min(self._since, self._share - 1)
 
     def waited_for(self, deliveries: int) -> None:
@@ -101,7 +102,7 @@ class Parking:
         self._since += deliveries
 
     def claim(self) -> Parked | None:
-        """Claim one due message, under a lease."""
+        """Claim one due message under a lease."""
         if not self.due.is_set() and self.pause:
             return None
         stage = self._stage
@@ -184,7 +185,7 @@ class StageThread:
 
     @property
     def stage(self) -> Stage:
-        """The stage as it runs: with the rate that it has now."""
+        """The stage with the rate that it has now."""
         return self._mode.stage
 
     def limit(self, rate: Rate) -> None:
@@ -249,8 +250,9 @@ class StageThread:
         return reading and not self.paused.is_set()
 
     def stuck(self, after: float) -> str | None:
-        """Return the handler's stack if it has been running for `after` seconds; for a
-        coroutine also that of the event loop, which another coroutine may block."""
+        """Return the stack of a handler that has been running for `after` seconds. For
+        a coroutine, the event loop's stack follows, because another coroutine may block
+        the loop."""
         began = self.busy_since
         if began is None or time.monotonic() - began < after:
             return None
@@ -324,9 +326,9 @@ class StageThread:
                 self.room.note(delivery, outcome)
 
     def _decided(self, arrivals: Sequence[Arrival]) -> list[Outcome] | None:
-        """Return the outcomes of arrivals. While the database is away, or refuses the
-        deciding statements, they are kept, retried and counted once. None if stopped
-        before that."""
+        """Process arrivals, and return their outcomes. While the database is away, or
+        refuses the package's statements, the arrivals are kept and tried again, counted
+        once. None if stopped before that."""
         while True:
             liveness.turned((self.stage.timeout or 0.0) * len(arrivals))
             recycle()
@@ -377,8 +379,8 @@ class StageThread:
         return True
 
     def _work_parked_without_broker(self) -> None:
-        """Run parked messages of stages with an inbox while the broker is down: they do
-        not need it."""
+        """Run parked messages while the broker is away, at stages that do not need the
+        broker for it."""
         if not self._mode.transacted:
             while not self._stopping.is_set() and self._work_parked(NO_SESSION):
                 self._parking.follows()

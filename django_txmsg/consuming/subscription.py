@@ -1,7 +1,7 @@
 """Hop 6's broker side: one thread's session, subscribed to its stage's destination.
 
-It is opened when needed, and reopened after an error, with growing pauses: separately
-for a broker that is down, and for a subscription that the broker refuses.
+The session is opened when it is needed, and reopened after an error. Pauses grow
+separately for a broker that is down and for a subscription that the broker refuses.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Subscription:
         return max(one.remaining for one in breakers)
 
     def open(self) -> Session | None:
-        """Return the session, a new one if necessary, or None while the broker is down:
-        of all waiting threads only one probes it."""
+        """Return the session, and open it if necessary. None while the broker is down:
+        then only one of the waiting threads probes it."""
         if self.session is not None:
             return self.session
         stage, subscriber = self._stage, self._stage.subscriber

@@ -1,7 +1,7 @@
-"""Hop 3 in the web process: dispatches what a transaction stored, after its commit.
+"""Hop 3 in the web process: dispatches the messages of a transaction after its commit.
 
-Only an accelerator: if the process dies or the broker is down, `manage.py relay` and
-the control message find the messages in the outbox.
+It only makes dispatching faster. If the process dies or the broker is down, `manage.py
+relay` and the control message find the messages in the outbox.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class Dispatcher:
 
 
 def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
-    """Dispatch rows in this thread. An outage is logged, and costs the caller only the
-    connection's time-out."""
+    """Dispatch rows in this thread. If the broker is away, the error is logged, and the
+    caller waits only for the connection's time-out."""
     lane = Lane(using, broker, longest_lease=AFTER_COMMIT_LEASE)
     try:
         while lane.dispatch(ids=ids):
@@ -176,7 +176,8 @@ def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
 
 
 def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
-    """Handle `messages_committed` as TXMSG["DISPATCH_ON_COMMIT"] requires."""
+    """Dispatch the rows of a commit in the way that TXMSG["DISPATCH_ON_COMMIT"] says.
+    Receives the signal `messages_committed`."""
     mode, connection = conf.get().DISPATCH_ON_COMMIT, connections[using]
     if mode == "inline":
         # A TestCase that runs its hooks has committed nothing: no other connection sees

@@ -1,8 +1,9 @@
 """Hops 3 and 4: takes stored messages to the broker, batch by batch.
 
-A claim is one short statement; no database transaction is open while the broker is
-used; only a receipt marks a row. The relay, the dispatcher (after a commit) and the
-receiver of control messages use it. Any number of lanes may run side by side.
+A claim is one short statement. No database transaction is open while the broker is
+used. Only a receipt marks a row as dispatched. Lanes belong to the relay, to the
+dispatcher (after a commit) and to the receiver of control messages; any number of them
+may run at once.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
 class _Lost(Exception):
-    """The lease has ended: another relay may have linked these messages."""
+    """The lease has ended, so another relay may have put these messages in order."""
 
 
 def link(
     claimed: Sequence[Claimed], token: uuid.UUID, *, using: str, broker: str
 ) -> list[Claimed]:
-    """Link messages that have a key and no place in its order yet, in the given order,
-    and return all with the links in their headers.
+    """Give the messages that have a key their places in its order, and return all
+    messages with the order in their headers.
 
     Expired messages get no place. The commit waits for the disk: if a crash lost a
     place, it would be given twice. Messages whose lease has ended are left out.
@@ -100,10 +101,11 @@ Claim = Callable[[str | None], list[Claimed]]
 
 
 class Sweep:
-    """The place at which one lane's next search may begin: where the last one ended.
+    """Where one lane's next search for rows begins: where its last one ended.
 
     Settled rows leave dead index entries behind, which cannot be removed while an old
-    snapshot is open anywhere. See docs/decisions/dispatch-floor-and-sweep.md."""
+    snapshot is open anywhere. See docs/decisions/dispatch-floor-and-sweep.md.
+    """
 
     #: The share of a busy lane's time that may be spent on looking for late commits.
     SHARE = 0.05
@@ -117,8 +119,8 @@ class Sweep:
         self._floor = None
 
     def claim(self, claim: Claim) -> list[Claimed]:
-        """Claim from where the last search ended; from the beginning if that finds
-        nothing, or if enough time has passed."""
+        """Claim rows from where the last search ended. Begin at the first row if that
+        finds nothing, or if enough time has passed."""
         began = time.monotonic()
         due = began - self._swept_at >= max(1.0, self._cost / self.SHARE)
         claimed = claim(self._floor) if self._floor and not due else []
@@ -161,8 +163,9 @@ class Lane:
         turn: Turn | None = None,
         budget: Budget | None = None,
     ) -> None:
-        """`stop`, once set, ends claiming, and waiting for a database that is away;
-        `turn` and `budget` are shared by lanes that work side by side."""
+        """Once `stop` is set, the lane claims nothing more and does not wait for a
+        database that is away. Lanes that work side by side share `turn` and
+        `budget`."""
         settings = conf.get().RELAY
         self.using, self.broker_alias = using, broker
         self._batch_size = batch_size or settings.BATCH_SIZE
@@ -348,10 +351,10 @@ class Lane:
     def _send(
         self, rows: list[Claimed], settlement: Settlement, *, apart: bool
     ) -> None:
-        """Send and settle. Some brokers hang up on one bad message without naming it:
-        messages with unknown outcome are then sent again at once, one by one.
+        """Send and settle. Some brokers hang up on one bad message without naming it.
+        Then messages whose outcome is unknown are sent again at once, one by one.
 
-        Raises BrokerUnavailable, with unsettled rows still claimed.
+        Raises BrokerUnavailable, with the unsettled rows still claimed.
         """
         service = conf.get().SERVICE
         while rows := settlement.still_held(rows):

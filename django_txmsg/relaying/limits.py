@@ -1,10 +1,9 @@
-"""Between hops 3 and 4: what the lanes of one process share, their database's time and
-the memory for bodies.
+"""Between hops 3 and 4: what the lanes of one process share. That is the database's
+time, and the memory for bodies.
 
-Without turns at the database they fall into step, all at the database and then all at
-the broker, and each of the two is idle while the lanes use the other. A body is copied
-several times while it is sent, so the limit of memory is for the lanes of one database
-and broker together, not for each.
+Without a limit, all lanes use the database at the same time and then all wait for the
+broker, so that one of the two is always idle. A body is copied several times while it
+is sent; the limit of memory is therefore one for all lanes of a database and broker.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ LONGEST = 0.1
 
 
 class Turn:
-    """A semaphore that lanes share: `places` of them claim or mark a batch at a time,
-    and twice as many while the broker is idle."""
+    """A semaphore that lanes share. At most `places` of them claim or mark a batch at a
+    time, and twice as many while the broker is idle."""
 
     def __init__(self, places: int = 1) -> None:
         self._places = places
@@ -32,7 +31,8 @@ class Turn:
 
     @contextmanager
     def at_database(self) -> Iterator[None]:
-        """Wait for a turn, for at most LONGEST seconds; then go on without it."""
+        """Wait for a place, for at most LONGEST seconds, and then use the database in
+        any case."""
         with self._changed:
             self._changed.wait_for(self._is_free, LONGEST)
             self._at_database += 1
@@ -45,7 +45,7 @@ class Turn:
 
     @contextmanager
     def at_broker(self) -> Iterator[None]:
-        """Record that the broker has something to do."""
+        """Record that the broker has work."""
         with self._changed:
             self._at_broker += 1
         try:
@@ -62,8 +62,8 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One lane's share: `max_bytes` of bodies, and if `larger`, one body larger than
-    that."""
+    """One lane's share: `max_bytes` of bodies, and one larger body if `larger` is
+    set."""
 
     max_bytes: int
     larger: bool
@@ -76,10 +76,11 @@ class Part:
 
 
 class Budget:
-    """Shared by the lanes of one database and broker.
+    """The memory for bodies that the lanes of one database and broker share.
 
     A body larger than a lane's share is sent while no other lane holds any. A lane that
-    finds one before then claims nothing; the last such lane tries again.
+    finds such a body before then claims nothing; the last lane that holds bodies tries
+    again.
     """
 
     def __init__(self, lanes: int = 1, budgets: int = 1) -> None:
@@ -116,7 +117,7 @@ class Budget:
                     self._changed.notify_all()
 
     def claimed(self, part: Part, size: int) -> None:
-        """Record how many bytes a lane has claimed: others may use the rest."""
+        """Record how many bytes a lane has claimed. Other lanes may use the rest."""
         with self._changed:
             part.held = size
             self._changed.notify_all()

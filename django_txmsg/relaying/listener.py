@@ -1,11 +1,11 @@
-"""Before hops 3 and 6: learns of new rows by PostgreSQL's LISTEN.
+"""Before hops 3 and 6: receives PostgreSQL's notifications about new rows, by LISTEN.
 
-One thread and one connection for each database of a process that relays or consumes. A
-listener counts as working only if it has received its own notification within about the
-last minute; it also queries for due rows every few seconds on behalf of all waiting
-threads, since its connection may still reach a former primary, which answers as well.
-Behind a pooler in transaction mode no notifications arrive, and all threads poll as on
-SQLite; TXMSG["LISTEN_DATABASE"] names a direct connection.
+A process that relays or consumes has one thread and one connection for this in each
+database. A listener counts as working only if it has received its own notification
+within about the last minute. It also queries for due rows every few seconds on behalf
+of all waiting threads, since its connection may still reach a former primary, which
+answers as well. Behind a pooler in transaction mode no notifications arrive, and all
+threads poll as on SQLite; TXMSG["LISTEN_DATABASE"] names a direct connection.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _LOOK = f"""
 def seconds_until_due(
     using: str, topics: Collection[str], services: Collection[str] = ()
 ) -> dict[str, float]:
-    """Return for each topic with rows when its first row is due, in seconds from now:
-    zero or less if it is due already. From the outbox, only rows stored by one of
-    `services` or by an earlier release."""
+    """Return in how many seconds each topic's first row is due: zero or less if it is
+    due already. Topics without rows are left out. Of the outbox, only rows that were
+    stored by one of `services`, or by an earlier release, count."""
     queues, outboxes = [
         [one.removeprefix(kind) for one in topics if one.startswith(kind)]
         for kind in (notifications.queue(""), notifications.outbox(""))
@@ -169,8 +169,9 @@ def _delays(topics: Collection[str]) -> Iterator[float]:
 def receives_notifications(
     using: str, stop: threading.Event | None = None
 ) -> bool | None:
-    """Start to listen on this thread's connection, and return whether a notification
-    arrives that this process sends on another one; None if the driver cannot listen.
+    """Start to listen on this thread's connection, and return whether it works: this
+    process sends a notification on another connection, and it must arrive here. None if
+    the driver cannot listen.
 
     Raises Django's database errors. Returns soon after `stop` is set.
     """
@@ -190,8 +191,8 @@ def receives_notifications(
 
 
 def _send_proof(using: str) -> str:
-    """Send a notification on another connection, which may take another route, like
-    those of other processes. Returns it."""
+    """Send a notification on another connection, as other processes do: it may take
+    another route. Returns the notification."""
     proof = f"proof {uuid.uuid4()}"
     notify(using, {proof})
     return proof
@@ -233,7 +234,7 @@ def listening(databases: Collection[str]) -> Iterator[None]:
 
 
 class _Users:
-    """The users of a listener in one database: one thread listens for all of them."""
+    """The users of a listener in one database. One thread listens for all of them."""
 
     def __init__(self, using: str) -> None:
         self._using, self._lock = using, threading.Lock()

@@ -1,9 +1,9 @@
-"""Hop 3's pauses: destinations that take no messages now, and the trials that end a
+"""Hop 3's pauses of destinations that take no messages now, and the trials that end a
 pause.
 
 A full queue or a missing permission is a state of the destination, not a fault of a
 message. All lanes of this process that relay from one database to one broker exclude a
-paused destination from their claims. When its pause ends, one lane tries it with a
+paused destination from their claims. When its pause ends, one lane tries to send a
 small batch; each batch that is stored completely makes the next one larger.
 """
 
@@ -42,7 +42,7 @@ class Trial:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until it is due; None while a lane runs it."""
+        """Seconds until the trial is due; None while a lane runs it."""
         return None if self.taken else self.breaker.remaining
 
 
@@ -55,7 +55,7 @@ class Pauses:
         self._trials: dict[str, Trial] = {}
 
     def held(self) -> AbstractSet[str]:
-        """Return the destinations whose messages leave only by trials."""
+        """Return the paused destinations."""
         if not self._trials:
             return frozenset()
         with self._lock:
@@ -63,7 +63,7 @@ class Pauses:
 
     @property
     def errors(self) -> dict[str, BaseException]:
-        """The reason for each pause, by the names of the outages."""
+        """The errors that paused the destinations, by the names of the outages."""
         with self._lock:
             return {
                 one.breaker.name: one.breaker.error
@@ -82,8 +82,8 @@ class Pauses:
     def refused(
         self, destination: str, error: DestinationUnavailable, *, progress: bool
     ) -> None:
-        """Pause a destination. `progress` says that it stored other messages of the
-        same batch: then the pause is short."""
+        """Pause a destination. The pause is short with `progress`: the destination has
+        stored other messages of the same batch."""
         with self._lock:
             trial = self._trials.get(destination)
             if trial is None:
@@ -111,7 +111,7 @@ class Pauses:
         return None
 
     def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
-        """Record how many messages a trial had; None if it did not finish. The outage
+        """Record how many messages a trial sent; None if it did not finish. The outage
         is over once `enough` messages were stored at once."""
         over = False
         with self._lock:

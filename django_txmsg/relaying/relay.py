@@ -93,10 +93,10 @@ class Relay:
         self._stop.set()
 
     def run(self, *, once: bool = False) -> None:
-        """Relay until stopped; `once`: until no lane finds anything due.
+        """Relay until stopped; with `once`, until no lane finds a due row.
 
-        Raises the error that ended a lane, if any, after all have ended. With `once`, a
-        broker or database that is away ends only its own lanes, and
+        Raises the error that ended a lane, if any, after all lanes have ended. With
+        `once`, a broker or database that is away ends only its own lanes, and
         DestinationUnavailable reports messages that a destination did not take.
         """
 
@@ -178,7 +178,8 @@ class Relay:
 
     def _rest(self, lane: Lane, wakeup: notifications.Wakeup, interval: float) -> None:
         """Wait until there may be rows: for the usual interval, or with a listener
-        until a notification; at most until a pause ends."""
+        until a notification. In any case, wait no longer than until a destination's
+        pause ends."""
         until = time.monotonic() + interval
         while not self._stop.is_set():
             liveness.turned()

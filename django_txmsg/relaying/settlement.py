@@ -61,8 +61,9 @@ class Receipts:
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Sort the rows. `apart` means that each was sent after the outcome of the one
-    before was known: then the broker has hung up on the one in flight."""
+    """Sort the rows by their outcomes. `apart` means that each row was sent after the
+    outcome of the row before was known. Then a broker that hangs up has hung up on the
+    row in flight."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
@@ -103,8 +104,8 @@ def judge(
 def split(
     rows: Sequence[Claimed], destinations: Collection[str]
 ) -> tuple[list[Claimed], list[Claimed]]:
-    """Return the rows that may be sent, and those to `destinations` with the rows that
-    must follow them by key."""
+    """Return the rows that may be sent, and the rows to hold back: those to
+    `destinations`, and those that must follow them by key."""
     sound: list[Claimed] = []
     left: list[Claimed] = []
     keys: set[str] = set()
@@ -121,8 +122,9 @@ log = logging.getLogger("django_txmsg.relay")
 
 
 class Settlement:
-    """Settles the rows of one claim. Its token fences every statement: rows whose lease
-    has ended, and which another relay may have claimed, are not changed."""
+    """Settles the rows of one claim. Every statement has the claim's token as a
+    condition, so it does not change rows whose lease has ended and which another relay
+    may have claimed."""
 
     def __init__(
         self,
@@ -142,8 +144,9 @@ class Settlement:
         return OutboxMessage.objects.db_manager(self.using)
 
     def still_held(self, rows: list[Claimed]) -> list[Claimed]:
-        """Return the rows without those that were cancelled, or that another relay has
-        claimed since the lease ended; all rows if the lease has never ended."""
+        """Return the rows that this claim still holds: without those that were
+        cancelled, or that another relay has claimed since the lease ended. If the lease
+        has never ended, all rows are returned."""
         if not (rows and self._lease.lapsed):
             return rows
         ids = [row.id for row in rows]
@@ -162,7 +165,8 @@ class Settlement:
         self._fenced(0, lambda: self._outbox().release(ids, self._token))
 
     def settle(self, found: Receipts) -> None:
-        """Mark proven rows, back off refused ones, release the rest."""
+        """Settle the rows: mark those with a receipt, delay those that were refused,
+        release the rest."""
         stored = [row.id for row in found.stored]
         returned = [row.id for row in found.returned]
         if stored:
@@ -229,10 +233,11 @@ class Settlement:
         self._lost(1 - kept)
 
     def _fenced(self, count: int, statement: Callable[[], int]) -> int:
-        """Run a statement that the token fences, and return how many rows it changed.
+        """Run a statement that has the token as a condition, and return how many rows
+        it changed.
 
-        A receipt must not be lost because the database goes away: the statement is
-        repeated until the lease has ended. Then the result of the first try is unknown,
+        A receipt must not be lost if the database goes away, so the statement is
+        repeated until the lease has ended. The result of the first try is then unknown,
         and `count` is returned.
         """
         connection = connections[self.using]

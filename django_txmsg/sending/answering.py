@@ -1,4 +1,4 @@
-"""Hop 9 of a request: the stage's result goes back to the caller as the answer."""
+"""Hop 9 of a request: what the stage returns is sent to the caller as the answer."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _UNDECIDED = frozenset({"attempts_exhausted", "worker_lost"})
 @message_type("txmsg.Dead")
 @dataclass(frozen=True)
 class Dead:
-    """The answer to a request that is given up: it was refused, also by the broker, it
-    is unreadable, or an operator has discarded it. `reason` is the dead letter's
-    code."""
+    """The answer to a request that will not be processed. Its stage has refused it, the
+    broker has rejected it, nobody can read it, or an operator has discarded it.
+    `reason` is the dead letter's code."""
 
     reason: str
 
@@ -39,23 +39,23 @@ class Dead:
 @message_type("txmsg.Buried")
 @dataclass(frozen=True)
 class Buried:
-    """Notifies a gather that one of its requests is a dead letter that an operator may
-    still save, so that the next request can leave. It is not the answer."""
+    """Reports to a gather that one of its requests is a dead letter, so that the gather
+    sends its next request. An operator may still redeliver the dead letter, so this is
+    not the answer."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The destination of a message's answer, and the headers that the answer
-    returns."""
+    """Where the answer to a message goes, and the headers that it carries back."""
 
     destination: str
     given: Mapping[str, str]
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Address | None:
-        """Return the address in the headers; None if no answer is requested. Raises
+        """Return the address in the headers; None if they request no answer. Raises
         DecodeError if answers may not go there."""
         destination = given.get(wire.REPLY_TO)
         if destination is None:
@@ -79,9 +79,9 @@ class Address:
         using: str | None = None,
         broker: str = "default",
     ) -> Message:
-        """Store the answer, as an object of the annotation if that is known. Its
-        correlation id is that of the given headers, or else of the message being
-        processed."""
+        """Store the answer, as an object of the annotated type if the annotation is
+        known. Its correlation id is that of the given headers, or else of the message
+        being processed."""
         destination: str | TypedName[Any] = self.destination
         if annotation is not None and not isinstance(answer, Dead):
             destination = TypedName(self.destination, annotation)
@@ -102,7 +102,7 @@ class Address:
 
 
 def hop(given: Mapping[str, str]) -> int:
-    """Return how many steps led here since the last sleep or wait."""
+    """Return how many steps the flow has run since its last sleep or wait."""
     text = given.get(wire.HOP, "0")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
@@ -133,10 +133,10 @@ def answer_dead(
     using: str,
     broker: str,
 ) -> None:
-    """Notify the caller that a request is given up, inside the caller's transaction,
-    and let no stage process it any more. While an operator can still redeliver it, only
-    a gather is notified that has held another request back for it. An undo must be
-    done, so nothing is sent for one."""
+    """Report to the caller that a request will not be processed, inside the caller's
+    transaction, and see to it that no stage processes it. While an operator can still
+    redeliver the request, only a gather hears of it, and only if it has held another
+    request back. For an undo nothing is sent, because an undo must be done."""
     if wire.UNDOES in headers:
         return
     try:

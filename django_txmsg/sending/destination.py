@@ -1,4 +1,4 @@
-"""A destination with a declared body type, so that senders are checked too."""
+"""A destination whose body type is declared, so that senders are checked too."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _declared: list[Destination[Any, Any]] = []
 class Destination(TypedName[Body], Generic[Body, Reply]):
     """A queue or a topic, and the type of its bodies.
 
-    `orders_place = Destination("orders.place", PlaceOrder)`: `orders_place.send(…)`
-    takes a PlaceOrder, for a type checker and at run time; `@stage(orders_place)`
-    passes one to the handler. `reply` is the type of what its stage answers to a flow
-    that asks. Both may be unions. `foreign`: its consumer is not of this package;
-    requests of flows have JMS's `reply-to` and `correlation-id`, which the consumer
-    copies to its answer. Raises InvalidMessage for a name that some broker cannot
-    carry.
+    With `orders_place = Destination("orders.place", PlaceOrder)`,
+    `orders_place.send(…)` takes a PlaceOrder, for a type checker and at run time, and
+    `@stage(orders_place)` passes one to the handler. `reply` is the type of the answer
+    that its stage gives to a flow. Both types may be unions. With `foreign`, the
+    consumer does not use this package: requests of flows have JMS's `reply-to` and
+    `correlation-id`, and the consumer copies both to its answer. Raises InvalidMessage
+    for a name that some broker cannot carry.
     """
 
     @overload
@@ -83,8 +83,8 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
         on_conflict: OnConflict = "error",
         unique_until: UniqueUntil = "left",
     ) -> Message:
-        """Store one message like `send_message()`, with the same errors; also raises
-        InvalidMessage for a body of another type."""
+        """Store one message with the arguments and errors of `send_message()`. Also
+        raises InvalidMessage for a body of another type."""
         return send_message(
             self,
             body,
@@ -102,5 +102,5 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
 
 
 def declared() -> list[Destination[Any, Any]]:
-    """Return every destination that was declared with its type."""
+    """Return every destination that was declared with a type."""
     return list(_declared)

@@ -1,8 +1,8 @@
 """Hops 1 and 9: `send_message()`, called inside a transaction, stores a message.
 
-It inserts a row that commits with the business data or not at all, and has the
-dispatcher woken after the commit. It never talks to a broker, except in a stage whose
-messages belong to the broker's own transaction (best_effort_1pc, broker_only).
+It inserts a row that commits with your data or not at all, and wakes the dispatcher
+after the commit. It never talks to a broker, except in a stage whose messages belong to
+the broker's own transaction (best_effort_1pc, broker_only).
 """
 
 from __future__ import annotations
@@ -89,10 +89,11 @@ def send_messages(
     using: str | None = None,
     broker: str = "default",
 ) -> list[Message]:
-    """Store many messages in a few INSERTs: dicts of send_message()'s arguments.
+    """Store many messages in a few INSERTs. Each is a dict of send_message()'s
+    arguments.
 
-    All are checked before the first is stored. Raises the same errors as
-    send_message(); after a DuplicateMessage, none of them is stored.
+    All are checked before the first is stored. Raises the errors of send_message();
+    after a DuplicateMessage none of them is stored.
     """
     return _send([_from_dict(one, broker) for one in messages], using)
 
@@ -110,7 +111,7 @@ def send_part(
     using: str | None = None,
     broker: str = "default",
 ) -> Message:
-    """Store a message of a conversation, which its headers identify.
+    """Store a message that belongs to the conversation in the headers `conversation`.
 
     Raises the errors of send_message().
     """
@@ -134,9 +135,9 @@ def send_parts(
     using: str | None = None,
     broker: str = "default",
 ) -> list[Message]:
-    """Store many messages of a conversation in a few INSERTs, each given by the
-    arguments of send_message() and its headers of the conversation. Raises the same
-    errors."""
+    """Store many messages of conversations in a few INSERTs. Each is a pair: the
+    arguments of send_message(), and the headers of its conversation. Raises the errors
+    of send_message()."""
     rows: list[NewMessage] = []
     for given, conversation in parts:
         row = _from_dict(given, broker)
@@ -146,8 +147,8 @@ def send_parts(
 
 
 def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
-    """Make a message part of a conversation, also for a consumer that is not of this
-    package."""
+    """Make a message part of a conversation. Its headers say so also to consumers that
+    do not use this package."""
     row.headers |= conversation
     if row.destination in foreign and wire.is_request(row.headers):
         row.headers[wire.JMS_REPLY_TO] = row.headers[wire.REPLY_TO]
@@ -169,7 +170,7 @@ def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
 
 
 def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:
-    """Add a message to the transaction of its stage's broker."""
+    """Add a message to the broker's transaction of the stage."""
     if row.unique:
         raise InvalidMessage(
             "unique= needs to be stored at once, and this stage's messages are kept "
@@ -293,7 +294,7 @@ def _new_message(
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A body that was encoded before, as JSON, and its `txmsg-type`."""
+    """A body encoded as JSON, and its `txmsg-type`."""
 
     body: bytes
     type: str

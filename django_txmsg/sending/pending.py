@@ -1,4 +1,4 @@
-"""Undoes hop 2: a message that has not left is cancelled, or rescheduled."""
+"""Cancels or reschedules a stored message that has not left yet."""
 
 from __future__ import annotations
 

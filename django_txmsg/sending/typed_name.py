@@ -1,4 +1,4 @@
-"""A destination's name with the type of its bodies, which may be a union."""
+"""A destination's name together with the types of its bodies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ foreign: set[str] = set()
 
 
 class TypedName(Generic[Body]):
-    """The part of `Destination` that does not send."""
+    """What `Destination` has besides sending: its name and types."""
 
     def __init__(self, name: str, body: TypeForm[Body]) -> None:
         self.name = check_destination(name)
@@ -32,7 +32,7 @@ class TypedName(Generic[Body]):
         return f"<{type(self).__name__} {self.name!r}>"
 
     def type_of(self, body: object) -> BodyType:
-        """Return the destination's type that a body has. Raises InvalidMessage."""
+        """Return which of the destination's types a body has. Raises InvalidMessage."""
         types = codecs.reader(self.body).types
         if len(types) == 1:
             return types[0]

@@ -1,4 +1,5 @@
-"""Around hop 8 of an undo: it runs if its request was done, and never before it."""
+"""Around hop 8 of an undo: the undo runs if its request was processed, and never before
+the request."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def if_done(
 ) -> Handler:
     """Return a handler that runs if its request was processed by one of `stages`.
     Otherwise the request is revoked: it is never processed, so there is nothing to
-    undo. Both are decided in the transaction of the undo, on database `using()`."""
+    undo. Which of the two happens is decided in the undo's transaction, on database
+    `using()`."""
 
     @functools.wraps(handler)
     def undo(message: Message) -> Any:
@@ -56,9 +58,10 @@ def if_done(
 
 
 def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
-    """Return whether a stage has processed a request. If not, it never will.
+    """Return whether a stage has processed a request. If it has not, it never will.
 
-    Raises DecodeError if the inbox may have forgotten it: then an operator must decide.
+    Raises DecodeError if the inbox may have forgotten the request. Then an operator
+    must decide.
     """
     if undone.answered:
         return True
@@ -78,11 +81,11 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
 
 
 def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
-    """Confirm an undo in doubt, which an operator has checked, inside the caller's
-    transaction: its run continues. Neither its request, which went to the stages
-    `doing`, nor the undo itself is processed any more.
+    """Confirm an undo in doubt after an operator has checked it, inside the caller's
+    transaction. Its run continues. Neither the undo nor its request, which went to the
+    stages `doing`, is processed any more.
 
-    Raises DecodeError if no answer may go to the run any more.
+    Raises DecodeError if the run no longer takes an answer.
     """
     undone = wire.Undone.parse(letter.headers[wire.UNDOES])
     inbox = InboxMessage.objects.db_manager(using)
@@ -97,8 +100,8 @@ def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
 
 def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
     """Close the dead letters of the requests and answers for which a run has waited
-    under `turn`, inside the caller's transaction that continues it otherwise. They are
-    not processed any more."""
+    under `turn`, so that they are never processed. Call it in the transaction that
+    continues the run."""
     ticket = wire.ticket(run.run_id, turn)
     letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
     same = letters.filter(
@@ -118,8 +121,8 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
 
 
 def _close(letters: QuerySet[DeadLetter]) -> None:
-    """Close dead letters whose flow has gone on. Before their inbox rows change: a
-    redelivery locks the letters first."""
+    """Close dead letters whose flow has gone on. The caller changes their inbox rows
+    afterwards, because a redelivery locks the letters first, too."""
     letters.filter(resolution=Resolution.OPEN).update(
         resolution=Resolution.DISCARDED,
         resolved_at=Now(),
@@ -128,7 +131,8 @@ def _close(letters: QuerySet[DeadLetter]) -> None:
 
 
 def _copies(undone: wire.Undone, stage: str, using: str) -> Iterator[uuid.UUID]:
-    """Yield the request's id, and those of the edited copies sent in its place."""
+    """Yield the request's id, and the ids of the edited copies that were sent instead
+    of it."""
     one: uuid.UUID | None = undone.request_id
     while one is not None:
         letters = DeadLetter.objects.using(using).filter(message_id=one, stage=stage)

@@ -1,15 +1,17 @@
-"""Hop 1's check whether a message with the same `unique` key is pending already.
+"""Hop 1's check whether a message with the same `unique` key is already pending.
 
 A partial unique index of the outbox holds the key from the row's INSERT until a relay
-claims the row, or it is settled otherwise. With `unique_until="processed"` a row that
-has left keeps its key, and the next transaction that wants the key looks in the inbox
-whether the message was processed. Relays and consumers do no extra work.
+claims the row, or until the message is cancelled or expires. With
+`unique_until="processed"` a dispatched row keeps its key, and the next transaction that
+wants the key queries the inbox whether the message was processed. Relays and consumers
+do no extra work.
 
-A transaction that wants a key held by another transaction waits for that one's end. A
-transaction that reuses another's message locks it until its own end: the message does
-not leave, so that its receiver sees the changes of both; it is not cancelled; and it
-expires no sooner than the message that was not stored. A message that replaces another
-cancels it in its own transaction.
+A transaction that wants a key waits for another open transaction that holds it. If a
+transaction returns the pending message of another one instead of storing its own, it
+locks that message until it ends. So the message does not leave before its receiver can
+see the changes of both transactions, it cannot be cancelled, and it expires no sooner
+than the message that was not stored. A message that replaces another cancels the other
+one in its own transaction.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _recorders: list[Callable[[str, str], Collection[str]]] = []
 
 
 def recorded_by(recorder: Callable[[str, str], Collection[str]]) -> None:
-    """Register a function that returns the databases in which stages here record what
+    """Register the function that names the databases in which stages here record what
     they process, for a destination and its broker."""
     _recorders.append(recorder)
 
@@ -79,8 +81,9 @@ def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
 
 
 def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
-    """Return, for each row skipped because of an earlier one of the same call, that
-    one's message id; it expires no sooner. Raises AlreadyPending."""
+    """Return, for each row that repeats the key of an earlier row of the same call, the
+    earlier row's message id. The earlier row expires no sooner. Raises
+    AlreadyPending."""
     first: dict[str, NewMessage] = {}
     holders: dict[uuid.UUID, uuid.UUID] = {}
     for row in rows:
@@ -106,8 +109,8 @@ def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
 
 
 def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, Message]:
-    """Return, for each row to skip, the message that holds its key; nothing if those
-    have left meanwhile."""
+    """Return, for each row to skip, the message that holds its key. Rows whose message
+    has left meanwhile are not in the result."""
     known = OutboxMessage.objects.using(alias)
     pending = OutboxMessage.objects.db_manager(alias)
     current = current_scope()
@@ -153,7 +156,7 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
 
 
 def check_until(unique: str | None, until: str) -> None:
-    """Raise InvalidMessage for a `unique_until` that says nothing."""
+    """Raise InvalidMessage if `unique_until` has an unknown value."""
     if until not in get_args(UniqueUntil):
         raise InvalidMessage(
             f"unique_until={until!r} is none of {', '.join(get_args(UniqueUntil))}."
@@ -163,7 +166,7 @@ def check_until(unique: str | None, until: str) -> None:
 
 
 def check_recorded(destination: str, broker: str, alias: str) -> None:
-    """Raise InvalidMessage unless database `alias` tells when a message was
+    """Raise InvalidMessage unless database `alias` records when a message was
     processed."""
     if wire.is_topic(destination):
         why = "is a topic, which several stages process"
@@ -191,7 +194,7 @@ def _conflict(row: NewMessage, holder: NewMessage | OutboxMessage) -> AlreadyPen
 
 
 def message_of(row: OutboxMessage) -> Message:
-    """Return a stored row as the message that it is."""
+    """Return a stored row as a message."""
     return Message(
         id=row.message_id,
         destination=row.destination,
