@@ -70,7 +70,7 @@ def read_query(parts: SplitResult) -> dict[str, str]:
 
 
 def hurry(url: str, timeout: float) -> str:
-    """Return the URL with short time-outs where it sets none: each host gets its share
+    """Return the URL with short time-outs where it sets none. Each host gets its share
     of `timeout`, so that a silent host leaves time for the next."""
     parts = split_url(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))

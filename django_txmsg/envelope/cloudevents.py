@@ -1,7 +1,7 @@
-"""Reads CloudEvents 1.0, structured or binary, as our messages.
+"""Reads CloudEvents 1.0, structured or binary, as messages.
 
-The event's attributes become headers, unless the sender set those itself; its data
-becomes the body. Pure: no Django, no I/O.
+The event's attributes become headers, unless the sender has set these headers itself;
+the event's data becomes the body. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Codecs: they turn JSON into objects of a user's classes, and back.
 
-Pure: no Django, no I/O. Ours uses pydantic (`pydantic_codec`); TXMSG["CODECS"] names
-others, which take precedence.
+Pure: no Django, no I/O. The package's own codec uses pydantic (`pydantic_codec`);
+codecs that TXMSG["CODECS"] names take precedence.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Codec(ABC):
         return self.decode(annotation, to_json(value))
 
     def schema(self, annotation: Any) -> dict[str, Any] | None:
-        """Return the JSON Schema (draft 2020-12) of the bodies it reads; None:
-        unknown."""
+        """Return the JSON Schema (draft 2020-12) of the bodies that the codec reads, or
+        None if it is unknown."""
         return None
 
 

@@ -1,8 +1,8 @@
 """The stored form of an exception: its text, its traceback, and a fingerprint to group
 by.
 
-Exceptions run their author's code: the text, the cause, the notes, even the name of the
-class may raise. The failure is recorded all the same. Pure: no Django, no I/O.
+An exception's text, cause, notes and even class name come from foreign code, which may
+raise. The failure is recorded all the same. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def class_name(error: BaseException) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether this is Ctrl-C, which Python raises only in the main thread (and
-    in none of our commands). In another thread, some code raised it, and it is an
+    """Return whether this is Ctrl-C. Python raises it only in the main thread, and in
+    none of our commands. In another thread some code has raised it, and it is an
     ordinary failure."""
     main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and main
@@ -94,8 +94,8 @@ def _traceback_of(error: BaseException) -> TracebackType | None:
 
 
 def _foreign_text(call: Callable[[], str], otherwise: str = "") -> str:
-    """Return the result of foreign code as plain text, or `otherwise` with the name of
-    the exception it raised."""
+    """Return the result of foreign code as plain text. If the code raises, return
+    `otherwise` with the name of the exception."""
     try:
         return "".join([call()])
     except BaseException as failed:
@@ -114,7 +114,7 @@ def _bare_name(kind: type[BaseException]) -> str:
 
 def _from_the_application(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the calls by which this package reached the
-    application. An error of the package's own keeps them."""
+    application. If the error is the package's own, nothing is left out."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OURS):
         rest = rest.tb_next
@@ -148,7 +148,8 @@ def _clean(text: str) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Keep both ends: the first line shows the way in, the last ones the error."""
+    """Shorten a text to `most` characters. The beginning and the end stay: a traceback
+    begins with the way in, and ends with the error."""
     if len(text) <= most:
         return text
     head = most // 4

@@ -1,4 +1,4 @@
-"""What a handler takes, by its annotations: the message, its body, or both.
+"""What a handler takes, according to its annotations: the message, its body, or both.
 
 Pure: no Django, no I/O.
 """
@@ -78,8 +78,9 @@ def is_coroutine(handler: Any) -> bool:
 
 def check(handler: Any, *, coroutine: bool = False) -> None:
     """Raise ConfigurationError unless this can be a handler: a plain function, or a
-    coroutine function if `coroutine`. Calling a generator, or a coroutine function
-    elsewhere, would run nothing, and the message would count as processed."""
+    coroutine function if `coroutine`. Calling a generator function, or a coroutine
+    function where none is allowed, would run nothing, and the message would count as
+    processed."""
     if not callable(handler) or inspect.isclass(handler):
         raise ConfigurationError(
             f"{handler!r} cannot be a handler. Decorate a function, or give an "
@@ -102,7 +103,8 @@ def check(handler: Any, *, coroutine: bool = False) -> None:
 
 
 def _runs(handler: Any) -> Any:
-    """Return the function that a call runs, behind partials and decorators."""
+    """Return the function that a call runs in the end, under partials and
+    decorators."""
     while True:
         if isinstance(handler, functools.partial):
             handler = handler.func
@@ -116,7 +118,7 @@ def _runs(handler: Any) -> Any:
 
 
 def _arguments(handler: Callable[..., Any]) -> int:
-    """Return how many arguments a handler with a body parameter is called with."""
+    """Return how many arguments a handler that takes the body is called with."""
     needed = [one for one in _positional(handler) if one.default is one.empty]
     own = _own_signature(handler)
     if own is None or own == inspect.signature(handler):
@@ -176,9 +178,9 @@ def _taken(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 
 def _resolved(handler: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """Return an annotation as an object: with `from __future__ import annotations` it
-    is text. Only this annotation is resolved: names in the others may exist for type
-    checkers only."""
+    """Return an annotation as an object. With `from __future__ import annotations` it
+    is a text. Only this annotation is resolved, because names in the others may exist
+    only for type checkers."""
     given = parameter.annotation
     if not isinstance(given, str):
         return given

@@ -1,8 +1,8 @@
-"""Finds values that would arrive changed although nothing raised an error: asterisks
-for a secret, a default for a field that is not written, text for a date.
+"""Finds values that would arrive changed without an error: asterisks in place of a
+secret, a default for a field that is not written, text in place of a date.
 
-Objects are compared here, not by their classes' `==`: to that, True equals 1 and 1.0,
-and a dataclass may exclude a field from it. Pure: no Django, no I/O.
+Objects are compared here and not by the `==` of their classes. For `==`, True equals 1
+and 1.0, and a dataclass may exclude a field. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class FieldName(str):
 
 
 def changes(sent: Any, read: Any) -> Sequence[Change]:
-    """Return where `read`, the result of sending `sent`, has another value or another
-    type."""
+    """Return the places at which `read` differs from `sent`, in value or in type.
+    `read` is what a receiver gets."""
     if sent is read:
         return ()
     kind, arrived = type(sent), type(read)
@@ -50,8 +50,8 @@ def changes(sent: Any, read: Any) -> Sequence[Change]:
 
 
 def _will_do(sent: Any, read: Any) -> bool:
-    """Return whether a value may arrive as its class's base: what a subclass adds to
-    text or numbers is not sent."""
+    """Return whether a value may arrive as an instance of a base class. What a subclass
+    adds to text or numbers is not sent."""
     arrived = type(read)
     if arrived is float:
         return type(sent) is int
@@ -69,8 +69,9 @@ def _is_model(kind: type) -> bool:
 
 
 def _replaces_its_value(sent: Any) -> bool:
-    """Return whether an enum's member behaves like its value: so do Django's choices,
-    IntEnum and StrEnum. Other members show their name where text is expected."""
+    """Return whether an enum's member behaves like its value, as members of Django's
+    choices, IntEnum and StrEnum do. Other members show their name where text is
+    expected."""
     if not isinstance(sent, enum.Enum) or isinstance(sent, int):
         return True
     return isinstance(sent, str) and str(sent) == sent.value
@@ -155,7 +156,7 @@ def _attributes(of: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _same_model(kind: Any) -> Comparison:
-    """Compare pydantic models, including values that are not in fields."""
+    """Compare pydantic models, including the values that are not in fields."""
     names = [*kind.model_fields, *kind.__private_attributes__, "model_extra"]
     if not kind.model_config.get("use_enum_values"):
         return _same_attributes(names)

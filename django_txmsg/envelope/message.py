@@ -1,7 +1,7 @@
-"""Message: the immutable envelope that makes all nine hops.
+"""Message: the immutable envelope that passes through all nine hops.
 
-Pure: no Django, no I/O. `outbound()` validates a message to send, and refuses
-everything that cannot be carried before anything is stored.
+Pure: no Django, no I/O. `outbound()` validates a message to send. It refuses a message
+that cannot be carried before anything is stored.
 """
 
 from __future__ import annotations
@@ -209,11 +209,11 @@ def check_duration(name: str, value: object) -> dt.timedelta | None:
 
 
 def new_id() -> uuid.UUID:
-    """Return a UUID of version 7 (RFC 9562): time first, so that an index on it grows
-    at one end.
+    """Return a UUID of version 7 (RFC 9562). It begins with the time, so that an index
+    on it grows at one end.
 
-    The random part comes from the operating system: a fork would copy a generator of
-    this process, and not every forking server notifies Python.
+    The random part comes from the operating system: a forked process would copy the
+    state of a generator, and not every forking server lets Python reset it.
     """
     value = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
     value = value & ~(0xF << 76) | 0x7 << 76

@@ -1,4 +1,4 @@
-"""The name of a body's class between services, and the version of it.
+"""The name of a body's class between services, and the class's version.
 
 Pure: no Django, no I/O.
 """
@@ -29,8 +29,9 @@ Class = TypeVar("Class")
 class MessageType:
     """The declared name and version of a class of bodies.
 
-    If `name` is "", it is the app's label and the class's name. `readable_from` is the
-    oldest version whose readers understand this one; None: it is derived.
+    If `name` is "", the name is made of the app's label and the class's name.
+    `readable_from` is the oldest version whose readers understand this one; if it is
+    None, it is derived.
     """
 
     name: str = ""
@@ -169,7 +170,7 @@ def upgrade(name: str, *, from_version: int) -> Callable[[Decorated], Decorated]
 
 
 def forget(name: str) -> None:
-    """Remove the upgraders of a type, as tests do with the ones they declare."""
+    """Remove the upgraders of a type, for tests."""
     for key in [key for key in _upgraders if key[0] == name]:
         del _upgraders[key]
 
@@ -180,8 +181,8 @@ def needed(name: str, version: int, to: int) -> bool:
 
 
 def upgraded(name: str, body: Any, version: int, to: int) -> Any:
-    """Return a body of `version` as version `to`; for steps without an upgrader, the
-    fields' defaults suffice."""
+    """Return a body of `version` as version `to`. In steps without an upgrader the body
+    stays as it is, and the defaults of new fields apply."""
     for one in range(version, to):
         upgrader = _upgraders.get((name, one))
         if upgrader is not None:
@@ -190,6 +191,7 @@ def upgraded(name: str, body: Any, version: int, to: int) -> Any:
 
 
 def last_break(name: str, version: int) -> int:
-    """Return the oldest version from which `version` is reached without an upgrader."""
+    """Return the oldest version whose bodies are read as `version` without an
+    upgrader."""
     breaks = [one for (of, one) in _upgraders if of == name and one < version]
     return max(breaks, default=0) + 1

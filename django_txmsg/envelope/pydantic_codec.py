@@ -1,10 +1,10 @@
 """The codec for dataclasses, TypedDicts and pydantic models.
 
-The only module that uses pydantic (the extra `typed`), imported when the first body
-needs it. It validates in strict JSON mode: the lax one takes "yes" for True and numbers
-for dates. And it would read a number of a Decimal through a float, where
-`12345678901234567.89` becomes `…568`: a marked JSON Schema shows where the Decimals
-are, and their numbers are passed as text.
+This is the only module that uses pydantic (the extra `typed`). It is imported when the
+first body needs it. It validates in strict JSON mode: the lax mode takes "yes" for True
+and numbers for dates. Pydantic would read a Decimal's number through a float, so that
+`12345678901234567.89` becomes `…568`. Therefore a marked JSON Schema shows where the
+Decimals are, and their numbers are passed as text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def with_aliases(schema: Any) -> Any:
 
 
 def _within(path: Sequence[str | int], schema: Any) -> Any:
-    """Return a schema whose value at a path has another schema."""
+    """Return a schema in which the value at a path has another schema."""
     for step in reversed(path):
         if isinstance(step, str):
             schema = {"properties": {step: schema}}
@@ -83,7 +83,8 @@ class _Exact:
         return value
 
     def _members(self, value: Any, schema: dict[str, Any]) -> list[Any]:
-        """Return the schemas of a union: the one that the value names, or all."""
+        """Return the schemas of a union's members: only the member that the value
+        names, or all."""
         named = schema.get("discriminator")
         if named is not None and isinstance(value, dict):
             # The mapping has numbers as text.
@@ -226,7 +227,7 @@ class PydanticCodec(Codec):
         self._marked: dict[Any, Marked] = {}
 
     def handles(self, annotation: Any) -> bool:
-        """Return whether pydantic can handle it.
+        """Return whether pydantic can handle the annotation.
 
         Raises ConfigurationError if pydantic is missing, or with pydantic's reason.
         """
@@ -284,7 +285,8 @@ class PydanticCodec(Codec):
         from pydantic.json_schema import GenerateJsonSchema
 
         class Telling(GenerateJsonSchema):
-            """Makes schemas differ where pydantic's own are the same."""
+            """Makes the schemas of two types differ where pydantic gives both the same
+            one."""
 
             def decimal_schema(self, schema: Any) -> Any:
                 found = super().decimal_schema(schema)
@@ -357,6 +359,6 @@ def _may_have_fractions(body: bytes) -> bool:
 
 
 def _has_constants(body: bytes) -> bool:
-    """Return whether a body may contain constants of Python's JSON that are not
-    JSON."""
+    """Return whether a body may contain `NaN`, `Infinity` or `-Infinity`, which Python
+    reads although they are not JSON."""
     return b"NaN" in body or b"Infinity" in body

@@ -1,7 +1,7 @@
-"""The side track: what follows when a message's stage fails.
+"""What follows when a message's stage fails.
 
 Pure: `decide(policy, attempt, error)` returns either when to try again or that the
-message is dead. The default is ActiveMQ's maximum, 1 delivery and 6 redeliveries.
+message is dead. The default is ActiveMQ's: 1 delivery and 6 redeliveries.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RedeliveryPolicy:
     After failed attempt n the message waits `initial_delay * backoff ** (n - 1)`
     seconds, at most `max_delay`, spread by ± `jitter` of it; then attempt n + 1
     follows, up to `max_redeliveries` + 1 attempts in all. `refuse_on` names exception
-    types (or their subtypes) for which repetition is pointless. An attempt whose worker
-    died counts as failed, except the first `lost_workers` of them.
+    types after which another attempt is pointless; subtypes count too. An attempt whose
+    worker died counts as failed, except the first `lost_workers` of them.
     """
 
     max_redeliveries: int = 6
@@ -91,12 +91,13 @@ class RedeliveryPolicy:
 
     @property
     def max_attempts(self) -> int:
-        """Most executions: the delivery and its redeliveries."""
+        """The most executions: the delivery and its redeliveries."""
         return self.max_redeliveries + 1
 
     @property
     def max_begun(self) -> int:
-        """Most executions, including those that may end with their worker."""
+        """The most executions, if those that ended with their worker are counted
+        too."""
         return self.max_attempts + self.lost_workers
 
     def delay(self, attempt: int, rand: Callable[[], float] = random.random) -> float:
@@ -127,7 +128,7 @@ def decide(
     policy: RedeliveryPolicy, attempt: int, error: BaseException
 ) -> RedeliverAfter | Dead:
     """Return what follows from `error` in the `attempt`-th execution (from 1). An
-    exception group counts like each exception in it."""
+    exception group counts as each of its exceptions."""
     errors = list(_flat(error))
     if any(isinstance(one, (Refuse, *policy.refuse_on)) for one in errors):
         return Dead("refused")

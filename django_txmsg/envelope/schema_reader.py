@@ -1,7 +1,7 @@
-"""Whether code of one JSON Schema can read what code of another one writes.
+"""Whether code with one JSON Schema can read what code with another one writes.
 
-Pure: no Django, no I/O. In doubt the answer is no: a wrong "no" costs a developer a
-look, a wrong "yes" loses messages.
+Pure: no Django, no I/O. If in doubt, the answer is no. A wrong "no" costs a developer
+some time, and a wrong "yes" loses messages.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class Fault(NamedTuple):
 
 
 def faults(reader: Schema, writer: Schema, *, ours: bool = False) -> list[Fault]:
-    """Return where a reader's schema rejects what a writer's schema permits.
+    """Return the places at which a reader's schema rejects what a writer's schema
+    permits.
 
-    `ours`: the writer is our own code, which writes all defaults and adds no fields.
+    `ours` means that the writer is code with this package, which writes all defaults
+    and adds no fields.
     """
     return list(_Comparison(reader, writer, ours).compare(reader, writer, "$"))
 

@@ -56,7 +56,8 @@ def decode(body: bytes, content_type: str) -> Any:
 
 
 def loads(text: bytes | str, **options: Any) -> Any:
-    """Parse JSON. Raises DecodeError, reason `undecodable_body`, if it is invalid."""
+    """Parse JSON. Raises DecodeError, reason `undecodable_body`, if the text is not
+    JSON."""
     try:
         return json.loads(text, parse_constant=_refuse_constant, **options)
     except (ValueError, RecursionError, ArithmeticError) as error:
@@ -82,8 +83,8 @@ def _refuse_constant(name: str) -> Any:
 
 
 def as_text(value: object) -> str:
-    """Return the text that is sent for a value that JSON has no type for. Raises
-    TypeError."""
+    """Return the text that is sent in place of a value that JSON has no type for.
+    Raises TypeError."""
     if isinstance(value, uuid.UUID | decimal.Decimal):
         return str(value)
     if isinstance(value, dt.datetime | dt.date | dt.time):
@@ -94,7 +95,8 @@ def as_text(value: object) -> str:
 
 
 def _duration(value: dt.timedelta) -> str:
-    """ISO 8601, days and seconds only: months and years have no fixed length."""
+    """Return a duration in ISO 8601, in days and seconds only, because months and years
+    have no fixed length."""
     sign = "-" if value < dt.timedelta(0) else ""
     value = abs(value)
     seconds = f"{value.seconds}"

@@ -66,7 +66,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A number of messages in each second, minute, hour or day."""
+    """A number of messages per second, minute, hour or day."""
 
     text: str
     #: Seconds from one slot to the next.

@@ -74,7 +74,8 @@ class TypeHeader:
 class BodyType:
     """One type of bodies, for reading and for sending.
 
-    If `name` is "", no header names the type: a list, a dict, a number.
+    If `name` is "", the type has no `txmsg-type`: it is a list, a dict or a number, for
+    example.
     """
 
     annotation: Any
@@ -109,7 +110,7 @@ class BodyType:
 
 
 class BodyReader:
-    """Reads the bodies of one handler: of one type, or of the members of a union."""
+    """Reads the bodies of one handler. They have one type, or the types of a union."""
 
     def __init__(self, annotation: Any, types: Sequence[BodyType]) -> None:
         self._annotation, self._only = annotation, types[0] if len(types) == 1 else None
@@ -122,7 +123,7 @@ class BodyReader:
 
     @property
     def types(self) -> tuple[BodyType, ...]:
-        """The readable types: one, or the members of a union."""
+        """The readable types: one, or those of the union's members."""
         return tuple(self._types.values())
 
     @property
@@ -133,7 +134,8 @@ class BodyReader:
     def read(self, body: bytes, content_type: str, header: str | None) -> Any:
         """Return the object for a body.
 
-        Raises DecodeError if the body does not fit, and NewerCodeNeeded.
+        Raises DecodeError if the body does not fit the type, and NewerCodeNeeded if it
+        is of a version that this code cannot read.
         """
         if header is None:
             return self._decoded(self._unnamed(), _json_text(body, content_type))

@@ -18,8 +18,8 @@ SETTLED = ~OPEN & Rule("{resolved_at} < {cutoff}")
 
 
 def is_open(stage: str) -> Rule:
-    """Return the SQL rule "this message has an open dead letter of `stage`", for a row
-    of any table that has a `message_id`."""
+    """Return the SQL rule for "this message has an open dead letter of `stage`". The
+    row may be of any table with a `message_id`."""
     return Rule(
         "EXISTS (SELECT 1 FROM django_txmsg_deadletter d WHERE"  # noqa: S608 - constants only
         f" d.message_id = {{message_id}} AND d.stage = {stage} AND {OPEN.sql('d')})"
@@ -37,7 +37,7 @@ RATES = 0.001, 1_000_000
 
 
 def wrong_rate(rate: float | None) -> str:
-    """Return what is wrong with a rate in messages a second, or "" if it is valid."""
+    """Return what is wrong with a rate in messages per second, or "" if it is valid."""
     if rate is None or RATES[0] <= rate <= RATES[1]:
         return ""
     return (
@@ -58,11 +58,11 @@ def bulk_operation(
     force: bool = False,
     rate: float | None = None,
 ) -> tuple[str, list[Any]]:
-    """Return the statement and parameters that store a running bulk operation and
-    return its id, whether the admin, a command or the pipeline starts it.
+    """Return the statement and the parameters that store a running bulk operation and
+    return its id. The admin, the commands and the pipeline start operations with it.
 
     `filters` select the dead letters, `total` of them, with ids up to `up_to`; `rate`
-    is the highest number of messages a second.
+    is the highest number of messages per second.
     """
     as_json = "%s::jsonb" if vendor == "postgresql" else "%s"
     values = {

@@ -1,5 +1,5 @@
-"""The states of a received message: `received → processed | dead`, and what it waits
-for between two attempts. Its recorded attempts are deleted together with it."""
+"""The states of a received message: `received → processed | dead`. Also what it waits
+for between two attempts, and that its recorded attempts are deleted with it."""
 
 from __future__ import annotations
 

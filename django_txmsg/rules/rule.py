@@ -1,5 +1,5 @@
-"""A condition on the rows of one table, for use in any SQL statement; and the lease,
-which rows of several tables have."""
+"""Conditions on the rows of a table, for use in any SQL statement; and the condition
+for a lease, which rows of several tables have."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from string import Formatter
 
 @dataclass(frozen=True)
 class Rule:
-    """SQL with names in braces: columns of the row, and values that the caller
-    supplies.
+    """A condition in SQL. Names in braces are columns of the row, or values that the
+    caller supplies.
 
     Rules are combined by `&`, `|` and `~`. Put parentheses around a text whose
     outermost operator is OR.
@@ -20,8 +20,8 @@ class Rule:
     text: str
 
     def sql(self, row: str = "", **values: str) -> str:
-        """Return the condition for the row with alias `row`. `values` are SQL texts:
-        for an instant a clock, a literal or a parameter."""
+        """Return the condition for the row with alias `row`. `values` are SQL texts by
+        the names that they replace: the clock's instant, a literal, or a parameter."""
         of = f"{row}." if row else ""
         return "".join(
             text + (values.get(name, f"{of}{name}") if name else "")

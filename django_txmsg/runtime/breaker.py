@@ -1,8 +1,8 @@
 """Circuit breaker for all hops: one log line when a server is down, then growing
 pauses.
 
-One for each broker that a relay, a dispatcher, a control connection or a consumer uses,
-and one for each database of the process (`database_health.py`).
+There is one for each broker that a relay, a dispatcher, a control connection or a
+consumer uses, and one for each database of the process (`database_health.py`).
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class Breaker:
         return Outage(self.kind, self.name, seconds, str(error)[:LONGEST])
 
     def failed(self, error: BaseException, *, progress: bool = False) -> None:
-        """Record that the server is down: one log line for each outage, then none.
-        After some `progress` the pause is the first one again.
+        """Record that the server is down. Only the first failure of an outage is
+        logged. After some `progress` the pause is the first one again.
 
         A server that has worked for a shorter time than the last pause is still in the
         same outage: on a full disk reads and some writes work, and others do not. The
-        log has said that it works again, so another line takes that back, once the
-        pauses are long enough to separate such lines.
+        log has said then that the server works again, so another line takes that back,
+        once the pauses are long enough to separate such lines.
         """
         with self._lock:
             self.error = error
@@ -141,8 +141,8 @@ _breakers: PerProcess[Members[Breaker]] = PerProcess(Members)
 
 
 def outages() -> list[Outage]:
-    """Return this process's present outages: of brokers, paused destinations, refused
-    subscriptions and databases, each once, the longest first."""
+    """Return this process's present outages of brokers, paused destinations, refused
+    subscriptions and databases. Each is named once; the longest comes first."""
     found: dict[tuple[str, str], Outage] = {}
     for one in sorted(
         filter(None, (breaker.outage for breaker in _breakers().all())),

@@ -1,8 +1,8 @@
-"""For hops 5 and 6 on `database://`: limits the bodies that the sessions of one process
-have claimed together.
+"""For hops 5 and 6 on `database://`: limits the size of all bodies that the sessions of
+one process have claimed.
 
-A claim copies a body several times, so one session at a time claims large ones. Small
-ones never wait: a handler may need an hour for a large body, while other threads
+A claim copies a body several times, so only one session at a time claims large bodies.
+Small ones never wait: a handler may need an hour for a large body while other threads
 go on.
 """
 
@@ -37,7 +37,7 @@ class Room:
 
     @property
     def largest(self) -> int:
-        """The size of the largest body that it may load."""
+        """The size of the largest body that the claim may load."""
         return max(self.total, self.alone)
 
 
@@ -51,8 +51,9 @@ class Share:
 
     @contextmanager
     def claim(self, limit: int, wait: float) -> Iterator[Room]:
-        """Return what a claim inside the block may load. `limit` is the process's, in
-        bytes; waits up to `wait` seconds for another session's claim to end.
+        """Return what a claim inside the block may load. `limit` is that of the
+        process, in bytes. Waits up to `wait` seconds for another session's claim to
+        end.
 
         The block must add what it has claimed to `held`.
         """
@@ -65,7 +66,7 @@ class Share:
                 claims.large.release()
 
     def leave(self) -> None:
-        """Give the part to the other sessions."""
+        """Let the other sessions have this session's part."""
         self.held = 0
         _claims().members.discard(self)
 

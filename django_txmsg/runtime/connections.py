@@ -34,11 +34,11 @@ LARGE = 4 * 1024 * 1024
 
 def recycle(*, idle: bool = False, but: str | None = None) -> None:
     """Close connections that are broken, older than their CONN_MAX_AGE, or from a pool.
-    Leaves connections inside of a block alone, and needs no query, except one on a
-    connection that had an error.
+    Leaves connections inside a block alone. Needs no query, except on a connection that
+    had an error.
 
-    `idle` means that there is no work at the moment; `but` is an alias to which that
-    does not apply, because a queue in it is polled all the time.
+    `idle` means that there is no work at the moment. The alias `but` is then treated as
+    busy, because a queue in it is polled all the time.
 
     With CONN_HEALTH_CHECKS, Django checks each remaining connection before its next
     use, as in a new request.
@@ -64,9 +64,9 @@ def shed(using: str, size: int) -> None:
 
 
 def leave_blocks() -> list[str]:
-    """Roll back the atomic blocks that a piece of work entered and did not leave: the
-    next one would run inside of them. Call it outside of all blocks of the package.
-    Returns the aliases of their databases."""
+    """Roll back the atomic blocks that a piece of work has entered and not left,
+    because the next piece of work would run inside them. Call it outside all blocks of
+    the package. Returns the aliases of their databases."""
     found = [alias for alias in connections if in_block(connections[alias])]
     for alias in found:
         roll_back_blocks(connections[alias], 0)
@@ -75,16 +75,16 @@ def leave_blocks() -> list[str]:
 
 
 def open_caches() -> None:
-    """Make this thread's contexts share its caches. Django keeps caches in the context,
-    so each message, which has its own context, would otherwise open new cache
-    connections."""
+    """Let all contexts of this thread share its caches. Django keeps caches in the
+    context. Each message has its own context, and would otherwise open new connections
+    to the caches."""
     for alias in caches:
         with contextlib.suppress(Exception):  # the handler that uses it fails
             assert caches[alias] is not None
 
 
 def close_broken(using: str) -> None:
-    """Close a connection that died, so that the next query opens another."""
+    """Close a connection that is broken, so that the next query opens another."""
     connection = connections[using]
     if raw(connection) is None or in_block(connection):
         return
@@ -93,8 +93,8 @@ def close_broken(using: str) -> None:
 
 
 def _has_spoken(connection: Any) -> bool:
-    """Return whether the server has sent something unrequested, as when it ends an idle
-    session. Needs no query."""
+    """Return whether the server has sent something unrequested, such as the end of an
+    idle session. Needs no query."""
     if connection.vendor != "postgresql":
         return False
     driver = raw(connection)

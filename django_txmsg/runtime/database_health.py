@@ -1,10 +1,10 @@
 """For all hops that use a database: how its refusals are classified and handled.
 
-One classification and one reaction, for every thread. While the database is away, or
-has no room, all threads of this process wait until one thread's probe can write. If the
-probe can write and a statement is still refused (a lock's time-out, a trigger, a
-missing privilege), a `Retry` makes its thread pause, each time longer. Nothing was
-decided then, so nothing is counted.
+Every thread uses the same classification and reacts in the same way. While the database
+is away, or has no room, all threads of this process wait until one thread's probe can
+write. If the probe can write and a statement is still refused (a lock's time-out, a
+trigger, a missing privilege), a `Retry` makes its thread pause, each time longer.
+Nothing is decided meanwhile, so no attempt is counted.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def is_away(error: BaseException | None) -> bool:
 
 def lacks_resources(error: BaseException | None) -> bool:
     """Return whether the database answers, but has no room, memory or connection left
-    for the statement, whichever code sent it."""
+    for the statement. It does not matter which code sent the statement."""
     if not isinstance(error, DatabaseError):
         return False
     cause = cause_of(error)
@@ -100,10 +100,11 @@ def lacks_resources(error: BaseException | None) -> bool:
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Return whether the same statement may succeed another time: the database is away,
-    a lock or the time ran out, a conflict was lost, a trigger, a policy or a missing
-    privilege refused. Waiting does not help with a value that the database cannot
-    store, nor with an error that the database has not raised."""
+    """Return whether the same statement may succeed another time. That is so if the
+    database is away, if a lock or the time ran out, if a conflict was lost, or if a
+    trigger, a policy or a missing privilege refused the statement. It is not so for a
+    value that the database cannot store, nor for an error that the database has not
+    raised."""
     if isinstance(error, OperationalError) or is_away(error):
         return True
     if not isinstance(error, DatabaseError) or isinstance(error, DataError):
@@ -144,9 +145,10 @@ def error(using: str) -> BaseException | None:
 
 def note(using: str, error: BaseException) -> bool:
     """Return whether the error means that the database is away. If so, this thread's
-    connection is closed, and the outage recorded unless a new one can be opened.
+    connection is closed, and the outage is recorded unless a new connection can be
+    opened.
 
-    Call it outside of any atomic block.
+    Call it outside any atomic block.
     """
     if not is_away(error):
         return False
@@ -160,8 +162,8 @@ def note(using: str, error: BaseException) -> bool:
 
 
 def usable(using: str) -> bool:
-    """Return whether the database can be used, as far as this process knows. Needs no
-    query if it can; otherwise one thread at a time probes it. Does not wait."""
+    """Return whether the database can be used, as far as this process knows. If it can,
+    no query is needed; otherwise one thread at a time probes it. Does not wait."""
     shared = breaker(using)
     if shared.error is None:
         return True
@@ -176,7 +178,7 @@ def usable(using: str) -> bool:
 
 
 def wait(using: str, stop: threading.Event) -> bool:
-    """Wait until the database is usable. Returns False, at once, if `stop` is set."""
+    """Wait until the database is usable. Returns False at once if `stop` is set."""
     while not usable(using):
         liveness.turned()
         if stop.wait(min(max(0.01, breaker(using).remaining), 0.5)):
@@ -199,14 +201,14 @@ class Retry:
 
     @property
     def ready(self) -> bool:
-        """Whether to try now: the pause is over, and the database can be used."""
+        """Whether to try now: the pause has ended, and the database can be used."""
         return time.monotonic() >= self._until and usable(self._using)
 
     def failed(self, error: BaseException) -> None:
-        """Record a refusal. Try again at once if only the connection had broken;
+        """Record a refusal. If only the connection was broken, the next try is at once;
         otherwise after a pause, or when the database is back.
 
-        Call it outside of any atomic block.
+        Call it outside any atomic block.
         """
         broke = note(self._using, error) and not lacks_resources(error)
         if breaker(self._using).error is not None:
@@ -220,11 +222,11 @@ class Retry:
         report(f"{self._what}; again in {pause:.1f} s", error)
 
     def worked(self) -> None:
-        """Record that it is no longer refused."""
+        """Record that the database no longer refuses the statement."""
         self._failures, self._until = 0, 0.0
 
     def after(self, error: BaseException, stop: threading.Event) -> bool:
-        """Wait until the next try makes sense. Returns False, at once, if `stop` is
+        """Wait until the next try makes sense. Returns False at once if `stop` is
         set."""
         if stop.is_set():
             return False
@@ -233,8 +235,8 @@ class Retry:
         return wait(self._using, stop)
 
     def run(self, work: Callable[[], Result]) -> Result | None:
-        """Run a function that can wait. Returns None, and does not raise, if the
-        database refuses it, or did so a moment ago."""
+        """Run a function that is not urgent. Returns None, and does not raise, if the
+        database refuses its statements, or has refused them a moment ago."""
         while self.ready:
             try:
                 result = work()
@@ -282,7 +284,7 @@ def report(what: str, error: BaseException) -> None:
 
 
 def discard(using: str) -> None:
-    """Close this thread's connection for good: no pool may reuse it."""
+    """Close this thread's connection for good, so that no pool uses it again."""
     connection: Any = connections[using]
     if raw(connection) is not None and connection.vendor == "postgresql":
         with contextlib.suppress(Exception):

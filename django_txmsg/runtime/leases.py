@@ -1,9 +1,9 @@
-"""Renews leases while the work on their rows lasts.
+"""Renews leases while their holders work.
 
-A lease is short, so that the rows of a killed process are soon free again; a slow
-broker or handler must not lose it for that reason. One thread for each database renews
-a lease when half of its time is over, so that a database that hangs costs no lease in
-another; the thread ends when there are no more leases.
+A lease is short, so that the rows of a killed process are soon free again. It must not
+end because a broker or a handler is slow. One thread for each database renews a lease
+when half of its time is over, so that a database that hangs costs no lease in another.
+The thread ends when there are no more leases.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ IDLE = 10.0
 
 
 class Lease:
-    """The lease of one worker; renewed inside the `with` block, or from `begin()` to
-    `end()`.
+    """The lease of one worker. It is renewed inside the `with` block, or from `begin()`
+    to `end()`.
 
-    `renew` prolongs it to `seconds` from now, in one statement fenced by its token. It
-    is called in another thread, and only if the work takes longer than usual.
+    `renew` extends it to `seconds` from now, in one statement with the lease's token as
+    a condition. It is called in another thread, and only if the work takes longer than
+    usual.
     """
 
     def __init__(self, using: str, seconds: float, renew: Callable[[], object]) -> None:
@@ -46,11 +47,12 @@ class Lease:
 
     @property
     def left(self) -> float:
-        """Seconds until it ends, as far as this process knows; never negative."""
+        """Seconds until the lease ends, as far as this process knows; never
+        negative."""
         return max(0.0, self._until - time.monotonic())
 
     def renew(self) -> None:
-        """Prolong it, if the database can be used."""
+        """Extend the lease, if the database can be used."""
         if not database_health.usable(self.using):
             return
         until = time.monotonic() + self.seconds
@@ -65,13 +67,13 @@ class Lease:
             self._until = until
 
     def begin(self) -> None:
-        """Have it renewed from now on. Call it right after the lease was granted for
-        its full time."""
+        """Begin to renew the lease. Call it right after the lease was granted for its
+        full time."""
         if _keeper(self.using).add(self):
             self._until = time.monotonic() + self.seconds
 
     def end(self) -> None:
-        """Have it renewed no longer."""
+        """Stop renewing the lease."""
         _keeper(self.using).remove(self)
 
     def __enter__(self) -> Lease:
@@ -93,7 +95,7 @@ class _Keeper:
         self._short = threading.Event()
 
     def add(self, lease: Lease) -> bool:
-        """Add a lease to renew. Returns False if it is renewed already."""
+        """Add a lease to renew. Returns False if the lease was added before."""
         with self._lock:
             if lease in self._held:
                 return False

@@ -1,7 +1,8 @@
 """Whether the loops of this process still run.
 
-Each long-lived thread calls `turned()` once a turn. It announces how long it is going
-to wait on purpose, so a pause for a broker or a database that is away is not a hang.
+Each long-lived thread calls `turned()` once per turn, and says how long it is going to
+wait on purpose. So a thread that pauses because a broker or a database is away does not
+count as hanging.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class State:
 
 
 def begin(name: str) -> None:
-    """Watch over the current thread from now on, until `ended()`."""
+    """Watch the current thread from now on, until `ended()`."""
     _loops[threading.get_ident()] = (name, time.monotonic())
 
 
@@ -39,7 +40,7 @@ def turned(pause: float = 0.0) -> None:
 
 
 def ended() -> None:
-    """Stop watching over the current thread."""
+    """Stop watching the current thread."""
     _loops.pop(threading.get_ident(), None)
 
 
@@ -64,7 +65,7 @@ _stop_requested = False
 
 
 def _forget() -> None:
-    """The threads are the parent's."""
+    """Forget all threads in a forked child: they belong to the parent."""
     _loops.clear()
 
 

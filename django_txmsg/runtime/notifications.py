@@ -1,14 +1,13 @@
 """The topics that threads of this process wait for in a database, and their wake-ups.
 
 A topic is a text: `queue NAME` of the embedded broker, `outbox BROKER`, or `work`, for
-requests of operators. A listener (`relaying/listener.py`) wakes the threads; while
-there is none, all threads poll. A wake-up is only a hint: the thread then queries the
-database.
+requests of operators. A listener (`relaying/listener.py`) wakes the threads; without
+one, all threads poll. A wake-up is only a hint: the thread then queries the database.
 
 Waiting processes learn of committed rows by PostgreSQL's NOTIFY. A process sends it
-after the commit, in a thread with a connection of its own, since inside transactions it
-would serialize all commits of the server; and at most once every 10 ms, for everything
-committed meanwhile. If one is lost, the next poll finds the rows.
+after the commit, in a thread with its own connection: inside transactions, it would
+serialize all commits of the server. It sends at most once every 10 ms, for everything
+committed meanwhile. If a notification is lost, the next poll finds the rows.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def later(delay: float) -> str:
 
 
 class Wakeup:
-    """One thread's wait for a topic. Set from the start: the first query is due at
-    once."""
+    """One thread's wait for a topic. A new one is due at once, for the first query."""
 
     def __init__(self, using: str, topic: str) -> None:
         self.using, self.topic = using, topic
@@ -60,7 +58,7 @@ class Wakeup:
 
     @property
     def has_listener(self) -> bool:
-        """Whether a listener works: then there is nothing to find without a wake-up."""
+        """Whether a listener works. Then a thread need not query without a wake-up."""
         return has_listener(self.using)
 
     def due(self) -> bool:
@@ -72,7 +70,7 @@ class Wakeup:
         return rung or not self.has_listener
 
     def ring(self) -> None:
-        """Make its thread query, or query again: there may be more."""
+        """Make the thread query once more, because there may be more rows."""
         self._rung.set()
 
     def wait(self, timeout: float) -> bool:
@@ -99,13 +97,13 @@ def has_listener(using: str) -> bool:
 
 
 def proved(using: str, seconds: float) -> None:
-    """Record that a listener works. It counts as working for `seconds`, or until it is
-    proved again."""
+    """Record that a listener works. It counts as working for `seconds`, or until the
+    next proof."""
     _listener_until()[using] = time.monotonic() + seconds
 
 
 def listener_ended(using: str) -> None:
-    """Record that no listener works any more, and make all threads query."""
+    """Record that no listener works any more, and let all threads query."""
     _listener_until().pop(using, None)
     ring(using, {ALL})
 
@@ -126,8 +124,8 @@ MAX_BYTES = 7000
 
 
 def notify(using: str, topics: Collection[str]) -> None:
-    """Wake, in all processes, the threads that wait for one of the topics: now, or
-    after the commit of the open block. Never blocks and never fails."""
+    """Wake the threads of all processes that wait for one of the topics: now, or after
+    the commit of the open block. Never blocks and never fails."""
     connection: Any = connections[using]
     if not topics or connection.vendor != "postgresql":
         return
@@ -168,7 +166,7 @@ class _Notifier:
         self._awake.set()
 
     def stop(self, timeout: float) -> None:
-        """Send the outstanding notifications, and end the thread with its connection.
+        """Send the outstanding notifications, and end the thread and its connection.
         Waits for at most `timeout` seconds."""
         with self._lock:
             if self._thread is None or not self._running:

@@ -1,7 +1,7 @@
-"""Objects of one process, which a forked child does not inherit.
+"""Objects that belong to one process, and that a forked child does not inherit.
 
-The parent's threads, sockets and locks are useless to the child, and the child looks up
-again what the parent has looked up.
+The parent's threads, sockets and locks are useless to a child. The child also finds out
+anew what its parent has found out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PerProcess(Generic[Made]):
 
 
 class Members(Generic[Made]):
-    """A set of objects that does not keep them alive, under a lock."""
+    """A thread-safe set of weak references: it does not keep its objects alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,10 +73,11 @@ class Members(Generic[Made]):
 
 
 def at_childs_end(work: Callable[[], object], *, turn: int) -> None:
-    """Run `work` at the end of this process if `multiprocessing` forked it, since such
-    a child runs no `atexit` handlers; do nothing elsewhere. A higher turn runs earlier.
+    """Run `work` at the end of this process if `multiprocessing` has forked it, because
+    such a child runs no `atexit` handlers. In other processes this does nothing.
+    Functions with a higher `turn` run earlier.
 
-    Call this in the child, which drops what its parent has registered.
+    Call this in the child: functions that its parent has registered do not run there.
     """
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:

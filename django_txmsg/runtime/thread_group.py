@@ -1,8 +1,8 @@
-"""The threads of one process, none of which may end before the process does.
+"""The threads of one process. None of them may end before the process does.
 
 If a thread ends by an error, the process stops as on a signal, and ends with that
-error. A process that went on with a heartbeat but without one of its threads would
-never be restarted.
+error. Otherwise it would go on with a heartbeat but without one of its threads, and
+nobody would restart it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class ThreadGroup:
         self._errors: list[tuple[str, BaseException]] = []
 
     def add(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Add a thread of this name that runs `work`. Returns it, not started."""
+        """Add a thread of this name that runs `work`. Returns the thread, which is not
+        started yet."""
         thread = threading.Thread(
             target=self._run, args=(name, work), name=name, daemon=True
         )
@@ -36,12 +37,13 @@ class ThreadGroup:
         return thread
 
     def start(self) -> None:
-        """Start all that were added."""
+        """Start all threads that were added."""
         for thread in self._threads:
             thread.start()
 
     def join(self) -> None:
-        """Wait until all have ended, and raise the error of the first that failed."""
+        """Wait until all threads have ended, and raise the error of the first that
+        failed."""
         for thread in self._threads:
             # With a timed join the main thread can handle its signals.
             while thread.is_alive():

@@ -1,1 +1,1 @@
-"""Hop 1 by the clock: recurring messages, each stored once per tick."""
+"""Hop 1 at given times: recurring messages, each stored once per tick."""

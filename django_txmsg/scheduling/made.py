@@ -1,7 +1,7 @@
 """Recurring messages made at run time: by code, on a page, or by command.
 
-Each is a row of `Schedule` that has its own arguments in `made`. One that is declared,
-by `every()` or the settings, takes the place of a made one of its name.
+Each is a row of `Schedule` whose column `made` has its arguments. If `every()` or the
+settings declare the same name, the declared message takes its place.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def make_recurring(
     unique: str | None = None,
     unique_until: UniqueUntil = "left",
 ) -> None:
-    """Let a message recur from now on, or change the one that was made with this name.
+    """Let a message recur from now on, or change the message that was made with this
+    name.
 
     It is stored in a row, in the open transaction if there is one. Relays notice it
     within a minute, and catch up the ticks since then as `missed` says. The arguments
     are those of `every()`; the body must be JSON.
 
     Raises ConfigurationError for an invalid expression, time zone or name;
-    InvalidMessage for what cannot be carried, and for a name that this project
+    InvalidMessage for a message that cannot be sent, and for a name that this project
     declares.
     """
     if any(one.name == name for one in recurring()):
@@ -89,7 +90,8 @@ def said(name: str, expression: str, destination: str) -> str:
 
 
 def remove_recurring(name: str) -> bool:
-    """Remove a recurring message that was made at run time. False if there is none."""
+    """Remove a recurring message that was made at run time. Returns False if there is
+    none."""
     return bool(_rows().unmake(conf.get().SERVICE, name))
 
 
@@ -98,7 +100,7 @@ def _rows() -> Any:
 
 
 def read(rows: Iterable[Schedule]) -> dict[str, Recurring]:
-    """Return the messages among these rows that were made at run time, by name. One
+    """Return the messages among these rows that were made at run time, by name. A row
     that this code cannot read is logged and left out."""
     declared = {one.name for one in recurring()}
     found: dict[str, Recurring] = {}

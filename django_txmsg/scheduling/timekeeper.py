@@ -1,7 +1,7 @@
 """Stores recurring messages when they are due, in one thread of each `relay` process.
 
-Any number of processes may run this. The process that advances a tick's row stores the
-message in the same transaction: once, and never one without the other.
+Any number of processes may run this. One of them advances the row of a tick and stores
+the tick's message in the same transaction, so each tick has one message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AHEAD = dt.timedelta(minutes=1)
 class Timekeeper(TimeLoop):
     """Stores due messages in the databases `using`, until stopped.
 
-    `now` returns the time for the name of a database: the database's own.
+    `now` returns the present instant of a database, by its alias.
     """
 
     longest_wait = LONGEST_WAIT
@@ -62,8 +62,8 @@ class Timekeeper(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether no message can recur in these databases. In the outbox's own, one may
-        be made at any time."""
+        """Whether no message can recur in these databases. In the database of the
+        outbox, a message may be made to recur at any time."""
         aliases = {one.alias for one in recurring()}
         return not aliases | {router.db_for_write(Schedule)} & set(self._using)
 
@@ -97,7 +97,8 @@ class Timekeeper(TimeLoop):
     def _store_due(
         self, one: Recurring, row: Schedule, began: dt.datetime, now: dt.datetime
     ) -> float:
-        """Store the ticks of one message until now; return the seconds to its next."""
+        """Store the ticks of one message up to now. Returns the seconds until its next
+        tick."""
         cron, after = one.cron, row.last_tick
         rows = Schedule.objects.db_manager(one.alias)
         if row.paused_at is None:

@@ -1,4 +1,4 @@
-"""Which messages recur: declared by `every()` in `stages` modules, or by the settings.
+"""The recurring messages that `every()` in `stages` modules, or the settings, declare.
 
 Nothing here uses the database; `timekeeper.py` stores due messages.
 """
@@ -70,8 +70,8 @@ class Recurring:
         return (self.missed or conf.get().MISSED_TICKS) == "all"
 
     def check_timing(self) -> None:
-        """Raise ConfigurationError or InvalidMessage for what needs no settings: name,
-        expression and destination."""
+        """Raise ConfigurationError or InvalidMessage if name, expression or destination
+        is invalid. Needs no settings."""
         check_destination(str(self.destination))
         if not self.name or len(self.name) > MAX_NAME_LENGTH:
             raise ConfigurationError(
@@ -85,7 +85,7 @@ class Recurring:
 
     def check(self) -> None:
         """Raise ConfigurationError or InvalidMessage if its messages could not be
-        stored. Looks neither at its database nor at other messages."""
+        stored. Queries no database, and does not compare it with other messages."""
         self.check_timing()
         if self.broker not in conf.get().BROKERS:
             raise InvalidMessage(
@@ -101,7 +101,7 @@ class Recurring:
             check_recorded(str(self.destination), self.broker, self.alias)
 
     def message_id(self, tick: dt.datetime) -> uuid.UUID:
-        """Return the id of the message for a tick, the same in every process."""
+        """Return the id of a tick's message, which is the same in every process."""
         return wire.tick_id(conf.get().SERVICE, self.name, tick)
 
     def arguments(self, tick: dt.datetime) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def every(
 
 
 def forget(name: str) -> None:
-    """Remove the declared messages, as tests do with theirs."""
+    """Remove the declared messages of this name, for tests."""
     _declared.pop(name, None)
 
 

@@ -1,4 +1,5 @@
-"""What the messages sent in this context belong to: a session, a stage, or neither.
+"""What the messages sent in this context belong to: a session of the HTTP outbox, a
+stage, or neither.
 
 The middleware and the stages enter a scope; `send_message()` reads it.
 """
@@ -57,7 +58,8 @@ class Block:
         self._endings: list[Callable[[], None]] = []
 
     def enter(self, *, begun: bool = False) -> None:
-        """Open it. `begun` means that the server has already begun the transaction."""
+        """Open the block. `begun` means that the server has already begun the
+        transaction."""
         self.nested = in_block(self._connection)
         self._atomic.enter(begun=begun)
         self._endings = [
@@ -71,31 +73,34 @@ class Block:
 
     def exit(self, error: BaseException | None) -> None:
         """Commit, or roll back because of the error or of `set_rollback()`. Raises the
-        error that made the commit impossible, or that a hook after it raised."""
+        error that prevented the commit, or that a hook after the commit raised."""
         for end in self._endings:
             end()
         self._atomic.exit(error)
 
     @property
     def employed(self) -> bool:
-        """Whether the database was used. Opening a savepoint counts."""
+        """Whether the block used the database. Opening a savepoint counts."""
         return self._atomic.begun
 
     @property
     def spoiled(self) -> bool:
-        """Whether a caught error leaves only a rollback."""
+        """Whether an error inside the block, although it was caught, leaves only a
+        rollback."""
         return is_broken(self._connection) or (
             must_roll_back(self._connection) and not self._rollback_requested
         )
 
     @property
     def rolls_back(self) -> bool:
-        """Whether leaving it without an error rolls back, for any reason."""
+        """Whether the block rolls back for any reason if it is left without an
+        error."""
         return must_roll_back(self._connection)
 
     @property
     def cause(self) -> BaseException | None:
-        """The error that made a rollback necessary, or the last one of a statement."""
+        """The error that made a rollback necessary, or the last error of a
+        statement."""
         return cause_of_rollback(self._connection)
 
     def _hear(self, rollback: bool) -> None:
@@ -148,7 +153,7 @@ def current_scope() -> Scope | None:
 
 
 def enter_scope(entered: Scope | None) -> Scope | None:
-    """Make messages sent from now on belong to `entered`, and return the scope before.
+    """Let messages sent from now on belong to `entered`, and return the former scope.
 
     For a scope that may end in another function, such as a request's under ASGI.
     """
@@ -159,7 +164,8 @@ def enter_scope(entered: Scope | None) -> Scope | None:
 
 @contextmanager
 def in_scope(entered: Scope) -> Iterator[Scope]:
-    """Make messages sent inside belong to `entered`: around a stage's handler."""
+    """Let messages sent inside the block belong to `entered`. Surrounds a stage's
+    handler."""
     token = _scope.set(entered)
     _inside.add(threading.get_ident())
     try:
@@ -176,8 +182,8 @@ def handlers_running() -> int:
 
 
 def _forked() -> None:
-    """Messages of a forked child do not belong to its parent's scope: the child would
-    continue with the same ordinals, and give other messages the same ids."""
+    """Leave the parent's scope in a forked child. The child would go on counting its
+    parent's messages, and derive the same ids for other messages."""
     _scope.set(None)
     _inside.clear()
 

@@ -1,4 +1,5 @@
-"""Hop 1's rows: inserting them into the outbox, and the effects of their commit."""
+"""Hop 1's rows: they are inserted into the outbox, and dispatched after their
+commit."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     """Insert rows into the outbox and return when each was created.
 
     Raises DuplicateMessage, with nothing stored, if one of the ids is stored already. A
-    derived id that exists is left as it is, except one with a unique key.
+    row whose derived id is stored already is skipped, unless it has a unique key.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
@@ -91,8 +92,8 @@ def after_commit(
     new: Mapping[int, uuid.UUID] | None = None,
     due: Collection[int] = (),
 ) -> AfterCommit:
-    """Have the dispatcher woken for rows once the transaction commits: `new` ones, as
-    message ids by primary key, and others that are `due`. Returns the hook.
+    """Wake the dispatcher once the transaction has committed: for `new` rows, given as
+    message ids by primary key, and for other rows that are `due`. Returns the hook.
 
     Rows stored in succession under the same savepoints share one hook, and are
     dispatched together.
@@ -126,11 +127,11 @@ def _duplicates(rows: list[NewMessage], stored: set[uuid.UUID]) -> str:
 
 
 class AfterCommit:
-    """The effects of a commit for the rows of one savepoint.
+    """What follows the commit of the rows that were stored under one savepoint.
 
     Django drops the hook when an `atomic()` block is rolled back, but keeps it after
     `savepoint_rollback()` and `ROLLBACK TO SAVEPOINT`. So some of the rows may not
-    exist: a dispatcher then finds nothing to claim, and no event is sent for them.
+    exist: then a dispatcher finds nothing to claim, and no event is sent for them.
     """
 
     def __init__(
