@@ -1,10 +1,10 @@
 """Requests whose answers continue a run together: a gather of a flow, or a batch.
 
 An answer is written to the row of its own branch, without a lock that the branches
-share. That is why two questions are asked. `may_have_ended()`, by the transaction that
-writes an answer, takes answers that others are writing for written: so the last of
-them never takes another for missing. `has_ended()`, in a transaction of its own, waits
-for them.
+share. So whether all are answered is asked twice. The transaction that writes an answer
+calls `may_have_ended()`, which counts answers that others are writing as written: so
+the last of them never counts one as missing. A transaction of its own calls
+`has_ended()`, which waits for them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _LEFT = Q(left=True)
 
 
 class Progress(NamedTuple):
-    """How many branches there are, and how they have ended."""
+    """How many branches there are, and how many have ended in which way."""
 
     total: int
     #: Those with an answer.
@@ -85,12 +85,12 @@ class Progress(NamedTuple):
 
     @property
     def open(self) -> int:
-        """Those that an answer is awaited for."""
+        """The number of branches whose answer is awaited."""
         return self.total - self.answered - self.failed - self.left
 
 
 class Batch(models.Model):
-    """A group of requests with an end. Its run waits under the same turn until then."""
+    """A group of requests with an end. Its run waits for that end under one turn."""
 
     id = models.BigAutoField(primary_key=True)
     run = models.ForeignKey(Run, models.CASCADE, related_name="batches")
@@ -120,7 +120,7 @@ class Batch(models.Model):
         return Progress(self.total, **found)
 
     def rows(self) -> models.QuerySet[Branch]:
-        """Return its branches, in the database that it was read from."""
+        """Return the branches, from the database that the batch was read from."""
         return Branch.objects.using(self._state.db).filter(batch=self)
 
     def record(
@@ -132,8 +132,8 @@ class Batch(models.Model):
         *,
         failed: bool,
     ) -> uuid.UUID | None:
-        """Write a branch's answer. Returns the id of its request, None if it has an
-        answer already or the batch has ended."""
+        """Write a branch's answer. Returns the id of the branch's request, or None if
+        the branch has an answer already or the batch has ended."""
         branch = self.rows().filter(number=number)
         written = branch.filter(_OPEN).update(
             answer=answer,
@@ -145,11 +145,13 @@ class Batch(models.Model):
         return branch.values_list("request_id", flat=True).get() if written else None
 
     def may_have_ended(self) -> bool:
-        """Return whether it has ended if all answers commit that are being written.
+        """Return whether the batch has ended if all answers commit that are being
+        written.
 
-        Rows that other transactions hold are skipped, because those either write the
-        answer or ask the same question. Of all that write answers, the one that comes
-        last to its own row sees every other one written or held.
+        Rows that other transactions hold are skipped, because those transactions either
+        write an answer or ask the same question. Of all transactions that write
+        answers, the one that reaches its own row last sees every other branch as
+        written or held.
         """
         failed = self.enough < self.total and self.rows().filter(_FAILED).count()
         spare = max(self.total - failed - self.enough, 0)
@@ -165,12 +167,13 @@ class Batch(models.Model):
         return ended
 
     def has_ended(self) -> bool:
-        """Return whether it has ended, after waiting for the answers that are being
-        written. If so, no other can be written until the transaction ends."""
+        """Return whether the batch has ended, after waiting for the answers that are
+        being written. If it has ended, no answer can be written until the transaction
+        ends."""
         list(self.rows().filter(_OPEN).select_for_update().values_list("pk"))
         now = self.progress
         return now.answered >= self.enough or not now.open
 
     def close(self) -> None:
-        """Let no branch be answered any more."""
+        """End the batch, so that no branch can be answered any more."""
         self.rows().filter(_OPEN).update(left=True, answered_at=Now())

@@ -29,8 +29,8 @@ class BulkState(models.TextChoices):
 
 
 class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions that an operator can request. Each returns whether it
-    happened."""
+    """The transitions that an operator can request. Each method returns whether the
+    state has changed."""
 
     def pause(self, pk: int) -> bool:
         """Stop after the current batch."""
@@ -38,7 +38,7 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
 
     def resume(self, pk: int) -> bool:
         """Go on after the last batch. An operation that has stopped itself goes on with
-        all of the rest."""
+        all remaining dead letters, without another probe."""
         stopped = ~Q(stopped_why="")
         self.filter(stopped, pk=pk, state=BulkState.PAUSED).update(
             tolerates=None, watched=[], stopped_why=""
@@ -48,7 +48,8 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
         )
 
     def cancel(self, pk: int) -> bool:
-        """End here. Processed messages are not undone."""
+        """End the operation now. Dead letters that it has processed stay as they
+        are."""
         return self._move(
             pk,
             (BulkState.RUNNING, BulkState.PAUSED),
@@ -65,7 +66,7 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
 class BulkOperation(models.Model):
     """An action on all dead letters that match a filter.
 
-    It excludes messages that died after it was requested (`up_to`).
+    Messages that died after the request are excluded (`up_to`).
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -125,5 +126,5 @@ class BulkOperation(models.Model):
 
     @property
     def letters(self) -> str:
-        """How many dead letters were requested, in words."""
+        """The number of dead letters that were requested, in words."""
         return f"{self.total:,} dead letter{'s' * (self.total != 1)}"

@@ -1,8 +1,9 @@
-"""The one statement by which a worker claims rows: outbox, parked messages, queues.
+"""The statement by which a worker claims rows of the outbox, of parked messages, or of
+queues.
 
-In one statement it selects rows under locks that other claims skip, limits the
-selection in rows and bytes, and marks it as claimed. The selection is materialized:
-otherwise the planner might evaluate it twice, and claim more than requested.
+It selects rows under locks that other claims skip, limits the selection in rows and
+bytes, and marks the rows as claimed. The selection is materialized: otherwise the
+planner might evaluate it twice, and claim more than requested.
 """
 
 from __future__ import annotations

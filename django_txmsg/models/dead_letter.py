@@ -26,7 +26,7 @@ from .fields import Later, MessageKey, now_sql, read_uuid
 
 
 class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The only way to change notes."""
+    """The only place that changes notes."""
 
     def keep(
         self,
@@ -42,10 +42,10 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
         """Store a note, and whether its error is muted. None leaves a value unchanged.
 
         A mute ends after `duration`, by the database's clock; None means never. It does
-        not apply while more than `above` dead letters of the error are open.
-        `seen` is the `version` of the note that the operator read. Raises TxmsgError
-        if another one has been written since, for a muted error without a note that
-        gives the reason, and for a fingerprint that no dead letter has.
+        not apply while more than `above` dead letters of the error are open. `seen` is
+        the `version` of the note that the operator has read. Raises TxmsgError if
+        another note has been written since, if an error without a note that gives the
+        reason is to be muted, and if no dead letter has the fingerprint.
         """
         using = self._db or router.db_for_write(self.model)
         notes = self.using(using)
@@ -105,7 +105,7 @@ class FailureNote(models.Model):
 
     @property
     def version(self) -> str:
-        """A value that differs between versions of the note; "" without a note."""
+        """A value that changes with every version of the note; "" without a note."""
         return f"{self.noted_at.timestamp():.6f}" if self.noted_by else ""
 
 
@@ -114,7 +114,7 @@ class FailureNote(models.Model):
 
 
 class Attempt(models.Model):
-    """A failed execution. Successful ones need no row: the inbox records them."""
+    """A failed execution. A successful one is recorded in the inbox only."""
 
     id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField()
@@ -151,7 +151,8 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
     def store_again(
         self, again: Sequence[Mapping[str, Any]]
     ) -> list[tuple[int, uuid.UUID]]:
-        """Copy dead letters into the outbox, with their bodies, within the database.
+        """Copy dead letters into the outbox, with their bodies, by one statement of the
+        database.
 
         Each entry of `again` has `id`, and the new row's `key`, `headers`, `replay_id`
         and `service`. Returns row id and message id of the stored rows.
@@ -180,10 +181,12 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
             return [(pk, read_uuid(message_id)) for pk, message_id in cursor.fetchall()]
 
     def park_again(self, again: Sequence[Mapping[str, Any]], *, force: bool) -> None:
-        """Park dead letters of stages in the inbox, due now, within the database.
+        """Park dead letters of stages in the inbox, due now, by one statement of the
+        database.
 
-        Each entry of `again` has `id`, and the row's `headers` and `service`. Parked
-        messages stay as they are, and so do processed ones, unless `force` is set.
+        Each entry of `again` has `id`, and the row's `headers` and `service`. Rows of
+        messages that are parked already stay as they are. So do rows of processed
+        messages, unless `force` is set.
         """
         connection = connections[self.db]
         source = _given(connection, id="bigint", headers="jsonb", service="text")

@@ -1,6 +1,7 @@
-"""Clock expressions and SQL that Django does not provide.
+"""Expressions for the clock, and SQL that Django does not provide.
 
-The database computes due and lease times, so that no other host's clock matters.
+The database computes due times and lease times, so that the clocks of other hosts do
+not matter.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from ..rules.rule import Rule
 
 def now_sql(connection: Any) -> str:
     """Return SQL for the database's present instant, which advances within a
-    transaction. For assigned values, in a statement with parameters."""
+    transaction. It is for values to assign, in a statement with parameters."""
     if connection.vendor == "postgresql":
         return "clock_timestamp()"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
 
 
 def clock(using: str) -> dt.datetime:
-    """Return the database's present instant, in UTC: calculations with it in Python
-    must not depend on a time zone, which the alias may have."""
+    """Return the database's present instant, in UTC, so that calculations in Python do
+    not depend on the alias's time zone."""
     connection: Any = connections[using]
     with connection.cursor() as cursor:
         # With parameters, like everywhere: then `%%` means `%`.
@@ -39,8 +40,8 @@ def clock(using: str) -> dt.datetime:
 
 
 def began_sql(connection: Any) -> str:
-    """Return SQL for the instant at which the statement began. For conditions: it is
-    the same for all rows, so an index can be searched by it."""
+    """Return SQL for the instant at which the statement began. It is for conditions: it
+    is the same for all rows, so an index can be searched by it."""
     if connection.vendor == "postgresql":
         return "statement_timestamp()"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
@@ -54,8 +55,8 @@ def later_sql(connection: Any) -> str:
 
 
 class Later(models.Func):
-    """The database's present instant plus that many seconds, regardless of clock
-    changes in its time zone, which an interval of days would follow."""
+    """The database's present instant plus a number of seconds. An interval of days
+    would follow clock changes in the database's time zone; this does not."""
 
     output_field = models.DateTimeField()
 
@@ -68,14 +69,14 @@ class Later(models.Func):
 
 
 class MessageKey(models.Func):
-    """The ordering key in a column of headers. The header's name is a constant in the
-    SQL, not a parameter: only then does a condition use the index."""
+    """The ordering key in a column of headers. The SQL contains the header's name as a
+    constant, because PostgreSQL does not use the index for a parameter."""
 
     output_field = models.TextField()
     template = f"(%(expressions)s ->> '{wire.KEY}')"
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        """Use the function: SQLite before 3.38 does not know the operator."""
+        """Use a function: SQLite before 3.38 does not know the operator."""
         template = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
         return self.as_sql(compiler, connection, template=template, **context)
 
@@ -88,25 +89,26 @@ def later_value(connection: Any, seconds: float) -> float | str:
 
 
 def skip_locked_sql(connection: Any) -> str:
-    """Return the clause that keeps claims apart. SQLite has one writer at a time and
-    needs none: its claim is a single statement under the write lock."""
+    """Return the clause that lets a claim skip rows which other claims have locked.
+    SQLite has one writer at a time and needs none: its claim is a single statement
+    under the write lock."""
     if connection.vendor == "postgresql":
         return "FOR UPDATE SKIP LOCKED"
     return ""
 
 
 def limit_waits(connection: Any, seconds: float) -> None:
-    """Limit how long statements of the open transaction wait for a lock; they then
-    raise OperationalError (`database_health.gave_up_waiting()`). SQLite has a time-out
-    of its own."""
+    """Limit how long statements of the open transaction wait for a lock. They then
+    raise OperationalError (`database_health.gave_up_waiting()`). SQLite has its own
+    time-out."""
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
             cursor.execute(f"SET LOCAL lock_timeout = {int(seconds * 1000)}")
 
 
 def instant_text_sql(connection: Any, column: str) -> str:
-    """Return SQL for an instant in the format of `wire.format_instant()`: a database
-    that supports it formats faster. SQLite returns its own text."""
+    """Return SQL for an instant in the format of `wire.format_instant()`. PostgreSQL
+    formats faster than Python; SQLite returns the text that it stores."""
     if connection.vendor != "postgresql":
         return column
     pattern = 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'
@@ -114,15 +116,15 @@ def instant_text_sql(connection: Any, column: str) -> str:
 
 
 def text_sql(connection: Any, column: str) -> str:
-    """Return SQL for a UUID or JSON as text, which is cheaper than the drivers'
-    objects. SQLite returns its own text."""
+    """Return SQL for a UUID or JSON as text, which costs less than the driver's
+    objects. SQLite returns the text that it stores."""
     return f"{column}::text" if connection.vendor == "postgresql" else column
 
 
 def no_wait_sql(connection: Any) -> tuple[str, str]:
-    """Return a CTE and a condition with which a statement's own commit does not wait
-    for the disk; an empty CTE and a true condition if that is not possible, or inside a
-    transaction.
+    """Return a CTE and a condition with which the commit of a single statement does not
+    wait for the disk. Inside a transaction, or where this is not possible, the CTE is
+    empty and the condition is true.
 
     For changes that a crash of the server may undo: that costs a repetition, but no
     message.
@@ -144,7 +146,8 @@ def ids_sql(
     column: str,
     ids: Collection[int] | Collection[str] | Collection[uuid.UUID],
 ) -> tuple[str, list[Any]]:
-    """Return the condition that `column` is one of `ids`, and its parameters."""
+    """Return the condition that `column` is one of `ids`, and the condition's
+    parameters."""
     if connection.vendor == "postgresql":
         return f"{column} = ANY(%s)", [list(ids)]
     condition = f"{column} IN (SELECT value FROM json_each(%s))"  # noqa: S608 - a column of ours
@@ -153,7 +156,7 @@ def ids_sql(
 
 
 class OneOf(models.Func):
-    """Whether a column is one of `ids`, passed as a single parameter."""
+    """The condition that a column is one of `ids`, passed as a single parameter."""
 
     output_field = models.BooleanField()
 
@@ -169,8 +172,8 @@ class OneOf(models.Func):
 
 
 def read_instant(value: Any) -> Any:
-    """Return an aware instant, or None, from a raw column: SQLite returns UTC text.
-    Also from a number, as Unix time in seconds."""
+    """Return an aware instant, or None, from a raw column. SQLite returns UTC as text.
+    A number is read as Unix time in seconds."""
     if isinstance(value, float):
         return dt.datetime.fromtimestamp(value, dt.timezone.utc)
     if isinstance(value, str):
@@ -189,7 +192,7 @@ def read_uuid(value: Any) -> Any:
 
 
 class Holds(models.Func):
-    """Whether a rule is true for a row. `values` are expressions."""
+    """The condition that a rule is true for a row. `values` are expressions."""
 
     output_field = models.BooleanField()
 

@@ -1,5 +1,5 @@
-"""The rows of the HTTP outbox: outcomes of sessions, idempotency keys, and the identity
-of the database that holds them."""
+"""The tables of the HTTP outbox: how sessions ended, idempotency keys, and the identity
+of the database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ PATIENCE_MS = 200
 
 
 class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The two outcomes, each a single INSERT that fails if the other exists."""
+    """The two ways in which a session can end. Each is a single INSERT, which fails if
+    the other one exists."""
 
     def commit(self, session_id: uuid.UUID) -> bool:
         """Record, within the session's transaction, that it committed.
@@ -44,7 +45,7 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         """Write a tombstone. Returns False if the session has committed.
 
         Raises OperationalError if that is unknown after PATIENCE_MS, because the
-        session's transaction is just committing.
+        session's transaction is committing.
         """
         connection = connections[self.db]
         if connection.vendor == "postgresql":
@@ -78,8 +79,8 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 
 
 class SessionRecord(models.Model):
-    """An outbox session that has ended. Written only if the receiver finds its commit
-    status by waiting."""
+    """An outbox session that has ended. The row is written only if the receiver of the
+    control message has to wait to learn how the session ended."""
 
     session_id = models.UUIDField(primary_key=True)
     status = models.CharField(max_length=16, choices=SessionStatus.choices)
@@ -153,7 +154,7 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
     """Reads and records the identity of the database."""
 
     def ask(self) -> str:
-        """Return the present identity; "" if the database has none (SQLite)."""
+        """Return the identity that the database has now; "" if it has none (SQLite)."""
         connection = connections[self.db]
         if connection.vendor != "postgresql":
             return ""
@@ -176,7 +177,7 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
 
 
 class DatabaseIdentity(models.Model):
-    """An identity of this row's database, and when it was first seen."""
+    """An identity that this database has had, and when it was first seen."""
 
     id = models.BigAutoField(primary_key=True)
     identity = models.CharField(max_length=255, unique=True)

@@ -1,7 +1,8 @@
 """Hop 7's record: which message ids a stage has received, and how often.
 
-States: `received → processed | dead`. A received row with `due_at` is parked: it holds
-the whole message until its next attempt, and the broker does not have it any more.
+States: `received → processed | dead`. A received row with `due_at` is parked. Then it
+holds the whole message until the next attempt, and the broker no longer has the
+message.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ class InboxRecord:
 
     @property
     def settled(self) -> bool:
-        """Whether this arrival only needs to be dropped."""
+        """Whether the message has ended, so that this arrival only needs to be
+        dropped."""
         return self.processed or self.dead or self.parked
 
     def attempted(self, attempt: int) -> InboxRecord:
-        """Return the record after another attempt was counted."""
+        """Return the record with one more attempt."""
         return dataclasses.replace(self, attempt=attempt)
 
 
@@ -85,7 +87,7 @@ Reads = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A due parked message, held by one worker under a lease."""
+    """A due parked message that one worker holds under a lease."""
 
     record: InboxRecord
     destination: str
@@ -107,8 +109,8 @@ class InboxState(models.TextChoices):
 
 
 class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of received messages, each in a single statement, for many rows
-    if they come together."""
+    """The transitions of received messages. Each is a single statement, also for many
+    rows."""
 
     def record(
         self,
@@ -118,14 +120,15 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         idempotent: bool = False,
         together: bool = False,
     ) -> dict[uuid.UUID, InboxRecord]:
-        """Count an arrival of each message, and an attempt for each that will run.
+        """Count an arrival of each message, and an attempt for each message that will
+        run.
 
         Commits at once, so that a message that kills its worker is still counted. On
         PostgreSQL the commit does not wait for the disk, since a lost count costs at
         most one attempt; if a later statement then finds no row, it calls `recall()`.
         `idempotent` stages also run messages that they have processed. Messages that
-        run `together` count no attempt: if their worker dies, it is unknown which one
-        was the cause, and each is delivered again alone.
+        run `together` count no attempt. If their worker dies, it is unknown which
+        message was the cause, and each is delivered again alone.
         """
         connection = connections[self.db]
         sql, parameters = self._recording(
@@ -150,11 +153,11 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         """Record an arrival, commit that, begin the stage's transaction and take the
         row in it: `record()` and `take()` in one round trip instead of three.
 
-        Returns the record, and whether the row was taken: with `turn`, only if its
-        predecessor has released it. The transaction is open in any case: a
+        Returns the record, and whether the row was taken; with `turn`, it is taken only
+        if the predecessor has released it. The transaction is open in any case: a
         `StageTransaction` takes it over, or the caller rolls it back. For a connection
-        of psycopg 3 outside of any block (`begins_early()`). If it fails, `recorded()`
-        tells by the `mark` whether the first half was committed.
+        of psycopg 3 outside any block (`begins_early()`). If the call fails,
+        `recorded()` tells by the `mark` whether the first half was committed.
         """
         connection = connections[self.db]
         recording, parameters = self._recording(stage, [message], False, 1)
@@ -182,17 +185,17 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             return record, bool(cursor.rowcount)
 
     def recorded(self, stage: str, message: Message, mark: str) -> InboxRecord | None:
-        """Return what `record_and_begin()` committed before it failed, if anything: a
-        session setting made in a transaction survives only if the transaction
-        commits."""
+        """Return the record that `record_and_begin()` committed before it failed, if it
+        did. The `mark` is a session setting made in that transaction, so it exists only
+        if the transaction committed."""
         return self._find(
             f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
             [message.id, stage, mark],
         )
 
     def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> InboxRecord | None:
-        """Return the record of a message whose arrival was recorded before, if it still
-        exists: after a crash of the server another message may have its row."""
+        """Return the record of a message whose arrival was recorded before, if the row
+        still exists. After a crash of the server another message may have the row."""
         value = prepared(self.model, "message_id", message_id, connections[self.db])
         return self._find(
             "id = %s AND stage = %s AND message_id = %s", [pk, stage, value]
@@ -250,8 +253,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return sql, parameters
 
     def unrecord(self, pk: int) -> None:
-        """Remove an arrival, and its counted attempt, because it will be recorded
-        again."""
+        """Remove an arrival, and the attempt that it counted, because the arrival will
+        be recorded again."""
         self.filter(pk=pk).update(
             deliveries=models.F("deliveries") - 1, attempts=models.F("attempts") - 1
         )
@@ -274,11 +277,11 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         slot: int | None = None,
         key: str = "",
     ) -> bool:
-        """Keep the whole message here until it is due again in `delay` seconds.
+        """Keep the whole message in its row until it is due again in `delay` seconds.
 
         `needs` names a message type and the oldest version that reads it: workers with
-        older code do not claim it. `slot` is the one that it waits for in the line of
-        `key`. Neither costs an attempt. Returns False if it is
+        older code do not claim the message. `slot` is the slot for which it waits, in
+        the line of `key`. Neither counts an attempt. Returns False if the message is
         already processed or dead, or if its lease, `token`, has ended and another
         worker has it.
         """
@@ -375,8 +378,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         )
 
     def next_due(self, stage: str) -> float | None:
-        """Return in how many seconds the next parked message of a stage is due, of
-        those that no worker has claimed; None if there is none."""
+        """Return in how many seconds the next parked message of a stage is due, without
+        those that a worker has claimed; None if there is none."""
         free = Q(lease_until=None) | Q(lease_until__lte=Now())
         rows = self.filter(free, stage=stage, due_at__isnull=False, needs_version=None)
         first = rows.order_by("due_at", "id").annotate(now=Now())
@@ -384,8 +387,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return None if found is None else (found[0] - found[1]).total_seconds()
 
     def extend(self, pk: int, token: uuid.UUID, lease: float) -> None:
-        """Hold a claimed parked message for `lease` seconds from now, unless its row is
-        locked: then no other worker can claim it anyway."""
+        """Extend the lease of a claimed message to `lease` seconds from now. A locked
+        row is skipped, because no other worker can claim it anyway."""
         connection = connections[self.db]
         with connection.cursor() as cursor:
             cursor.execute(
@@ -400,15 +403,16 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             )
 
     def unpark(self, pk: int, token: uuid.UUID, *, attempts: int = 1) -> None:
-        """Release a claimed parked message, due now, and uncount attempts that were
+        """Release a claimed parked message, due now, and subtract attempts that were
         counted but not made."""
         self.filter(pk=pk, lease_token=token).update(
             lease_until=None, lease_token=None, attempts=models.F("attempts") - attempts
         )
 
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
-        """Count another attempt in place, for blocking redelivery. Returns it, or 0 if
-        another worker has the message."""
+        """Count another attempt of a message that stays claimed, for blocking
+        redelivery. Returns the attempt's number, or 0 if another worker has the
+        message."""
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
         with connection.cursor() as cursor:
@@ -422,7 +426,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return int(row[0]) if row else 0
 
     def lock(self, ids: list[int]) -> set[int]:
-        """Lock rows for this transaction. A concurrent copy waits here until the
+        """Lock rows for this transaction. A worker with a copy waits here until the
         transaction ends. Returns the rows that are still to be processed."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
@@ -438,9 +442,9 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     def take(
         self, pk: int, token: uuid.UUID | None = None, turn: Turn | None = None
     ) -> bool:
-        """Lock one row by marking it processed, before its work: one statement for
-        both. The mark commits with the work or not at all. A concurrent copy waits
-        here. Returns False if the message is already processed, parked or dead.
+        """Mark one row as processed before its work is done. The same statement locks
+        the row, so a worker with a copy waits here. The mark commits with the work or
+        not at all. Returns False if the message is already processed, parked or dead.
 
         `token` is the lease of a parked message. With `turn` the row is taken only if
         its predecessor has released it, and no other transaction has a message of its
@@ -478,10 +482,10 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             )
 
     def revoke(self, stage: str, message_id: uuid.UUID) -> bool:
-        """Make a stage never process a message: one that has not arrived, that is
-        parked, or that is dead. Waits for a worker that is processing it.
+        """Revoke a message: the stage never processes it, whether it has not arrived
+        yet, is parked, or is dead. Waits for a worker that is processing it.
 
-        Returns False, and changes nothing, if it is processed.
+        Returns False, and changes nothing, if the message is processed.
         """
         connection = connections[self.db]
         now, table = now_sql(connection), self._table
@@ -543,7 +547,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 def read_record(row: Sequence[Any]) -> InboxRecord:
-    """Return the record from a row of RECORD_COLUMNS."""
+    """Return the record from a row with the columns RECORD_COLUMNS."""
     pk, message_id, attempts, deliveries, processed, dead, parked, now = row
     return InboxRecord(
         id=pk,
@@ -558,8 +562,9 @@ def read_record(row: Sequence[Any]) -> InboxRecord:
 
 
 def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
-    """Return the condition that code with these types can read a row, and its
-    parameters; empty for a stage that takes bodies as parsed JSON."""
+    """Return the condition that code with these types can read a row, and the
+    condition's parameters. The condition is empty for a stage that takes bodies as
+    parsed JSON."""
     if reads is None:
         return "", []
     one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"
@@ -568,7 +573,8 @@ def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
 
 
 class InboxMessage(models.Model):
-    """One message at one stage. The unique key drops duplicates."""
+    """One message at one stage. The unique constraint lets each message have one row,
+    so copies are dropped."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255)

@@ -1,18 +1,17 @@
 """Order per key in the inbox: which message runs next, which ones wait, and which are
 released.
 
-A predecessor releases its follower once it is processed, or passed: dead at a stage
-that skips, expired, discarded, or replaced by a copy that is processed or passed
-itself.
+A message releases its follower once it is processed, or passed: dead at a stage that
+skips, expired, discarded, or replaced by a copy that is processed or passed itself.
 
 A waiting row is a parked row that names its predecessor in `waits_for`. It becomes due
-when that message ends. If its predecessor itself waits, its due
-time is `NEVER`, since that one ends later than anything committed by now.
+when that message ends. If its predecessor itself waits, its due time is `NEVER`, since
+the predecessor ends later than anything committed by now.
 
 A message that ends releases its followers in the last statement of its transaction.
-Followers that this misses are rechecked at growing intervals. If a predecessor never
-arrives, its followers go on after a time-out; an operator can release those of any
-predecessor.
+Followers that this statement misses are checked again at growing intervals. If a
+predecessor never arrives, its followers go on after a time-out. An operator can release
+the followers of any predecessor.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _INBOX, _LETTERS = "django_txmsg_inboxmessage", "django_txmsg_deadletter"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The place of one message in the order of its key, at one stage."""
+    """The place of one message in the order of its key at one stage."""
 
     stage: str
     key: str
@@ -77,8 +76,8 @@ class Turn:
 
 
 def passed_sql(message: str, stage: str, *, skips: bool) -> str:
-    """Return the condition that a message, whose id in SQL is `message`, releases its
-    followers at a `stage` (in SQL, used once)."""
+    """Return the condition that a message releases its followers at a `stage`.
+    `message` is SQL for the message's id, and `stage` is SQL that is used once."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
         f" AND p.stage = {stage} AND {passes_sql(skips=skips)})"
@@ -86,7 +85,8 @@ def passed_sql(message: str, stage: str, *, skips: bool) -> str:
 
 
 def passes_sql(*, skips: bool) -> str:
-    """Return the condition that the row `p` of the inbox releases its followers."""
+    """Return the condition that the message of the inbox row `p` releases its
+    followers."""
     return (
         "CASE WHEN p.processed_at IS NOT NULL THEN TRUE"
         f" WHEN p.dead_at IS NULL THEN FALSE ELSE {_dead_sql(skips)} END"
@@ -95,8 +95,8 @@ def passes_sql(*, skips: bool) -> str:
 
 def waits_sql(row: str) -> str:
     """Return the condition that a row waits for its turn: it names its predecessor, and
-    no worker holds it. Once it is claimed, its transaction may already have released
-    its followers."""
+    no worker has claimed it. The transaction of a claimed message may already have
+    released its followers."""
     return f"{BLOCKED.sql(row)} AND {row}.lease_token IS NULL AND {OPEN.sql(row)}"
 
 
@@ -129,13 +129,14 @@ def turn_sql(
     *,
     dead_too: bool = True,
 ) -> tuple[str, list[Any]]:
-    """Return an additional condition for taking a message, and its parameters: its turn
-    has come, and no other transaction holds a message of its key. Empty for a message
-    without an order.
+    """Return a further condition for taking a message, and the condition's parameters:
+    the message's turn has come, and no other transaction holds a message of its key.
+    The condition is empty for a message without an order.
 
     The turn is checked first, so that a message that must wait does not lock its key.
-    Most predecessors are processed; the other cases (`dead_too`) take PostgreSQL longer
-    to plan than the rest of the statement takes to run.
+    Most predecessors are processed. The other cases are added with `dead_too` only,
+    because planning them takes PostgreSQL longer than running the rest of the
+    statement.
     """
     if turn is None:
         return "", []
@@ -164,7 +165,7 @@ def turn_sql(
 
 
 def _dead_sql(skips: bool) -> str:
-    """Return the condition that the dead message `p` blocks no other."""
+    """Return the condition that the dead message `p` does not block its followers."""
     if skips:
         return "TRUE"
     held = _HOLDS.format(letter="l", message="p")
@@ -196,8 +197,8 @@ _REPLACED = f"""
 def held_sql(
     model: type[models.Model], connection: Any, token: uuid.UUID | None
 ) -> tuple[str, list[Any]]:
-    """Return the condition that a parked message is still held under `token`, and its
-    parameters; none for a message that came from the broker."""
+    """Return the condition that a parked message is still held under `token`, and the
+    condition's parameters. For a message from the broker there is no condition."""
     if token is None:
         return "", []
     held = prepared(model, "lease_token", token, connection)
@@ -220,8 +221,8 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     def let_go_by(
         self, predecessors: Collection[uuid.UUID], turn: Turn
     ) -> set[uuid.UUID]:
-        """Return which of the messages release their followers, at the stage of one of
-        these."""
+        """Return which of the `predecessors` release their followers at the stage of
+        `turn`."""
         if not predecessors:
             return set()
         connection = connections[self.db]
@@ -262,11 +263,12 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         uncounted: int,
         aside: bool = False,
     ) -> bool:
-        """Park a message whose turn has not come, or with `aside` one whose key another
-        transaction has locked, and uncount its attempts. Outside of any transaction:
-        the next statement must see what others have committed meanwhile.
+        """Park a message whose turn has not come, and subtract the attempts
+        `uncounted`. With `aside`, its turn has come, but another transaction has locked
+        its key. Call it outside any transaction: the next statement must see what
+        others have committed meanwhile.
 
-        Returns whether it can be claimed at once after all.
+        Returns whether the message can be claimed at once after all.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
@@ -304,8 +306,8 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return self._look(pk, turn, row[0])
 
     def _look(self, pk: int, turn: Turn, due: Any) -> bool:
-        """Recheck a message that was just parked: its predecessor may have ended just
-        before, unseen by this transaction, or be waiting itself."""
+        """Check a message that was just parked once more. Its predecessor may have
+        ended just before, unseen by this transaction, or may itself be waiting."""
         connection = connections[self.db]
         now, never = now_sql(connection), never_sql(connection)
         # If a crash loses this, the message is rechecked later.
@@ -326,18 +328,18 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return row is not None and row[0] is None
 
     def aside(self, pk: int, turn: Turn) -> None:
-        """Record the key of a failed message, to be able to show which messages it
-        blocks."""
+        """Record the key of a failed message, so that the messages which it blocks can
+        be shown."""
         self.filter(pk=pk).update(
             key=turn.key, after_at=turn.after_at, waits_for=None, waits_since=None
         )
 
     def wait_for_copy(self, stage: str, of: uuid.UUID, copy: uuid.UUID) -> None:
-        """Let the followers of a dead message wait for its copy instead."""
+        """Let the followers of a dead message wait for the copy that replaces it."""
         self.filter(stage=stage, waits_for=of).update(waits_for=copy)
 
     def waiting(self, stage: str, most: int | None) -> tuple[int, int]:
-        """Return how many messages wait at a stage, counted up to `most`, and an
+        """Return how many messages wait at a stage, counting at most `most`, and an
         estimate of their bytes from a sample."""
         connection = connections[self.db]
         size = size_sql(connection)
@@ -359,9 +361,10 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return int(rows.exclude(key="").filter(processed_at=None)[:most].count())
 
     def wake(self, stage: str, messages: Collection[uuid.UUID]) -> int:
-        """Make the followers of messages that end in this transaction due. Returns how
-        many there are. Must be the transaction's last statement: a message that commits
-        after it began finds the ended one itself."""
+        """Make the followers of messages due that end in this transaction. Returns how
+        many there are. It must be the transaction's last statement: a follower that
+        commits after this statement began sees for itself that the message has
+        ended."""
         connection = connections[self.db]
         ids, values = ids_sql(connection, "waits_for", messages)
         with connection.cursor() as cursor:
@@ -373,9 +376,8 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             return int(cursor.rowcount)
 
     def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
-        """Recheck a stage's due waiting rows, and postpone those whose turn has not
-        come, by a second if they must be rechecked `soon`. Returns how many were
-        postponed."""
+        """Check a stage's due waiting rows again, and postpone those whose turn has not
+        come: by a second if `soon`. Returns how many were postponed."""
         longest = FIRST_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
         now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
@@ -422,9 +424,9 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         retention: dt.timedelta | None,
         link: str,
     ) -> int:
-        """Release messages whose predecessor is missing and whose wait has expired, if
-        no earlier message of their key is open here. `link` is the header that names
-        the predecessor. Returns how many."""
+        """Release messages whose predecessor is missing and that have waited long
+        enough, if no earlier message of their key is open here. `link` is the header
+        that names the predecessor. Returns how many were released."""
         connection, table = connections[self.db], self._table
         held = "e.dead_at IS NULL"
         lost, parameters = "", [stage, later_value(connection, -patience)]
@@ -467,10 +469,10 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     def let_go(self, stage: str, key: str, *, link: str) -> int:
         """Release the first waiting message of a key on an operator's request, whatever
         it waits for. Returns how many were released: 1, or 0 if none waits, or if the
-        first one was released meanwhile.
+        first was released meanwhile.
 
-        Raises OperationalError if a worker holds it for longer than PATIENCE: it is
-        running.
+        Raises OperationalError if a worker holds the message for longer than PATIENCE,
+        because it is running.
         """
         connection, table = connections[self.db], self._table
         # The first message is chosen once, even if a worker holds it: the operator
@@ -491,7 +493,7 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             return int(cursor.rowcount)
 
     def wait_no_more(self, stage: str) -> int:
-        """Release all waiting messages of a stage that is no longer ordered."""
+        """Release all waiting messages of a stage that is not ordered any more."""
         connection = connections[self.db]
         with connection.cursor() as cursor:
             cursor.execute(
@@ -509,7 +511,7 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 def _without(connection: Any, header: str) -> str:
-    """Return SQL for the headers of a row without one of them."""
+    """Return SQL for the headers of a row without the header `header`."""
     if connection.vendor == "postgresql":
         return f"headers - '{header}'"
     return f"json_remove(headers, '$.\"{header}\"')"

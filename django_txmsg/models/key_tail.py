@@ -1,6 +1,6 @@
-"""Hop 3's record: the last message of each key that has left for a destination.
+"""Hop 3's record: the last message of each key that was sent to a destination.
 
-The relay links each new message of the key to it: `relaying/lane.py`.
+The relay links each new message of the key to the last one: `relaying/lane.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Chain = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Where a new message joins its chain, and its predecessor there, if any.
+    """Where a new message is added to the chain of its key, and its predecessor there,
+    if any.
 
     Instants are microseconds since 1970 by the database's clock, and grow within a
     chain even if that clock does not.
@@ -39,7 +40,7 @@ class KeyTailManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     ) -> dict[Chain, Joint]:
         """Make these messages the last ones of their chains, each of which grows by at
         most `longest`. Locks the tails, always in the same order, until the transaction
-        ends: no other relay extends these chains meanwhile."""
+        ends, so that no other relay extends these chains meanwhile."""
         connection, table = connections[self.db], self.model._meta.db_table
         native = connection.vendor == "postgresql"
         given = [
@@ -75,7 +76,7 @@ class KeyTailManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 
 
 class KeyTail(models.Model):
-    """The last message of one key that was claimed for one destination."""
+    """The last message of one key that a relay has claimed for one destination."""
 
     id = models.BigAutoField(primary_key=True)
     broker = models.CharField(max_length=64)

@@ -1,5 +1,5 @@
-"""What the service itself records about its operation: alerts, counts of finished
-periods, and the actions of operators."""
+"""What the service records about its operation: alerts, counts of finished periods, and
+the actions of operators."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ KEPT = dt.timedelta(days=90)
 
 
 class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of an alert. Each belongs to the one process that makes it."""
+    """The transitions of an alert. Only one process makes each of them."""
 
     def begin(self, service: str, name: str, kind: str, text: str) -> bool:
-        """Open an alert. False if it is open already."""
+        """Open an alert. Returns False if it is open already."""
         self.filter(ended_at__lt=Later(-KEPT.total_seconds())).delete()
         try:
             with transaction.atomic(using=self.db):
@@ -40,15 +40,16 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return True
 
     def end(self, pk: int) -> bool:
-        """End an open alert. False if it has ended."""
+        """End an open alert. Returns False if it has ended."""
         ended = self.filter(pk=pk, ended_at=None).update(
             ended_at=Now(), lease_until=None
         )
         return bool(ended)
 
     def undelivered(self, service: str) -> Iterable[Alert]:
-        """Return the alerts whose beginning or end is to be delivered, and that no
-        process is delivering. An end without a beginning is not delivered."""
+        """Return the alerts whose beginning or end must be delivered, and that no
+        process is delivering. The end is not delivered of an alert whose beginning was
+        not."""
         begun = Q(ended_at=None, delivered="")
         ended = Q(ended_at__isnull=False, delivered="firing")
         free = Q(lease_until=None) | Q(lease_until__lt=Now())
@@ -56,8 +57,8 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return list(rows.order_by("pk"))
 
     def claim(self, alert: Alert) -> bool:
-        """Take the delivery of an alert for LEASE seconds. False if another process
-        has it."""
+        """Take the delivery of an alert for LEASE seconds. Returns False if another
+        process has it."""
         free = Q(lease_until=None) | Q(lease_until__lt=Now())
         claimed = self.filter(free, pk=alert.pk, delivered=alert.delivered).update(
             lease_until=Later(LEASE)
@@ -70,7 +71,8 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 class Alert(models.Model):
-    """One occurrence of a problem. Its name is its kind and what it is about."""
+    """One occurrence of a problem. The name says the kind of the problem, and what has
+    it."""
 
     id = models.BigAutoField(primary_key=True)
     service = models.CharField(max_length=255)
@@ -114,7 +116,7 @@ PERIOD = dt.timedelta(minutes=5)
 
 
 class PeriodCount(models.Model):
-    """One finished period of one series at one place."""
+    """One finished period of one series of counts at one place."""
 
     id = models.BigAutoField(primary_key=True)
     start = models.DateTimeField()
@@ -144,12 +146,12 @@ log = logging.getLogger("django_txmsg.audit")
 
 
 class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The only way to create entries."""
+    """The only place that creates entries."""
 
     def record(self, by: str, text: str) -> None:
         """Record an action. Call it in the transaction of the action, in its database.
-        It is also logged when the transaction commits, for systems that collect
-        logs."""
+        When the transaction commits, the action is also logged, for systems that
+        collect logs."""
         # PostgreSQL stores no NUL.
         self.create(by=by[:255], text=text.replace("\x00", "")[:4000])
 

@@ -1,9 +1,9 @@
-"""Hop 2: a message stored with the business data, and how it leaves.
+"""Hop 2: a message stored with the business data, and what happens to it.
 
 States: `pending → dispatched | dead | cancelled`. A pending row is settled only by a
 receipt, a definite rejection, its own expiry, or a cancellation. Nothing deletes it
-before. A cancelled row is dead by intent: it has `cancelled_at` beside `dead_at`, and
-the reason in its `last_error`.
+before. A cancelled row has `cancelled_at` beside `dead_at`, and the reason in its
+`last_error`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ Changed = list[tuple[int, str]]
 
 
 class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of pending rows that no relay holds, by their message id.
+    """The transitions, by message id, of pending rows that no relay holds.
 
-    A row that a relay holds is never changed: it may be on its way to the broker.
+    A row that a relay holds is never changed, because its message may be on the way to
+    the broker.
     """
 
     def cancel(self, message_id: uuid.UUID, *, why: str) -> Changed:
-        """Cancel rows, without dead letters: no operator needs to act. Not rows that
-        have a place in the order of their key: the next message waits for them."""
+        """Cancel rows. No dead letters are made, because no operator needs to act. A
+        row that has a place in the order of its key is not cancelled, because the next
+        message waits for it."""
         now = now_sql(connections[self.db])
         assign = (
             f"dead_at = {now}, cancelled_at = {now}, last_error = %s,"
@@ -69,7 +71,7 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         delay: float | None = None,
         at: dt.datetime | None = None,
     ) -> Changed:
-        """Let rows leave at an instant, or in that many seconds from now."""
+        """Let rows be sent at an instant, or in a number of seconds from now."""
         connection: Any = connections[self.db]
         if at is not None:
             value = prepared(self.model, "due_at", at, connection)
@@ -78,10 +80,10 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
 
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
-        """Take these unique keys from rows that hold them no longer: the message has
-        expired or, if it holds its key until then, was processed or buried here, or is
-        the `cause`, which is being processed by this transaction; or it left so long
-        ago that the inbox may have forgotten it."""
+        """Take these unique keys from rows that no longer hold them. Such a row's
+        message has expired. Or its key is held until it is processed, and the message
+        was processed or buried here, is the `cause` that this transaction is
+        processing, or was sent so long ago that the inbox may have forgotten it."""
         connection, table = connections[self.db], self.model._meta.db_table
         inbox_table = InboxMessage._meta.db_table
         having, values = ids_sql(connection, "unique_key", keys)
@@ -110,10 +112,10 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 
     def hold(self, wanted: Mapping[str, float | None]) -> list[int]:
         """Lock the pending rows with these unique keys until the open transaction ends,
-        and return the primary keys of all rows that hold them.
+        and return the primary keys of all rows that hold the keys.
 
-        `wanted` maps each key to the seconds after which the message that reuses the
-        row expires, or None for never: the row will expire no sooner.
+        `wanted` maps each key to the seconds after which the message that was not
+        stored would expire, or None for never. The row will expire no sooner.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now, later = now_sql(connection), later_sql(connection)
@@ -168,11 +170,12 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 
 
 class OutboxManager(StoringManager, ClaimingManager, PendingManager):
-    """The transitions of many rows at once, each in a single statement."""
+    """The transitions of many rows at once. Each is a single statement."""
 
 
 class OutboxMessage(models.Model):
-    """A message that leaves if, and only if, the transaction that stored it commits."""
+    """A message that is sent if, and only if, the transaction that stored it
+    commits."""
 
     id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField()

@@ -1,4 +1,4 @@
-"""Pending rows of the outbox: claimed, sent by their holder, and settled.
+"""Pending rows of the outbox: a relay claims, sends and settles them.
 
 A claim is a lease with a token, which every later statement checks: a relay whose lease
 has ended can change nothing.
@@ -36,7 +36,7 @@ from .fields import (
 
 class Claimed(NamedTuple):
     """A pending row that one relay holds until its lease ends. A busy relay creates
-    very many of them, so the values stay as the statement returns them, where
+    very many of these, so the values stay as the statement returns them where
     possible."""
 
     id: int
@@ -63,7 +63,7 @@ class Claimed(NamedTuple):
 
 
 class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of pending rows, each of many in a single statement."""
+    """The transitions of pending rows. Each is one statement for many rows."""
 
     def claim(
         self,
@@ -88,10 +88,10 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         claims the rows of all services.
 
         A row with a key is claimed only together with all earlier pending rows of that
-        key, even if one of those is due later because of a retry. `ids`, `session_id`
-        or `only`, a destination, narrow the selection. Rows to the destinations `but`
-        are left out, with the rows that must follow them. `floor` skips rows due before
-        it, so that a busy relay does not scan again what it has just settled.
+        key, even if one of them is due later because of a retry. `ids`, `session_id` or
+        `only`, a destination, narrow the selection. Rows to the destinations `but` are
+        left out, with the rows that must follow them by key. `floor` skips rows due
+        before it, so that a busy relay does not scan again what it has just settled.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now = began_sql(connection)
@@ -209,8 +209,8 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             return [pk for (pk,) in cursor.fetchall()]
 
     def link(self, links: Mapping[int, str | None], token: uuid.UUID, name: str) -> int:
-        """Link rows behind others, as the header `name` records it; None is the first
-        place. Returns how many still belonged to this lease."""
+        """Store each row's link to its predecessor, as the header `name` records it;
+        None is the first place. Returns how many rows still belonged to this lease."""
         connection, table = connections[self.db], self.model._meta.db_table
         given = [{"id": pk, "after": after} for pk, after in links.items()]
         if connection.vendor == "postgresql":
@@ -236,15 +236,15 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         return changed
 
     def mark_dispatched(self, ids: list[int], token: uuid.UUID) -> int:
-        """Settle rows whose receipts came. Returns how many still belonged to this
+        """Settle rows whose receipts have come. Returns how many still belonged to this
         lease."""
         return self._leased(
             ids, token, "dispatched_at = {now}, lease_until = NULL, lease_token = NULL"
         )
 
     def release(self, ids: list[int], token: uuid.UUID, *, error: str = "") -> int:
-        """Release rows without an attempt, because the broker did not answer, or, with
-        an `error`, because the destination takes no messages now."""
+        """Release rows without counting an attempt. Without an `error`, the broker did
+        not answer; with one, the destination takes no messages now."""
         free, values = "lease_until = NULL, lease_token = NULL", []
         if error:
             free, values = f"{free}, last_error = %s", [error]
@@ -272,8 +272,8 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
     def mark_dead(
         self, pk: int, token: uuid.UUID, *, error: str, cancelled: bool = False
     ) -> int:
-        """Mark a row as dead that the broker refuses, or that has expired. `cancelled`:
-        it has no dead letter."""
+        """Mark a row as dead, because the broker rejects it or because it has expired.
+        A `cancelled` row has no dead letter."""
         return self._leased(
             [pk],
             token,
@@ -290,7 +290,8 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         assignments: str,
         values: Sequence[Any] = (),
     ) -> int:
-        """Change rows that are still pending and belong to this lease: the fence."""
+        """Change rows that are still pending and belong to this lease. All statements
+        with a token use this."""
         connection, table = connections[self.db], self.model._meta.db_table
         condition, id_values = ids_sql(connection, "id", ids)
         assignments = assignments.replace("{now}", now_sql(connection))
@@ -313,8 +314,8 @@ _by_id = itemgetter(0)
 
 
 def _leads_sql(table: str, row: str, ours: str, stays: str) -> str:
-    """Return the condition that a row may leave: it has no key, or no earlier pending
-    row `e` of its key `stays` behind."""
+    """Return the condition that a row may be sent: it has no key, or no earlier pending
+    row `e` of its key for which `stays` is true."""
     return f"""
         ({row}.key = '' OR NOT EXISTS (
             SELECT 1 FROM {table} e

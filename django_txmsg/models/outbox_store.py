@@ -1,7 +1,7 @@
-"""Inserts new rows into the outbox, many to a statement.
+"""Inserts new rows into the outbox, many by each statement.
 
-Values are written in each database's own format: the fields' conversions would cost as
-much as everything else together.
+Values are written in each database's own format, because the fields' conversions would
+cost as much as everything else together.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ UniqueUntil = Literal["left", "processed"]
 
 @dataclass(slots=True)
 class NewMessage:
-    """A message about to be stored, due in `delay` seconds, expiring after `expiry`.
+    """A message to be stored: due in `delay` seconds, expiring after `expiry`.
 
-    A model instance would cost more than everything else in storing a thousand of them.
+    A model instance would cost more than everything else in storing a thousand
+    messages.
     """
 
     message_id: uuid.UUID
@@ -63,7 +64,7 @@ class NewMessage:
 
 
 class Stored(NamedTuple):
-    """By message id, the primary key and creation instant of each inserted row. If
+    """The primary key and creation instant of each inserted row, by message id. If
     requested, also the transaction's id; and if a lock was taken, the database's clock
     after that."""
 
@@ -85,11 +86,12 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     ) -> Stored:
         """Insert rows, in their order, inside the open transaction.
 
-        Returns those inserted: a message id that is stored already is skipped without
-        an error. With `new_ids`, no id can be stored already. `tell_transaction`
-        requests the transaction's id too, which only PostgreSQL has. `lock` is an
-        advisory lock of PostgreSQL that each statement takes, shared, until the
-        transaction ends or its savepoint is rolled back; then it reads the clock.
+        Returns those inserted: a row whose message id is stored already is skipped
+        without an error. With `new_ids`, no id can be stored already.
+        `tell_transaction` requests the transaction's id too, which only PostgreSQL has.
+        `lock` is an advisory lock of PostgreSQL that each statement takes, shared,
+        until the transaction ends or its savepoint is rolled back; the statement then
+        also returns the clock.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         unique = bool([row for row in rows if row.unique])
@@ -241,8 +243,8 @@ def _values(
 def _copy(
     connection: Any, cursor: Any, table: str, rows: Sequence[NewMessage]
 ) -> Stored:
-    """Insert by COPY (psycopg 3), which neither parses nor returns anything for each
-    row."""
+    """Insert rows by COPY (psycopg 3), which costs less: nothing is parsed or returned
+    for each row."""
     from psycopg.types.json import Jsonb
 
     cursor.execute(

@@ -40,8 +40,8 @@ def due_in(seconds: float) -> models.Func:
 
 
 class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The leases on queued messages, each transition in a single statement that the
-    token of the lease fences."""
+    """The leases on queued messages. Each transition is a single statement with the
+    lease's token as a condition."""
 
     def claim(
         self,
@@ -208,7 +208,7 @@ class SubscriptionManager(models.Manager):  # type: ignore[type-arg]  # not gene
     """Starts and ends subscriptions, and finds the queues of a topic."""
 
     def add(self, topic: str, subscriber: str) -> None:
-        """Deliver a copy of each of the topic's messages to the subscriber's queue."""
+        """Deliver a copy of each message of the topic to the subscriber's queue."""
         self.get_or_create(topic=topic, subscriber=subscriber)
 
     def queues(self, topics: Collection[str]) -> dict[str, list[str]]:
@@ -221,8 +221,8 @@ class SubscriptionManager(models.Manager):  # type: ignore[type-arg]  # not gene
         return found
 
     def remove(self, topic: str, subscriber: str) -> int:
-        """End a subscription: no more copies for it, and the messages in its queue are
-        deleted, in bounded transactions. Returns how many messages that were."""
+        """End a subscription. It gets no more copies, and the messages in its queue are
+        deleted, in bounded transactions. Returns how many were deleted."""
         self.filter(topic=topic, subscriber=subscriber).delete()
         rows = QueueMessage.objects.db_manager(self.db).filter(
             queue=queue_name(topic, subscriber)

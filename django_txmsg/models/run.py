@@ -1,8 +1,9 @@
 """Runs of flows, with their committed steps and their undos.
 
-A run holds its state, what it waits for, and its caller. Its states: `waiting → undoing
-→ ended`, or directly from waiting to ended. The message that takes its row under the
-present turn continues the run, and gives it a new turn.
+A run holds its state, what it waits for, and its caller. Its states are `waiting →
+undoing → ended`, or from waiting directly to ended. A run waits under a turn. The
+message that takes the run's row under the present turn continues the run, and gives it
+a new turn.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class WaitsFor(models.TextChoices):
 
 
 class Outcome(models.TextChoices):
-    """How a run has ended."""
+    """How a run has ended: its outcome."""
 
     OPEN = "", "open"
     ANSWERED = "answered", "answered"
@@ -53,7 +54,7 @@ class Outcome(models.TextChoices):
 
 @cache
 def _readers() -> dict[str, Callable[[Any], Any] | None]:
-    """Return the columns of a run, with what reads each one's raw value."""
+    """Return the columns of a run, each with the function that reads its raw value."""
     readers: dict[str, Callable[[Any], Any]] = {
         "BooleanField": bool,
         "DateTimeField": read_instant,
@@ -68,13 +69,13 @@ class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
     """The transitions of runs."""
 
     def locked(self, run_id: uuid.UUID) -> Run | None:
-        """Return a run, held until the transaction ends; None if there is none. On
-        SQLite the transaction is the only one that writes."""
+        """Return a run, locked until the transaction ends; None if there is none.
+        SQLite needs no lock, because only one transaction writes."""
         return self._locked("run_id = %s", run_id)
 
     def take(self, run_id: uuid.UUID, turn: uuid.UUID) -> Run | None:
-        """Return the run that waits under this turn, as `locked()` does. None if it has
-        continued."""
+        """Return the run that waits under this turn, locked as by `locked()`. None if
+        the run has continued."""
         return self._locked("run_id = %s AND turn = %s", run_id, turn)
 
     def _locked(self, condition: str, *values: uuid.UUID) -> Run | None:
@@ -104,7 +105,7 @@ class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
         step: tuple[str, uuid.UUID, str] | None,
     ) -> bool:
         """Write these columns of a run, and a row of its history: the step, its message
-        and what the run waits for then. With PostgreSQL in one statement. Returns
+        and what the run waits for then. PostgreSQL does both in one statement. Returns
         False, with nothing written, if the run does not wait under this turn."""
         connection = connections[self.db]
         table, quoted = self.model._meta.db_table, connection.ops.quote_name
@@ -146,7 +147,7 @@ class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
 
     def claim_due(self, service: str, flows: Collection[str], limit: int) -> list[Run]:
         """Return runs of these flows whose deadline has passed, and postpone the
-        deadline by a minute, in which they should be continued. Inside the caller's
+        deadline by a minute, in which they should be continued. Call it inside a
         transaction."""
         skips = connections[self.db].vendor == "postgresql"
         due = (
@@ -169,7 +170,7 @@ class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
 
 
 class Run(models.Model):
-    """One run of a flow, at home in the database of the service that runs it."""
+    """One run of a flow, in the database of the service that runs the flow."""
 
     id = models.BigAutoField(primary_key=True)
     run_id = models.UUIDField(
@@ -297,7 +298,7 @@ class Run(models.Model):
         return f"{self.flow} {self.key or self.run_id}"
 
     def wait(self, waits_for: WaitsFor, step: str, **more: Any) -> None:
-        """Wait for something, under a new turn unless one is given."""
+        """Wait for `waits_for`, under a new turn unless one is given."""
         self.waits_for, self.step = waits_for, step
         self.turn = more.get("turn") or uuid.uuid4()
         self.otherwise = more.get("otherwise", "")
@@ -308,7 +309,7 @@ class Run(models.Model):
         self.resumed_at = None
 
     def end(self, outcome: Outcome) -> None:
-        """Wait for nothing any more."""
+        """End the run, so that it waits for nothing."""
         self.wait(WaitsFor.NOTHING, self.step)
         self.turn, self.outcome, self.ended_at = None, outcome, Now()
 

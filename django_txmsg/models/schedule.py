@@ -1,7 +1,7 @@
-"""The last tick of a recurring message, and whether it is paused.
+"""The last tick of a recurring message, and whether the message is paused.
 
-The row makes each tick happen once: the process that advances it from the previous tick
-stores the message, in the same transaction.
+The row makes each tick happen once: the process that advances the row from the previous
+tick stores the message, in the same transaction.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         self.bulk_create(rows, ignore_conflicts=True)
 
     def advance(self, row: Schedule, tick: dt.datetime, timing: str) -> bool:
-        """Advance to a tick from where the row was when it was read. False if another
-        process has advanced it, or it was paused meanwhile."""
+        """Advance a row to a tick. Returns False if another process has advanced the
+        row since it was read, or if it was paused meanwhile."""
         return bool(
             self.filter(pk=row.pk, moves=row.moves, paused_at=None).update(
                 last_tick=tick, timing=timing, moves=row.moves + 1
@@ -32,13 +32,15 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def go_on(self, row: Schedule, instant: dt.datetime, timing: str) -> None:
-        """Count from an instant on, unless the row has changed since it was read."""
+        """Count the ticks from an instant on, unless the row has changed since it was
+        read."""
         self.filter(pk=row.pk, moves=row.moves).update(
             last_tick=instant, timing=timing, moves=row.moves + 1
         )
 
     def pause(self, service: str, name: str, *, by: str = "", why: str = "") -> bool:
-        """Let no tick store a message. False if it was paused already."""
+        """Pause the message: its ticks are skipped. Returns False if it was paused
+        already."""
         self.begin([self.model(service=service, name=name)])
         return bool(
             self.filter(service=service, name=name, paused_at=None).update(
@@ -47,20 +49,21 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def make(self, service: str, name: str, given: dict[str, Any], timing: str) -> None:
-        """Keep the arguments of a message that recurs from now on."""
+        """Store the arguments of a message that recurs from now on."""
         self.begin([self.model(service=service, name=name)])
         self.filter(service=service, name=name).update(
             made=given, timing=timing, last_tick=Now(), moves=F("moves") + 1
         )
 
     def unmake(self, service: str, name: str) -> bool:
-        """Remove a message that was made at run time. False if there is none."""
+        """Remove a message that was made at run time. Returns False if there is
+        none."""
         rows: Any = self.filter(service=service, name=name, made__isnull=False)
         return bool(rows.delete()[0])
 
     def resume(self, service: str, name: str) -> bool:
-        """Go on with the next tick; ticks during the pause are not caught up. False if
-        it was not paused."""
+        """Go on with the next tick; the ticks of the pause are not caught up. Returns
+        False if the message was not paused."""
         paused: Any = self.filter(service=service, name=name, paused_at__isnull=False)
         return bool(
             paused.update(

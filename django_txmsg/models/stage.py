@@ -1,5 +1,5 @@
-"""What operators ask of a stage (to pause, to run at another rate, to stop a message),
-and the slots of a stage with a rate."""
+"""What operators request of a stage (to pause, to run at another rate, to stop a
+message), and the slots of a stage with a rate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
     """The transitions of a stage."""
 
     def pause(self, stage: str, *, by: str = "", why: str = "") -> bool:
-        """Make the stage's consumers take no new messages. False if it was paused."""
+        """Make the stage's consumers take no new messages. Returns False if it was
+        paused."""
         self.get_or_create(stage=stage)
         paused = self.filter(stage=stage, paused_at=None).update(
             paused_at=Now(), paused_by=by[:255], paused_why=why[:255]
@@ -35,14 +36,16 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         return self._notified(paused)
 
     def resume(self, stage: str) -> bool:
-        """Let the stage's consumers go on. False if it was not paused."""
+        """Let the stage's consumers go on. Returns False if the stage was not
+        paused."""
         resumed = self.filter(stage=stage, paused_at__isnull=False).update(
             paused_at=None, paused_by="", paused_why=""
         )
         return self._notified(resumed)
 
     def _notified(self, changed: int) -> bool:
-        """Wake the consumers, which read the state."""
+        """Wake the consumers, which then read the state. Returns whether anything
+        `changed`."""
         if changed and conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})
         return bool(changed)
@@ -56,7 +59,7 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         self._notified(changed)
 
     def unlimit(self, stage: str) -> bool:
-        """Give a stage its declared rate back. False if it has it."""
+        """Give a stage its declared rate back. Returns False if it has that rate."""
         changed = self.filter(stage=stage, rate_until__gt=Now()).update(
             rate="", rate_until=None, rate_by=""
         )
@@ -77,8 +80,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
             self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
 
     def full(self, stage: str, full: bool) -> None:
-        """Record since when a stage has no room for more waiting messages, or that it
-        has room again."""
+        """Record that a stage is full of waiting messages since now, or that it is not
+        full any more."""
         if full:
             self.get_or_create(stage=stage)
         self.filter(stage=stage, full_since__isnull=full).update(
@@ -92,8 +95,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
 
 
 class StageState(models.Model):
-    """Whether one stage is paused, since when, by whom and why; and the state of its
-    order."""
+    """Whether one stage is paused, since when, by whom and why; its changed rate; and
+    the state of its order."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255, unique=True)
@@ -148,7 +151,7 @@ _ORIGIN = "{now} - ({now} - l.origin) / l.period * %s"
 
 
 class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of lines, each in one statement with its own commit."""
+    """The transitions of lines. Each is one statement with a commit of its own."""
 
     def place(
         self,
@@ -198,7 +201,8 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         return place, origin + place * period
 
     def changed(self, stage: str, period: float) -> None:
-        """Move all lines of a stage whose rate has changed, and what waits in them."""
+        """Move all lines of a stage whose rate has changed, and the messages that wait
+        in them."""
         connection = connections[self.db]
         now = _epoch_sql(connection)
         # Both or none: a second try would not find that the rate has changed.
@@ -213,8 +217,8 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 self._move(cursor, "i.stage = %s", [stage])
 
     def no_more(self, stage: str) -> None:
-        """Release the messages that wait in the lines of a stage, which has no rate any
-        more."""
+        """Release the messages that wait in the lines of a stage which no longer has a
+        rate."""
         waiting = InboxMessage.objects.using(self.db).filter(
             stage=stage, slot__isnull=False, due_at__isnull=False
         )
@@ -222,7 +226,8 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
 
     def move_overdue(self, stage: str, key: str) -> None:
         """Move waiting messages of a line whose origin has moved to the new instants of
-        their slots: those that would be claimed too early, a bounded number."""
+        their slots. Only those are moved that would be claimed too early, and at most
+        MOVED of them."""
         connection = connections[self.db]
         table, now = InboxMessage._meta.db_table, began_sql(connection)
         with connection.cursor() as cursor:
@@ -294,7 +299,7 @@ HOLDS = dt.timedelta(minutes=1)
 
 
 class StopRequestManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The one transition of a request."""
+    """Creates and reads requests."""
 
     def ask(self, stage: str, message_id: uuid.UUID, why: str) -> None:
         """Ask the consumer that runs a message at a stage to stop it."""
@@ -303,12 +308,12 @@ class StopRequestManager(models.Manager):  # type: ignore[type-arg]  # not gener
             notify(self.db, {notifications.WORK})
 
     def open(self) -> list[StopRequest]:
-        """Return the requests that hold."""
+        """Return the requests that are younger than HOLDS."""
         return list(self.filter(at__gt=Now() - HOLDS))
 
 
 class StopRequest(models.Model):
-    """One message that a stage should stop."""
+    """A request to stop one message at one stage."""
 
     id = models.BigAutoField(primary_key=True)
     at = models.DateTimeField(db_default=Now())

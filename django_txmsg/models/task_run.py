@@ -30,8 +30,8 @@ class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     def finish(
         self, message_id: uuid.UUID, workers: Sequence[str], result: Any
     ) -> None:
-        """Store a return value, together with the task's work if a transaction is
-        open."""
+        """Store a task's return value. If a transaction is open, the value commits with
+        the task's work."""
         run = self.model(
             message_id=message_id,
             workers=list(workers),

@@ -62,5 +62,6 @@ class Worker(models.Model):
         return self.name
 
     def lives(self, now: dt.datetime) -> bool:
-        """Return whether it is alive at this instant of the database's clock."""
+        """Return whether the worker is alive at this instant of the database's
+        clock."""
         return now - self.heartbeat_at <= self.silent_after
