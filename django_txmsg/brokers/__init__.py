@@ -1,8 +1,8 @@
 """Brokers by alias: `get_broker("default")` creates the broker that TXMSG["BROKERS"]
 names.
 
-A broker of your own is a class that `"BACKEND"` names. It is a `Broker`, opens
-`Session`s, and passes `django_txmsg.testing.broker_suite`.
+To use a broker of your own, set its `"BACKEND"` to the path of a class. The class is a
+`Broker`, opens `Session`s, and passes `django_txmsg.testing.broker_suite`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """The facts about a built-in broker that are needed before its client is
-    imported."""
+    """What must be known about a built-in broker before its client is imported."""
 
     #: Its class, below this package.
     path: str
@@ -102,7 +101,7 @@ def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
 
 
 def find_broker(alias: str) -> Broker | None:
-    """Return a new Broker for this alias, or None if `get_broker()` raises."""
+    """Return a new Broker for this alias, or None where `get_broker()` would raise."""
     try:
         return get_broker(alias)
     except (ConfigurationError, ValueError):
@@ -140,14 +139,14 @@ def make_broker(alias: str, url: str) -> Broker:
 
 
 def without_client(url: str) -> BuiltIn | None:
-    """Return the broker of a URL if its client is not installed."""
+    """Return the broker of a URL whose client is not installed."""
     found = BY_SCHEME.get(url.partition("://")[0].lower())
     absent = found and found.module and find_spec(found.module) is None
     return found if absent else None
 
 
 def _imported(alias: str, path: str) -> type[Broker]:
-    """Return the class that a `"BACKEND"` names."""
+    """Return the class that the path in `"BACKEND"` names."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(import_module(module), name) if module else None

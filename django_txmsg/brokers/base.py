@@ -1,8 +1,8 @@
 """Hops 4 to 6 in the abstract: the interface of a broker for the relay and the
 consumer.
 
-A Broker is an address; a Session is one connection to it, owned by one thread. Every
-implementation passes `django_txmsg.testing.broker_suite`, yours included.
+A Broker is an address. A Session is one connection to it, owned by one thread. Every
+broker passes `django_txmsg.testing.broker_suite`; yours must, too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..errors import (
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to send. `delay` and `time_to_live` are in seconds; after the latter, a
-    broker may drop a message that was not consumed."""
+    """A message to send. `delay` and `time_to_live` are in seconds. After its time to
+    live, a broker may drop a message that was not consumed."""
 
     destination: str
     headers: Mapping[str, str]
@@ -39,9 +39,9 @@ class Outgoing:
 class Delivery:
     """One arrival of a message.
 
-    `headers` are the raw ones as text; `handle` belongs to the session and is needed to
-    acknowledge. `problem` describes what could not be read of the headers, or is "".
-    `id_stays` says whether a redelivery has the same `broker_message_id`.
+    `headers` are the raw headers as text. `handle` belongs to the session, which needs
+    it to acknowledge. `problem` describes what could not be read of the headers, or is
+    "". `id_stays` says whether a redelivery has the same `broker_message_id`.
     """
 
     destination: str
@@ -70,28 +70,30 @@ class Session(abc.ABC):
         isolate: bool = False,
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
-        """Send a batch, by the fastest way that proves each message stored.
+        """Send a batch, by the fastest way that proves that each message is stored.
 
         Returns one outcome for each message: None (a receipt came), DispatchRejected
-        (never this message), DestinationUnavailable (not there, not now),
-        DispatchUnknown (no answer), or DispatchHeld (an earlier message of its key is
-        not stored). `isolate` sends one at a time, to find the message on which a
-        broker hangs up. `timeout`, in seconds, is for each step's receipts, if the
-        broker gives any; by default it comes from the URL.
+        (the broker never takes this message), DestinationUnavailable (the destination
+        takes no messages now), DispatchUnknown (no answer), or DispatchHeld (an earlier
+        message of its key is not stored). `isolate` sends one at a time, to find the
+        message on which a broker hangs up. `timeout`, in seconds, limits how long each
+        step waits for receipts, if the broker gives any; by default it comes from the
+        URL.
         """
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
-        """Send messages that the broker holds back for their `delay`, with proof; also
-        in a transacted session, outside its transaction."""
+        """Send messages that the broker holds back for their `delay`, and wait for the
+        receipts. In a transacted session, these messages are not part of its
+        transaction."""
         return self.send(batch)
 
     @abc.abstractmethod
     def subscribe(
         self, destination: str, *, prefetch: int, subscriber: str | None = None
     ) -> None:
-        """Start to receive from a destination; `subscriber` makes a topic's
-        subscription durable under that name. Called once for a session, before the
-        first receive()."""
+        """Start to receive from a destination. `subscriber` makes a topic's
+        subscription durable under that name. Called once per session, before the first
+        receive()."""
 
     @abc.abstractmethod
     def receive(self, timeout: float) -> Delivery | None:
@@ -104,7 +106,8 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Acknowledge, without waiting for proof: a lost ack costs a duplicate.
+        """Acknowledge without waiting for a receipt, because a lost acknowledgement
+        only costs a duplicate.
 
         In a transacted session, call it only while nothing is enlisted: it uses a
         transaction of its own.
@@ -112,7 +115,7 @@ class Session(abc.ABC):
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
         """Store a copy with other headers in the queue that the delivery came from,
-        with proof, and acknowledge the delivery at once; a later `ack()` is not needed.
+        wait for the receipt, and acknowledge the delivery; do not call `ack()` for it.
 
         Raises DispatchRejected or DestinationUnavailable, with the delivery still
         unacknowledged, if the broker does not take the copy.
@@ -141,12 +144,12 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def rollback(self) -> None:
-        """Discard the open transaction's sends; its deliveries stay unacknowledged, and
-        can be acknowledged or used in another transaction."""
+        """Discard what the open transaction sends. Its deliveries stay unacknowledged,
+        and can be acknowledged or used in another transaction."""
 
     @abc.abstractmethod
     def ping(self) -> None:
-        """Return when the broker has proved to be alive."""
+        """Return when the broker has answered a request."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -166,10 +169,11 @@ class Session(abc.ABC):
 
 
 class Broker(abc.ABC):
-    """An address of a message server, by alias. Thread-safe; it holds no connection,
-    nor anything else that a fork must not share. Many sessions can be open at once.
+    """An address of a message server, by alias.
 
-    The attributes declare what it can do. A class sets them, or its `__init__` does.
+    It is thread-safe, and holds no connection, nor anything else that a fork must not
+    share. Many sessions can be open at once. The attributes declare what it can do. A
+    class sets them, or its `__init__` does.
     """
 
     #: The alias of the Django database in which it stores its messages, or None for a
@@ -185,8 +189,8 @@ class Broker(abc.ABC):
     tls_scheme: str = ""
 
     def __init__(self, alias: str, url: str) -> None:
-        """`url` comes from TXMSG["BROKERS"], "" if there is none. Connects to nothing,
-        imports nothing and raises nothing: check() reports errors."""
+        """`url` comes from TXMSG["BROKERS"]; it is "" if there is none. This connects
+        to nothing, imports nothing and raises nothing: check() reports errors."""
         self.alias = alias
         self._url = url
 
@@ -208,23 +212,24 @@ class Broker(abc.ABC):
     @abc.abstractmethod
     def shares_topics(self) -> bool | None:
         """Return whether several sessions can share a topic's subscription; None if
-        only a connection could tell."""
+        that is not known without a connection."""
 
     @abc.abstractmethod
     def unsubscribe(self, topic: str, subscriber: str) -> None:
         """Delete a durable subscription with its messages, if it exists.
 
-        Raises BrokerError if the broker refuses, as while it is in use.
+        Raises BrokerError if the broker refuses, for example while the subscription is
+        in use.
         """
 
     def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
         """Return the reason and the original destination of a message in the broker's
-        own dead letters, as its headers tell them; "" for what they do not contain."""
+        own dead-letter queue, from its headers; "" for what they do not contain."""
         return "", ""
 
     @abc.abstractmethod
     def check(self) -> list[str]:
-        """Return descriptions of what is wrong with the URL; connects to nothing."""
+        """Return descriptions of what is wrong with the URL. Connects to nothing."""
 
     def __repr__(self) -> str:
         # The URL may hold a password.
@@ -234,8 +239,8 @@ class Broker(abc.ABC):
 def one_by_one(
     batch: Sequence[Outgoing], send: Callable[[Outgoing], BrokerError | None]
 ) -> list[BrokerError | None]:
-    """Send messages one at a time, and hold back those that follow a refused one of
-    their key. Returns the outcomes."""
+    """Send messages one at a time. If one is not stored, hold back the later messages
+    of its key. Returns the outcomes."""
     outcomes: list[BrokerError | None] = []
     refused: set[str] = set()
     for one in batch:

@@ -1,4 +1,5 @@
-"""Hop 4 for Celery: tasks' messages go to the broker that Celery's workers consume.
+"""Hop 4 for Celery: the messages of tasks go to the broker from which Celery's workers
+receive.
 
 `celery://module:app` names an app; kombu sends the messages to that app's broker. Only
 Celery's workers receive from it.
@@ -130,7 +131,7 @@ class CelerySession(Session):
         return outcomes
 
     def _declared(self, outgoing: Outgoing) -> Publication:
-        """Return the publication, with its queue declared. Raises BrokerError if it
+        """Return the publication after declaring its queue. Raises BrokerError if it
         cannot be published, and the transport's errors."""
         publication = _publication(outgoing)
         for entity in publication.entities():
@@ -265,8 +266,8 @@ def ends(connection: Any, *, channels: bool) -> tuple[type[BaseException], ...]:
 
 
 def _full(error: Exception) -> DispatchUnknown | None:
-    """Return the error if Redis accepts no messages at all, and does not only refuse
-    this one."""
+    """Return the error if Redis accepts no messages at all, and not only refuses this
+    one; else None."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ in _FULL or str(error).startswith(("MISCONF", "OOM")):
         return DispatchUnknown(text, written=False)
@@ -321,7 +322,7 @@ def open_session(app: Any) -> CelerySession:
 
 
 class CeleryBroker(Broker):
-    """The broker of a Celery app, for tasks' messages only."""
+    """The broker of a Celery app. Only messages of tasks are sent to it."""
 
     consumable = False
     kind = "celery"

@@ -1,6 +1,6 @@
 """Hops 2 and 4 for Celery: the arguments of one call of `producer.publish()`, as text.
 
-A task's message is prepared where the task is called; a row of the outbox stores it,
+A task's message is prepared where the task is called. A row of the outbox stores it,
 and the relay passes it to kombu unchanged. Its body is the row's body; everything else
 is in the row's header `celery`.
 """
@@ -81,13 +81,13 @@ class Publication:
         )
 
     def text(self) -> str:
-        """Return everything but the body and its type, for the row's header."""
+        """Return everything but the body and the body's type, for the row's header."""
         return str(json.dumps(self._fields()))
 
     @classmethod
     def read(cls, text: str, body: bytes, content_type: str) -> Publication:
-        """Return what `text()` wrote, with its body. Raises ValueError, KeyError or
-        TypeError for anything else."""
+        """Return the publication for a text from `text()` and its body. Raises
+        ValueError, KeyError or TypeError for any other text."""
         return cls._from(json.loads(text), body, content_type)
 
     def _fields(self) -> dict[str, Any]:
@@ -118,14 +118,14 @@ class Publication:
 
     @property
     def has_a_queue(self) -> bool:
-        """Whether the message is for a queue, without which it is lost. A message to an
-        exchange goes to whichever queues are bound."""
+        """Whether the message is for a queue, without which it would be lost. A message
+        to an exchange goes to the queues that are bound to it, whichever these are."""
         return not self.exchange or any(
             isinstance(one, Queue) for one in self.entities()
         )
 
     def publish(self, producer: Any, **how: Any) -> None:
-        """Publish it with a kombu producer. Raises the producer's errors."""
+        """Publish the message with a kombu producer. Raises the producer's errors."""
         producer.publish(
             self.body,
             content_type=self.content_type,

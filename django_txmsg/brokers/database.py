@@ -1,8 +1,9 @@
 """Hops 4 to 6 without a broker: queues in tables of a Django database.
 
-This is `database://`: nothing to install, with the guarantees of its database. A
-delivery is a lease; if a consumer dies, its lease ends, and another one gets the
-message. URL options: `database://ALIAS?lease=30&poll=0.1`, in seconds.
+This is `database://`. It needs no installation, and gives the guarantees of its
+database. A delivery is a lease; if a consumer dies, the lease ends, and another
+consumer gets the message. URL options: `database://ALIAS?lease=30&poll=0.1`, in
+seconds.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
 
 
 def read_headers(written: str) -> tuple[dict[str, str], str]:
-    """Return a row's headers as text, and a description of their fault, or "": a row
-    may be written by hand, and the column holds any JSON."""
+    """Return a row's headers as text, and a description of what is wrong with them, or
+    "". A row may be written by hand, and the column holds any JSON."""
     try:
         given = json.loads(written)
         if not isinstance(given, dict):
@@ -60,7 +61,8 @@ def read_headers(written: str) -> tuple[dict[str, str], str]:
 
 
 def priority(outgoing: Outgoing) -> dict[str, int]:
-    """Return the priority column of a task, if it differs from the default."""
+    """Return the value of the column `priority` for a task whose priority is not the
+    default."""
     given = outgoing.headers.get(wire.TASK_PRIORITY, "")
     if not wire.is_task(outgoing.destination) or not _PRIORITY.fullmatch(given):
         return {}
@@ -301,7 +303,7 @@ class DatabaseSession(Session):
         }
 
     def _tell(self) -> None:
-        """Wake processes that wait for what was just committed."""
+        """Wake processes that wait for rows that were just committed."""
         topics, self._to_notify = self._to_notify, set()
         if topics and conf.get().NOTIFY:
             notify(self._using, topics)
@@ -347,7 +349,8 @@ class DatabaseSession(Session):
         return count
 
     def _hold(self, sizes: Mapping[int, int | None]) -> None:
-        """Record the size of each claimed message; None if it is settled."""
+        """Record the size of each claimed message. A size of None means that the
+        message is settled."""
         self._held = {
             pk: size for pk, size in {**self._held, **sizes}.items() if size is not None
         }

@@ -1,9 +1,9 @@
-"""Converts messages for JMS clients on ActiveMQ, and those that Java programs sent.
+"""Converts messages for JMS clients on ActiveMQ, and messages that Java programs sent.
 
 A SEND with a content-length becomes a BytesMessage unless a header asks for text. A
 TextMessage's `getText()` throws on characters above U+FFFF, so JSON escapes them. Names
-of Java properties and in selectors cannot contain hyphens, so each of our headers has a
-twin without hyphens.
+of Java properties, also in selectors, cannot contain hyphens, so each of our headers
+has a twin without hyphens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def for_java(headers: dict[str, str], body: bytes) -> bytes:
 
 
 def text_for_java(content_type: str, body: bytes) -> bytes | None:
-    """Return the body for a TextMessage, or None if it cannot be one."""
+    """Return the body for a TextMessage, or None if the message cannot be one."""
     json = serializers.is_json(content_type)
     if not (json or _is_text(content_type)) or not _is_utf8(body):
         return None
@@ -48,7 +48,7 @@ def text_for_java(content_type: str, body: bytes) -> bytes | None:
 def from_java(
     headers: Mapping[str, str], body: bytes
 ) -> tuple[Mapping[str, str], bytes]:
-    """Return headers and body as they were written: without twins, and with Java's
+    """Return headers and body as they were written: without the twins, and with Java's
     surrogate pairs as single characters."""
     if KIND in headers or not wire.TWIN_NAMES.isdisjoint(headers):
         given = headers
@@ -77,8 +77,8 @@ def _is_text(content_type: str) -> bool:
 
 
 def _is_utf8(body: bytes) -> bool:
-    """Return whether a body is valid text: the content type of a foreign message may be
-    wrong."""
+    """Return whether a body is valid UTF-8. The content type of a foreign message may
+    be wrong."""
     if b"\x00" in body:
         return False
     try:

@@ -1,7 +1,8 @@
-"""Whether a broker refuses a message itself, or because of its destination's state.
+"""Whether a broker refuses a message because of the message, or because of its
+destination's state.
 
-A full queue, a missing permission or a queue of another type is temporary, or an
-operator fixes it. A message that is too large or has a header of a wrong type is
+A full queue or a missing permission may pass, and an operator can mend a queue of
+another type. A message that is too large, or that has a header of a wrong type, is
 refused each time.
 """
 
@@ -39,7 +40,7 @@ def by_amqp(code: int, text: str) -> BrokerError:
 
 def by_stomp(short: str, text: str) -> BrokerError:
     """Return the outcome of an ERROR frame for one message. `short` is the broker's
-    short message, `text` all that is known."""
+    short message; `text` is everything that it sent."""
     if _OVER_STOMP.search(short):
         return DestinationUnavailable(short.partition("\n")[0])
     return DispatchRejected(text)

@@ -1,7 +1,7 @@
 """Hops 4 to 6 on ActiveMQ Classic and RabbitMQ, through the `jms` client.
 
-The only module that connects the package's messages with `django_txmsg.jms`;
-differences between brokers are that client's dialects.
+Only this module connects the package's messages with `django_txmsg.jms`. The
+differences between brokers are in that client's dialects.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ _OWN = frozenset(
 
 
 class Heads:
-    """The heads of one batch's frames: lines that its messages share are encoded once.
+    """The headers of one batch's frames. Lines that its messages share are encoded
+    once.
 
-    The first message of a kind is encoded by the client's own rules; the others of the
-    batch reuse it and fill in their own values.
+    The client's own rules encode the first message of a kind. The other messages of the
+    batch use that encoding with their own values.
     """
 
     def __init__(
         self, session: jms.Session, message: Callable[[Outgoing], jms.Message]
     ) -> None:
-        """`message` creates what the session would send otherwise."""
+        """`message` creates the message that the session would send without this."""
         self._session = session
         self._message = message
         self._serves_jms = session.link.dialect.serves_jms
@@ -67,8 +68,8 @@ class Heads:
         self._mark = uuid.uuid4().hex
 
     def item(self, one: Outgoing) -> Item:
-        """Return the frame of a message, or the message itself if anything about it is
-        unusual: the session then checks it."""
+        """Return the frame of a message. If anything about the message is unusual,
+        return the message itself: the session then checks it."""
         try:
             encoded = self._encoded(one)
         except (AttributeError, TypeError, UnicodeEncodeError):  # a header is not text
@@ -143,8 +144,8 @@ def answered(request: Callable[[], Result]) -> Result:
 def outcome(
     error: Any, *, alone: bool = False, dialect: str = ""
 ) -> BrokerError | None:
-    """Return the error of one send as the package's own; None if it was stored. `alone`
-    means that no other message was in flight."""
+    """Return the error of one send as the package's own error; None if the message was
+    stored. `alone` means that no other message was in flight."""
     if error is None:
         return None
     if isinstance(error, jms.SendHeldBackError):
@@ -373,8 +374,9 @@ class StompSession(Session):
         return self._session.link.dialect.message_ids_stay
 
     def _broker_id(self, message: jms.Message) -> str:
-        """Return the broker's id of the message, or else the sender's with a digest of
-        the content: senders reuse their ids for other messages."""
+        """Return the broker's id of the message. If there is none, return the sender's
+        id with a digest of the content, because senders may use an id again for another
+        message."""
         headers = message.raw_headers
         given = headers.get("amqp-message-id")
         if self._ids_stay or given is None:
@@ -392,8 +394,8 @@ class StompSession(Session):
         self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
-        """Send on another connection: a broker that hangs up on a refused message would
-        end this one, with its delivery."""
+        """Send on another connection. A broker that hangs up on a refused message would
+        end this connection, and with it the delivery."""
         error: BrokerError | None = None
         for _ in range(HANG_UPS):
             session, self._beside = self._beside or self._another(), None

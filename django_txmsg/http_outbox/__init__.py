@@ -1,2 +1,2 @@
-"""The HTTP outbox: a request's messages leave after its commit, even if the process
+"""The HTTP outbox: a request's messages are sent after its commit, even if the process
 dies."""

@@ -1,11 +1,11 @@
-"""Step 3 of an HTTP request: sends one control message to the broker, and awaits its
+"""Step 3 of an HTTP request: sends one control message to the broker, and waits for its
 receipt.
 
-Requests that commit at the same time share a session: while one waits for its receipt,
-the messages of others gather, and leave together in the next batch. A broken session is
-replaced without the request noticing. After a failure the broker is not tried again for
-a while, so that an outage costs requests no waiting. Whatever a broker does, a request
-waits for CONTROL_TIMEOUT at most, over all its steps.
+Requests that commit at the same time share a session: while one message waits for its
+receipt, the messages of other requests gather, and are sent together in the next batch.
+A broken session is replaced without an error in the request. After a failure the broker
+is not tried again for a while, so that requests do not wait during an outage. Whatever
+a broker does, a request waits for CONTROL_TIMEOUT at most, over all its steps.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Channel:
         self._gathered: list[_Sending] = []
 
     def send(self, outgoing: Outgoing) -> None:
-        """Send one message and return when the broker has confirmed it.
+        """Send one message, and return when the broker has confirmed it.
 
         Raises BrokerError: BrokerUnavailable at once during a pause after a failure,
         and DispatchUnknown if there is no answer within CONTROL_TIMEOUT.
@@ -125,7 +125,7 @@ class Channel:
             raise mine.error
 
     def close(self) -> None:
-        """Close the session, unless a thread is using it."""
+        """Close the session, unless a thread is using it now."""
         with self._lock:
             if self.leader is None and self._session is not None:
                 self._session.close()
@@ -168,7 +168,7 @@ class Channel:
 
     def _lead(self, mine: _Sending) -> None:
         """Send the gathered messages in the existing session if possible. Otherwise, or
-        if too little time is left, start a thread for it, so that no request waits
+        if too little time is left, a new thread sends them, so that no request waits
         longer than its own time-out."""
         with self._lock:
             group, self._gathered = self._gathered, []
@@ -215,7 +215,8 @@ class Channel:
 
     @contextlib.contextmanager
     def _telling(self, group: list[_Sending]) -> Iterator[None]:
-        """Report its outcome to each message of the group, if the block could not."""
+        """If the block raises, give each message of the group an outcome, because its
+        request waits for one."""
         try:
             yield
         except BrokerError as error:
@@ -236,8 +237,8 @@ class Channel:
             self._breaker.worked()
 
     def _send_as_before(self, group: list[_Sending], timeout: float) -> Outcomes | None:
-        """Try the existing session. Returns None if there is none, if it is broken, or
-        if a message that the broker refused may have taken others down."""
+        """Send the group in the existing session. Returns None if there is no session,
+        if it is broken, or if one refused message may have affected the others."""
         session, self._session = self._session, None
         if session is None:
             return None
@@ -275,13 +276,14 @@ class Channel:
 
 
 def _unproven(outcome: BrokerError | None) -> bool:
-    """Return whether it is unknown if a message is stored."""
+    """Return whether the outcome leaves unknown if a message is stored."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)
 
 
 def _close_aside(session: Session) -> None:
-    """Close without making the request wait for a broker that does not answer."""
+    """Close a session in another thread, so that the request does not wait for a broker
+    that does not answer."""
 
     def close() -> None:
         try:

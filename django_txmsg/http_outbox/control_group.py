@@ -4,7 +4,7 @@ A control group is an id for which one control message has been confirmed. Sessi
 store under it need no control message of their own, and wait for no receipt: the
 group's message is not settled before the last of them has ended. PostgreSQL's locks and
 clock ensure that, not the clock of any process: if a session's INSERT came too late,
-for whatever reason, another message is sent before it commits.
+for whatever reason, another message is sent before the session commits.
 
 Each INSERT under a group first takes the group's lock, shared, and then reads the clock
 (`models/outbox_store.py`, in one statement). The lock is released together with the
@@ -12,8 +12,9 @@ rows: at the commit, when they are visible, or at the rollback of their transact
 savepoint. So a receiver that gets the lock exclusively, after the time to join has
 passed, knows that all rows are visible.
 
-A session that finds no open group stores under a new one, which its own control message
-opens for others. While there is traffic, the next group is opened in advance.
+A session that finds no open group stores under a new group, and its control message
+opens that group for other sessions. While there is traffic, the next group is opened in
+advance.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class Verdict(enum.Enum):
 
 
 def has_ended(using: str, group: uuid.UUID, joined_until: dt.datetime) -> Verdict:
-    """Return whether a group that can be joined until then has ended. Runs outside of a
-    transaction, in a single statement, so that the lock is free again at once. Query
-    the group's rows only afterwards."""
+    """Return whether a group that can be joined until `joined_until` has ended. Runs
+    outside a transaction, in a single statement, so that the lock is free again at
+    once. Query the group's rows only after this."""
     bound = joined_until + dt.timedelta(seconds=MARGIN)
     with connections[using].cursor() as cursor:
         cursor.execute(_ASK, [bound, lock_of(group)])
@@ -93,8 +94,8 @@ SPARE = 2.0
 
 
 class Group:
-    """One group, and the time in which it can be joined. For one database, in one
-    process."""
+    """One group, and the time in which it can be joined. It belongs to one database and
+    one process."""
 
     def __init__(self, groups: Groups) -> None:
         self.id = new_id()
@@ -120,8 +121,8 @@ class Group:
             self._announce(stored_at)
 
     def open(self, opened_at: dt.datetime) -> None:
-        """Have a control message for it confirmed, and let sessions join. Raises
-        BrokerError."""
+        """Send the group's control message, and let sessions join when the broker has
+        confirmed it. Raises BrokerError."""
         attempted = time.monotonic()
         self._announce(opened_at)
         self.opened_at = opened_at
@@ -154,7 +155,7 @@ class Groups:
         self._opening = False
 
     def current(self) -> Group:
-        """Return the group to store under: the open one, or a new one."""
+        """Return the group to store under: the open group, or a new one."""
         with self._lock:
             group = self._open
         if group is not None and time.monotonic() < group.closes:
@@ -206,9 +207,9 @@ _groups = PerProcess(Groups)
 
 
 def find(using: str, metadata: Mapping[str, str]) -> Group | None:
-    """Return the group for a session that is about to store, or None if it needs a
-    control message of its own. Only PostgreSQL can tell when a group has ended, and
-    only a session without metadata can share a message."""
+    """Return the group for a session that is about to store, or None if the session
+    needs its own control message. Only PostgreSQL can tell when a group has ended, and
+    only sessions without metadata can share a message."""
     settings, connection = conf.get().HTTP, connections[using]
     if (
         not settings.CONTROL_GROUP

@@ -1,4 +1,4 @@
-"""Step 3's control message on the wire: signed, without a body; it names a session.
+"""Step 3's control message on the wire: signed, without a body. It names a session.
 
 A session sends it to its own service before it commits (`control_send.py`). Anyone who
 may write to the queue can write anything. So a message that is not signed with this
@@ -61,7 +61,7 @@ class ControlMessage:
 
     @classmethod
     def read(cls, delivery: Delivery) -> ControlMessage:
-        """Raises ValueError if the delivery is not a control message."""
+        """Return the control message of a delivery. Raises ValueError if it is none."""
         if delivery.problem or delivery.body:
             raise ValueError(delivery.problem or "it has a body")
         signed = _verified(delivery.headers)
@@ -91,7 +91,8 @@ class ControlMessage:
             raise ValueError(str(error)) from None
 
     def outgoing(self) -> Outgoing:
-        """The message for the wire: durable, until its time has passed."""
+        """Return the message to send: durable, and expiring when its session need not
+        be checked any more."""
         service = conf.get().SERVICE
         signed = {
             **self.headers,

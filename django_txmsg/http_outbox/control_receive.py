@@ -41,7 +41,7 @@ REMEMBERED = 10_000
 
 @dataclass
 class Look:
-    """How often a session was checked, since when, and until when checking makes
+    """How often a session was checked, since when, and until when further checks make
     sense."""
 
     began: float = field(default_factory=time.monotonic)
@@ -56,12 +56,12 @@ class Look:
         return time.monotonic() - self.began
 
     def pause(self, first: float, most: float) -> float:
-        """Seconds until the next check: doubled each time."""
+        """Return the seconds until the next check, which double with each check."""
         return min(most, first * 2.0 ** min(self.attempts - 1, 30))
 
     def patient(self) -> bool:
-        """Whether to wait once more for something that should not take long: the
-        process that holds the messages may be dead, and its lease as long as a
+        """Return whether to wait once more for something that should not take long. The
+        process that holds the messages may be dead, and its lease is as long as a
         relay's."""
         if self.stuck_since is None:
             self.stuck_since = time.monotonic()
@@ -87,7 +87,7 @@ def remember(control: ControlMessage) -> Look:
 
 
 def forget(control: ControlMessage) -> None:
-    """Remove the state: no further check is needed."""
+    """Remove the state, because no further check is needed."""
     with _lock:
         _looks.pop(control.id, None)
 
@@ -121,8 +121,8 @@ class LookAgain(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A session's messages that have not left: how many there are, how many are due,
-    and how many of those are claimed."""
+    """How many of a session's messages have not left, how many of those are due, and
+    how many of these are claimed."""
 
     count: int = 0
     due: int = 0
@@ -130,7 +130,7 @@ class Pending:
 
     @classmethod
     def of(cls, using: str, session_id: uuid.UUID) -> Pending:
-        """Read it from the outbox."""
+        """Return it, from the outbox."""
         due = Q(due_at__lte=Now())
         found = (
             OutboxMessage.objects.using(using)
@@ -176,7 +176,8 @@ def handle(
 def _look_safely(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
-    """Return the session's outcome, or raise LookAgain, whatever fails."""
+    """Return the session's outcome, or raise LookAgain, also after an unexpected
+    error."""
     looking = database_health.retry(control.using, "sessions cannot be checked")
     if not looking.ready:
         raise LookAgain(look.pause(0.2, 5.0))
@@ -236,7 +237,8 @@ def _look(
 
 
 def _hand_back(control: ControlMessage, look: Look) -> str:
-    """Leave the message to a process of its database: it goes back to the queue."""
+    """Return the message to its queue, so that a process of the database that it
+    belongs to receives it."""
     age = (timezone.now() - control.sent_at).total_seconds()
     over = age > FOREIGN_FOR
     first = (control.using, control.database) not in _foreign
@@ -267,8 +269,8 @@ _foreign: set[tuple[str, str]] = set()
 def _look_at_group(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
-    """Send the messages whose own process did not; return the outcome when the group
-    has ended."""
+    """Send the messages that their own process should have sent by now. Returns the
+    outcome when the group has ended."""
     using, group = control.using, control.session_id
     if control.joined_until is None:
         raise ValueError("a control group's message has no end")
@@ -282,7 +284,7 @@ def _look_at_group(
 
 
 def _left_behind(using: str, group: uuid.UUID) -> bool:
-    """Whether rows wait that their own process should have sent by now."""
+    """Return whether rows wait that their own process should have sent by now."""
     ago = Now() - dt.timedelta(seconds=LOOK_AT_GROUPS_EVERY)
     rows = OutboxMessage.objects.using(using).filter(PENDING, session_id=group)
     late = rows.filter(due_at__lte=Now(), created_at__lt=ago)

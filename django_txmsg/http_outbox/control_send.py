@@ -1,8 +1,8 @@
 """Step 3 of an HTTP request: a session sends a control message before it commits.
 
-It asks the session's own service to check whether its messages were dispatched. If the
-process dies right after the commit, the receiver (`control_receive.py`) dispatches
-them.
+The message asks the session's own service to check whether the session's messages were
+dispatched. If the process dies right after the commit, the receiver
+(`control_receive.py`) dispatches them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def announce(
     """Send the control message of a session that is about to commit. `transaction` is
     the id of its transaction, if known.
 
-    Raises BrokerError if it could not be sent and the settings say "fail", and
+    Raises BrokerError if the message could not be sent and the settings say "fail", and
     CommitTimedOut if the session was given up meanwhile. The session must then roll
     back.
     """
@@ -96,8 +96,8 @@ def control_message(
 
 
 def send(control: ControlMessage) -> None:
-    """Send it to the broker, and report the result. Raises BrokerError without a
-    receipt."""
+    """Send the control message to the broker, and report the result by a signal. Raises
+    BrokerError if no receipt comes."""
     began = time.monotonic()
     error: BrokerError | None = None
     try:

@@ -1,9 +1,9 @@
 """Receives this service's control messages, and settles each one.
 
 While a session has not committed yet, its control message is held, unacknowledged, and
-its session is checked again; others are handled meanwhile, and a crash brings the
-message back. No message is held for long: it goes to the end of the queue, so that held
-messages never keep others from being checked.
+its session is checked again. Other messages are handled meanwhile, and after a crash
+the broker delivers the held one again. No message is held for long: it is then sent to
+the end of the queue, so that held messages never keep others from being checked.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class ControlThread:
         self._activity.note()
 
     def _send_again(self, session: Session, message: ControlMessage | None) -> bool:
-        """Send it to the end of the queue, with its remaining time to live. Returns
-        False if the broker does not accept it."""
+        """Send the message to the end of the queue, with its remaining time to live.
+        Returns False if the broker does not accept it."""
         if message is None or not message.signed or message.left <= 0:
             session_id = message and message.session_id
             log.warning("session %s is not checked any more", session_id)
@@ -165,9 +165,8 @@ class ControlThread:
         return error is None
 
     def _dispatch(self, using: str, session_id: uuid.UUID) -> None:
-        """Dispatch what the session stored, for whichever brokers. Raises
-        BrokerUnavailable if one of them is unavailable, after dispatching to the
-        others."""
+        """Dispatch what the session stored, to all brokers. Raises BrokerUnavailable if
+        one of them is unavailable, after dispatching to the others."""
         pending = OutboxMessage.objects.using(using).filter(
             PENDING, session_id=session_id
         )

@@ -1,9 +1,9 @@
-"""Tells apart databases that share a service's name and key, for their control
+"""Tells databases apart that share a service's name and key, for their control
 messages.
 
 A copy of production's database with production's settings sends its control messages to
 production's queue, and receives production's. Neither may settle the other's messages,
-whose rows are in the other database.
+because their rows are in the other database.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def note(using: str) -> None:
 
 
 def is_ours(using: str, identity: str, sent_at: dt.datetime) -> bool:
-    """Return whether a message with this identity was sent from this database.
+    """Return whether a message with this identity was sent from this database. Call it
+    outside a transaction. Raises database errors.
 
-    The identity of another start of the same server may come from this database, before
-    a restart or a failover, or from a copy. A message with such an identity is ours if
-    it was sent before the present start was first seen.
-    Outside a transaction. Raises database errors.
+    An identity contains the server's start. An identity from another start may come
+    from this database before a restart or a failover, or from a copy. A message with
+    such an identity is ours if it was sent before the present start was first seen.
     """
     if identity == current(using):
         return True

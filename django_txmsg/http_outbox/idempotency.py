@@ -3,8 +3,8 @@
 The key is stored with the response in the request's own transaction, so it exists if
 and only if the effects do. Follows draft-ietf-httpapi-idempotency-key-header: 400 for
 an unusable key, 409 while the first request runs, 422 for another request under the
-same key. A stored response is returned only to a caller that is provably the same: a
-user, an Authorization header, a session, or the caller that
+same key. A stored response is returned only if the caller is provably the same: a user,
+an Authorization header, a session, or the caller that
 TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] returns.
 """
 
@@ -124,8 +124,7 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
 
 
 def is_free_again(request: HttpRequest, response: HttpResponseBase) -> bool:
-    """Return whether the response must not be stored: the request is to be rolled
-    back."""
+    """Return whether the key is not kept, because the request will be rolled back."""
     claimed = hasattr(request, "_txmsg_idempotency")
     return claimed and response.status_code in RETRIABLE
 
@@ -136,8 +135,9 @@ def keep(
     using: str,
     session_id: uuid.UUID | None,
 ) -> None:
-    """Store the response with its key, before the transaction commits, and with the ids
-    of the request's messages, so that erasing those erases the response, too."""
+    """Store the response with its key, before the transaction commits. It is stored
+    with the ids of the request's messages, so that erasing those erases the response,
+    too."""
     row: IdempotencyKey | None = getattr(request, "_txmsg_idempotency", None)
     if row is None:
         return
@@ -171,8 +171,8 @@ def _replay(stored: IdempotencyKey) -> HttpResponse:
 
 
 def _alone(using: str, caller: str, key: str) -> bool:
-    """Whether no other request with this key is running. SQLite has one writer at a
-    time, and the INSERT that follows takes its lock."""
+    """Return whether no other request with this key is running. SQLite has one writer
+    at a time, and the INSERT that follows takes its lock."""
     connection = connections[using]
     if connection.vendor != "postgresql":
         return True
@@ -187,8 +187,8 @@ def _alone(using: str, caller: str, key: str) -> bool:
 
 
 def _is_taken(error: Exception) -> bool:
-    """Whether this error means that another request has the key: from the unique
-    constraint, SQLite's lock or PostgreSQL's isolation."""
+    """Return whether this error means that another request has the key. It comes from
+    the unique constraint, SQLite's lock or PostgreSQL's isolation."""
     if isinstance(error, IntegrityError) or "database is locked" in str(error):
         return True
     return database_health.sqlstate(error) == "40001"
@@ -223,7 +223,8 @@ def _caller(request: HttpRequest) -> str | None:
 
 @cache
 def _log_unknown_caller() -> None:
-    """Tell the developer once in each process what the client cannot mend."""
+    """Log, once per process, that callers cannot be identified: only the developer can
+    mend it."""
     _log.warning(
         "A request with an Idempotency-Key was refused, since nothing identifies its "
         'caller. Put something into the sessions of guests, or set TXMSG["HTTP"]'
@@ -236,7 +237,8 @@ def _digest(secret: str) -> str:
 
 
 def _fingerprint(request: HttpRequest) -> str:
-    """Hash what makes two requests the same: method, host, path and payload."""
+    """Return a hash of what makes two requests the same: method, host, path and
+    payload."""
     digest = hashlib.sha256()
 
     def add(part: bytes) -> None:
@@ -278,7 +280,7 @@ def _in_progress() -> HttpResponse:
 
 
 def _problem(status: int, title: str, detail: str) -> HttpResponse:
-    """A problem report according to RFC 9457."""
+    """Return a problem report according to RFC 9457."""
     return JsonResponse(
         {"type": "about:blank", "title": title, "status": status, "detail": detail},
         status=status,

@@ -1,8 +1,8 @@
 """Hop 1 for code that no message started: requests, commands, tasks.
 
 `outbox_session()` opens a transaction, and messages sent inside are stored with it.
-Before it commits, a control message ensures that they leave even if this process dies
-right after the commit. Then it commits, and they are dispatched.
+Before it commits, a control message ensures that the messages are sent even if this
+process dies right after the commit. Then it commits, and they are dispatched.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ class OutboxSession:
 
     @property
     def stored_as(self) -> uuid.UUID | None:
-        """The `session_id` of the messages sent so far: that of a group shared with
-        other sessions, or its own. None before the first message."""
+        """The `session_id` of the messages stored so far: that of a group shared with
+        other sessions, or the session's own. None before the first message."""
         return self._join()[0] if self.stored else None
 
     @property
     def spoiled(self) -> bool:
-        """Whether a caught error leaves only a rollback."""
+        """Whether an error inside the session, although it was caught, leaves only a
+        rollback."""
         return self._block.spoiled
 
     def refused_to_write(self, error: Exception) -> bool:
@@ -110,7 +111,7 @@ class OutboxSession:
         """Send the control message if messages were stored, and commit.
 
         Rolls back, without an error, if `transaction.set_rollback()` requested it.
-        Raises the error that made the commit impossible, with everything rolled back:
+        Raises the error that prevented the commit, with everything rolled back:
         SwallowedDatabaseError, CommitTimedOut, BrokerError or a database error.
         """
         self._check_open()
@@ -135,7 +136,8 @@ class OutboxSession:
 
     def _join(self) -> tuple[uuid.UUID, int | None]:
         """Return the session id under which the next rows are stored, and the lock that
-        their INSERT takes: those of a group, or only this session's id."""
+        their INSERT takes. Both belong to a group; or the session id is this session's
+        own, without a lock."""
         # Threads may share a context, like those that an async view starts. Rows in a
         # group without a confirmed control message would be left to the relay.
         with self._joining:
@@ -168,7 +170,7 @@ class OutboxSession:
                 self._announce()
 
     def rollback(self, error: BaseException | None = None) -> None:
-        """Roll everything back. No message leaves."""
+        """Roll back the transaction. No message is sent."""
         self._check_open()
         self._end("rolled_back", error or _ROLLBACK)
 

@@ -13,7 +13,7 @@ from .session import AmqpSession
 
 
 class AmqpBroker(Broker):
-    """RabbitMQ by AMQP 0-9-1. Each session has a connection of its own."""
+    """RabbitMQ over AMQP 0-9-1. Each session has its own connection."""
 
     kind = "rabbitmq"
 

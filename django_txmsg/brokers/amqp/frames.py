@@ -1,7 +1,7 @@
-"""Hops 4 to 6 on AMQP, in bytes: the frames that are built here, not by py-amqp.
+"""Hops 4 to 6 over AMQP, in bytes: the frames that are built here and not by py-amqp.
 
-These are the frames of each message: its publication with its content, and its
-acknowledgement. First the header of a content, then the frames.
+Each message has them: the frames of its publication, with its content, and of its
+acknowledgement. This module first has the header of a content, then the frames.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _NUMBERS = {
 
 
 def encode(headers: Mapping[str, str], expiration: int | None) -> bytes:
-    """Return the property flags and properties of a durable message that lives for
+    """Return the property flags and properties of a durable message that expires after
     `expiration` milliseconds.
 
     Raises DispatchRejected for headers that receivers could not read.
@@ -210,7 +210,7 @@ def _instant(seconds: int) -> Any:
 
 
 def text(value: Any) -> str:
-    """Return a value of the table as text."""
+    """Return a value of the table of headers as text."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -235,7 +235,8 @@ _AROUND = 8
 
 @dataclass(slots=True)
 class Ready:
-    """An encoded message, and the values by which to recognise it if it is returned."""
+    """An encoded message, and the values by which it is recognised if the broker
+    returns it."""
 
     frames: bytes
     route: bytes
@@ -244,7 +245,7 @@ class Ready:
 
 
 def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
-    """Return the frames of a message, none of them longer than `frame_max`. Raises
+    """Return the frames of a message, of at most `frame_max` bytes each. Raises
     DispatchRejected for a name or headers that do not fit."""
     topic = wire.is_topic(outgoing.destination)
     name = outgoing.destination.removeprefix(wire.TOPIC_PREFIX)
@@ -272,8 +273,8 @@ def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
 
 
 def acknowledged(tag: int, channel: int, *, multiple: bool = False) -> bytes:
-    """Return the frame that acknowledges a delivery, or with `multiple` all up to
-    it."""
+    """Return the frame that acknowledges a delivery, or with `multiple` all deliveries
+    up to it."""
     return method(channel, spec.Basic.Ack, struct.pack(">QB", tag, multiple))
 
 
@@ -290,7 +291,8 @@ def method(channel: int, called: tuple[int, int], arguments: bytes) -> bytes:
 
 
 def short(text: str) -> bytes:
-    """Return a name in AMQP's encoding. Raises DispatchRejected if it does not fit."""
+    """Return a name in AMQP's encoding. Raises DispatchRejected if the name is too
+    long."""
     try:
         written = text.encode()
         return bytes([len(written)]) + written

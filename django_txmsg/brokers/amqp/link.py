@@ -1,6 +1,6 @@
 """One connection to RabbitMQ and its channels, used by one thread at a time.
 
-The thread that holds `owned` writes and reads: the session's thread during its
+The thread that holds `owned` writes and reads. That is the session's thread during its
 requests, and the process's heartbeat thread while the session's thread is busy
 elsewhere.
 """
@@ -76,7 +76,7 @@ class Transport:
             raise
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write all of it. Raises TimeoutError if the server has accepted no byte for
+        """Write all bytes. Raises TimeoutError if the server has accepted no byte for
         the send time-out. After an error, perhaps in the middle of a frame, the
         connection cannot be used any more."""
         if self.sock is None:
@@ -93,8 +93,8 @@ class Transport:
         self.written_at = time.monotonic()
 
     def write_soon(self, data: bytes) -> None:
-        """Write as much as fits without waiting, and the rest with the next write.
-        While there is a rest, nothing is added to it: for heartbeats."""
+        """Write as many bytes as fit without waiting, and the rest before the next
+        write. While there is a rest, nothing is added to it. For heartbeats."""
         if self.sock is None:
             raise OSError("the connection is closed")
         self.sock.settimeout(0.0)
@@ -126,15 +126,15 @@ class Transport:
         return True
 
     def doubt(self) -> str:
-        """Return a hint for an error: a server that has sent nothing may speak another
-        protocol."""
+        """Return a hint for an error if the server has sent nothing: it may speak
+        another protocol."""
         if self._has_read:
             return ""
         return ". Is this its AMQP port (5672, with TLS 5671)?"
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the complete frames that were read. A yielded frame is removed first:
-        its handler may raise, or read on."""
+        """Yield the complete frames that were read. A frame is removed before it is
+        yielded, because its handler may raise, or read on."""
         while len(self._received) >= _HEADER.size:
             kind, channel, size = _HEADER.unpack_from(self._received)
             end = _HEADER.size + size
@@ -193,7 +193,7 @@ class _Connection(amqp.Connection):  # type: ignore[misc]
         return self._own
 
     def drain_events(self, timeout: float | None = None) -> None:
-        """Read until something arrives: py-amqp's own waiting calls it."""
+        """Read until something arrives. py-amqp calls this while it waits."""
         if not self._link.read(self._link.patience if timeout is None else timeout):
             raise TimeoutError("the broker does not answer" + self._own.doubt())
 
@@ -241,7 +241,7 @@ class Link:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Own the link for a block. Errors of py-amqp and the socket become
+        """Own the link while the block runs. Errors of py-amqp and the socket become
         BrokerUnavailable, except ChannelClosed."""
         with self.owned:
             try:
@@ -254,7 +254,7 @@ class Link:
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
-        """Limit waits for answers to the close time-out."""
+        """Wait for answers at most for the close time-out while the block runs."""
         patience, self.patience = self.patience, self.options.close_timeout
         try:
             yield
@@ -270,8 +270,8 @@ class Link:
         self.transport.write(data)
 
     def read(self, timeout: float) -> bool:
-        """Handle received frames until one is not a heartbeat, or `timeout` seconds
-        have passed. Returns whether one was not a heartbeat."""
+        """Handle received frames until one is not a heartbeat, or until `timeout`
+        seconds have passed. Returns whether one was not a heartbeat."""
         listening = time.monotonic()
         deadline = listening + timeout
         while not self._handle():
@@ -287,7 +287,7 @@ class Link:
         return True
 
     def _handle(self) -> bool:
-        """Handle received frames; returns whether they were more than heartbeats."""
+        """Handle received frames. Returns whether one was not a heartbeat."""
         found = False
         for kind, channel, payload in self.transport.frames():
             if kind != frames.BEAT:
@@ -315,8 +315,9 @@ class Link:
             self._handle()
 
     def why_blocked(self) -> str:
-        """Return the reason if the broker has blocked this connection, else "". For a
-        connection that is given up: everything else that was received is dropped."""
+        """Return the reason if the broker has blocked this connection, else "". Call it
+        only before the connection is closed: everything else that was received is
+        dropped."""
         with contextlib.suppress(*_LOST):
             self.hear()
         return self.blocked
@@ -376,7 +377,7 @@ class _Partial:
         self._missing = 0
 
     def take(self, kind: int, payload: bytes) -> bool:
-        """Add a frame; returns whether it was the last one."""
+        """Add a frame. Returns whether it was the last frame of the content."""
         if kind == frames.HEADER:
             (self._missing,) = struct.unpack_from(">Q", payload, 4)
             self.properties = payload[12:]
@@ -391,7 +392,7 @@ _LOST = (amqp.AMQPError, OSError, struct.error, ValueError, ChannelClosed)
 
 
 def _ignored(method: bytes, properties: bytes, body: bytes) -> None:
-    """Handle a frame that no request waits for any more."""
+    """Ignore a frame that no request waits for."""
 
 
 def error_text(error: BaseException) -> str:

@@ -29,8 +29,8 @@ MOST = {"heartbeat": 65535, "max_in_flight": 2**31, "max_in_flight_bytes": 2**40
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a session. Options of a simple type can be set in the query of the
-    URL."""
+    """The options of a session. Options of a simple type can be set in the URL's
+    query."""
 
     user: str = "guest"
     password: str = field(default="guest", repr=False)

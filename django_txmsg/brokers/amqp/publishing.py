@@ -1,7 +1,8 @@
-"""Hop 4 on AMQP: many messages in flight, each with its confirm.
+"""Hop 4 over AMQP: many messages in flight, each with its confirm.
 
-A channel confirms sends by number, one or all up to one. A message that no queue takes
-is returned before its confirm, and is refused with that reason.
+The broker confirms a message by its number in the channel, or all messages up to a
+number. A message that no queue takes is returned before its confirm, and is refused
+with that reason.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class Publisher:
         window: int,
         timeout: float,
     ) -> None:
-        """Send the messages without an outcome and write each outcome into `outcomes`.
+        """Send the messages that have no outcome yet, and write each outcome into
+        `outcomes`.
 
         Two messages of a key are never in flight together: the second is sent when the
-        first is stored, and held back if that fails.
+        first is stored, and held back if the first is not stored.
         """
         sending = _Order(keys, outcomes)
         self._batch = batch
@@ -102,8 +104,8 @@ class Publisher:
         self._pending, self._batch = {}, ()
 
     def _closed(self, closed: ChannelClosed) -> BrokerError:
-        """Return the outcome when a channel was closed because of one of the messages
-        in flight; the broker does not report which."""
+        """Return the outcome of the messages in flight when the broker has closed the
+        channel because of one of them. The broker does not report which."""
         if closed.channel != PUBLISHING:
             # The subscription's channel: its session must not go on waiting without it.
             self._link.transport.close()
@@ -116,7 +118,8 @@ class Publisher:
         return DispatchUnknown(closed.text, hung_up=True)
 
     def _leave(self, sending: _Order, error: DestinationUnavailable) -> None:
-        """Send no more to a route that refuses: each refusal would cost a channel."""
+        """Send no more to a destination that refuses, because each refusal costs a
+        channel."""
         refused = {
             self._route(index)
             for index, outcome in enumerate(sending.outcomes)
@@ -203,7 +206,8 @@ class Publisher:
             self._settled.append((index, self._returned.pop(one, error)))
 
     def _on_return(self, method: bytes, properties: bytes, body: bytes) -> None:
-        """Handle a returned message, which has no number: find it by comparison."""
+        """Find the message that the broker has returned. A returned message has no
+        number, so it is found by its content."""
         code, length = struct.unpack_from(">HB", method)
         text = method[3 : 3 + length].decode(errors="replace")
         route = method[3 + length :]
@@ -230,7 +234,8 @@ class Unroutable(DestinationUnavailable):
 
 
 class _Order:
-    """Which messages of a batch may be sent, by the order of their keys."""
+    """Which messages of a batch may be sent now, so that messages of a key stay in
+    order."""
 
     def __init__(self, keys: Sequence[str], outcomes: list[BrokerError | None]) -> None:
         self._keys, self.outcomes = keys, outcomes
@@ -254,8 +259,8 @@ class _Order:
                     self._waiting[key] = deque()
 
     def settle(self, index: int, error: BrokerError | None) -> None:
-        """Record an outcome, and release the next message of its key or hold it
-        back."""
+        """Record a message's outcome. Release the next message of its key, or hold that
+        one back if this one was not stored."""
         self.outcomes[index] = error
         self.open.discard(index)
         waiting = self._waiting.get(self._keys[index])

@@ -1,9 +1,9 @@
-"""Queues and topics on RabbitMQ: existing ones are used as they are, missing ones
+"""Queues and topics on RabbitMQ. Existing queues are used as they are, and missing ones
 declared.
 
 An existing queue is never declared again: RabbitMQ would refuse another type or
-argument. A missing one is declared as a quorum queue, without the delivery limit of
-RabbitMQ 4: the inbox counts attempts, durably, and ends them.
+argument. A missing queue is declared as a quorum queue, without the delivery limit of
+RabbitMQ 4, because the inbox counts attempts durably and ends them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AT_LEAST_ONCE = {
 
 
 class Queues:
-    """The queues of a link's broker, as far as they are known."""
+    """The queues on a link's broker, as far as they are known."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._options = link, link.options
@@ -40,7 +40,7 @@ class Queues:
         self._made: set[str] = set()
 
     def forget(self, queue: str) -> None:
-        """Check this queue again before its next use: it was deleted."""
+        """Check this queue again before its next use, because it was deleted."""
         self._known.discard(queue)
         self._made.discard(queue)
 
@@ -66,8 +66,8 @@ class Queues:
         self._known.add(queue)
 
     def waiting(self, queue: str) -> tuple[int, int] | None:
-        """Return the number of messages and consumers of a queue; None if there is
-        none.
+        """Return the number of messages and consumers of a queue; None if the queue
+        does not exist.
 
         Raises DestinationUnavailable for a queue that is exclusive to another
         connection.
@@ -133,13 +133,13 @@ class Queues:
 
     def delayed(self, destination: str, milliseconds: int) -> str:
         """Return the queue in which a message for `destination` waits until it expires
-        and goes there; declares it if missing.
+        and is moved there. Declares the queue if it is missing.
 
         Only the first message of a queue expires, so there is one queue for each power
         of two of seconds. A quorum queue keeps an expired message until its destination
-        accepts it; a classic one drops it if its destination cannot accept it at that
-        moment, as after a restart. Classic ones are shared with RabbitMQ's STOMP
-        sessions.
+        accepts it. A classic queue drops the message if its destination cannot accept
+        it at that moment (after a restart, say). Classic queues are shared with
+        RabbitMQ's STOMP sessions.
         """
         if milliseconds > MAX_EXPIRATION:
             raise DispatchRejected(
@@ -181,7 +181,8 @@ class Queues:
         self._on().queue_bind(queue, exchange=TOPICS, routing_key=name)
 
     def _on(self) -> amqp.Channel:
-        """Return the channel for requests: a failed request closes it."""
+        """Return the channel for requests. A failed request closes it, so a new one may
+        be needed."""
         if self._channel is None or self._channel.connection is None:
             self._channel = self._link.channel(ASKING)
         return self._channel

@@ -1,7 +1,7 @@
 """A session with RabbitMQ, as relay and consumer use it, on one link.
 
-It publishes, subscribes and sends requests on separate channels: the broker closes a
-channel on a refusal, and the others stay open.
+It publishes, subscribes and sends requests on separate channels. When the broker
+refuses something it closes that channel only.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LONGEST_GROUP = 1.0
 class Acknowledgements:
     """The unacknowledged deliveries of one channel, by their tags.
 
-    A busy consumer acknowledges in groups: a crash costs duplicates. A slow one
-    acknowledges at once: RabbitMQ closes the connection of a consumer that holds a
-    delivery for too long.
+    If many deliveries arrive, they are acknowledged in groups; a crash then causes more
+    duplicates. If few arrive, each is acknowledged at once, because RabbitMQ closes the
+    connection of a consumer that holds a delivery for too long.
     """
 
     def __init__(self, channel: int) -> None:
@@ -58,13 +58,12 @@ class Acknowledgements:
         self._open[tag] = False
 
     def unanswered(self, tags: Iterable[int]) -> list[int]:
-        """Return the tags that are neither acknowledged nor marked for
-        acknowledgement."""
+        """Return those of the tags that are neither acknowledged nor marked for it."""
         return [tag for tag in tags if self._open.get(tag) is False]
 
     def gather(self, tags: Collection[int], *, prefetch: int) -> bool:
-        """Mark deliveries for acknowledgement. Returns whether to send the frames now;
-        the broker sends `prefetch` ahead."""
+        """Mark deliveries for acknowledgement. Returns whether the frames must be sent
+        now. The broker sends `prefetch` deliveries ahead."""
         for tag in tags:
             self._open[tag] = True
         self._gathered += len(tags)
@@ -72,8 +71,8 @@ class Acknowledgements:
         return slow or self._gathered * 2 >= prefetch
 
     def written(self) -> bytearray:
-        """Return the frames for all marked deliveries, to be written next: a single
-        frame up to the first open delivery."""
+        """Return the frames for all marked deliveries: if possible, a single frame for
+        all up to the first open delivery. The caller must write them next."""
         self._acked_at = time.monotonic()
         made, upto, whole = bytearray(), 0, True
         if not self._gathered:
@@ -93,16 +92,17 @@ class Acknowledgements:
         return made
 
     def settle(self, tags: Iterable[int]) -> None:
-        """Record that these were acknowledged in another way."""
+        """Record that these deliveries were settled in another way."""
         for tag in tags:
             self._open.pop(tag, None)
 
 
 class _Heart:
-    """Heartbeats of sessions whose thread is busy elsewhere, such as in a handler.
+    """Sends the heartbeats of sessions whose thread is busy elsewhere, in a handler for
+    example.
 
-    One thread for each process. It uses a link only while no other thread does, so
-    that no heartbeat is written in the middle of a send, and reads nothing.
+    A process has one thread for it. The thread uses a link only while no other thread
+    does, so no heartbeat is written in the middle of a send. It reads nothing.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _Heart:
             self._changed.clear()
 
     def _beat(self) -> float | None:
-        """Send due heartbeats; return the seconds until the next may be due."""
+        """Send due heartbeats. Returns the seconds until the next one may be due."""
         links = [one for one in self._links.all() if one.transport.connected]
         for link in links:
             if link.owned.acquire(blocking=False):
@@ -153,9 +153,9 @@ _TAG = "txmsg"
 
 
 class Subscription:
-    """The queue that a session receives from, and its arrived messages.
+    """The queue that a session receives from, and its deliveries.
 
-    A topic's subscriber has a queue of its own, bound to that topic. A subscription
+    Each subscriber of a topic has its own queue, bound to that topic. A subscription
     without a name has a private queue, which is deleted with its connection.
     """
 
@@ -190,7 +190,7 @@ class Subscription:
             self._queues.refuse_stream(self.queue)
 
     def consume(self, channel: amqp.Channel, prefetch: int) -> None:
-        """Consume the queue, instead of the one subscribed to before."""
+        """Consume the queue, and stop consuming the former queue."""
         if self._consuming:
             channel.basic_cancel(_TAG)
             tags = [one.handle for one in self.arrived]
@@ -230,8 +230,8 @@ class Subscription:
         )
 
     def _came_before(self, table: Mapping[str, Any]) -> bool:
-        """Return whether the message was delivered before: the broker counted a
-        returned delivery, or this session took it from the queue."""
+        """Return whether the message has come before: the broker counted a returned
+        delivery, or this session has taken the message from the queue."""
         count = table.get("x-delivery-count")
         if isinstance(count, int) and count > 0:
             return True
@@ -331,7 +331,8 @@ class AmqpSession(Session):
 
     def _ready(self, outgoing: Outgoing, channel: int) -> frames.Ready:
         """Return the frames of a message to an existing queue. Raises DispatchRejected
-        if it can never be sent, and DestinationUnavailable if it cannot be sent now."""
+        if the message can never be sent, and DestinationUnavailable if it cannot be
+        sent now."""
         if not wire.is_topic(outgoing.destination):
             self._queues.ensure(outgoing.destination)
         return frames.published(outgoing, channel, self._link.frame_max)
@@ -443,8 +444,9 @@ class AmqpSession(Session):
         made: Sequence[frames.Ready],
         returned: Sequence[tuple[bytes, bytes]],
     ) -> None:
-        """Send returned messages again, to a new queue: a queue was deleted between
-        enlist() and commit(), and RabbitMQ has committed the rest."""
+        """Send returned messages again, to a queue that is declared anew. It was
+        deleted between enlist() and commit(), and RabbitMQ has committed the other
+        messages."""
         again = [
             outgoing
             for outgoing, one in zip(enlisted, made, strict=True)
@@ -466,7 +468,7 @@ class AmqpSession(Session):
             self._queues.ping()
 
     def delete_subscription(self, subscriber: str) -> None:
-        """Delete a subscriber's queue. Raises BrokerError while it is in use."""
+        """Delete a subscriber's queue. Raises BrokerError while the queue is in use."""
         with self._owned():
             found = self._queues.waiting(subscriber)
             if found and found[1]:
