@@ -9,7 +9,7 @@ from django.utils.module_loading import autodiscover_modules
 
 
 class TxmsgConfig(AppConfig):
-    """django_txmsg in INSTALLED_APPS. No database and no socket is touched here."""
+    """The app in INSTALLED_APPS. It uses no database and no socket."""
 
     name = "django_txmsg"
     label = "django_txmsg"

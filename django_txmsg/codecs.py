@@ -1,7 +1,7 @@
-"""The choice of a codec for a class of bodies: those of TXMSG["CODECS"], then
+"""Chooses the codec for a class of bodies: first those of TXMSG["CODECS"], then
 pydantic's.
 
-Extend `Codec` for a codec of your own; raise `Misfit` from it.
+To write a codec of your own, extend `Codec` and raise `Misfit`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def body_type(annotation: Any) -> BodyType:
 
 
 def type_of(value: object) -> BodyType | None:
-    """Return how an object of a typed message's class is sent; None for values that
-    JSON supports, and for those that no codec handles."""
+    """Return how an object of a typed message's class is sent. None for values that
+    JSON supports, and for objects that no codec handles."""
     kind: Any = type(value)
     if kind in _PLAIN or value is None:
         return None

@@ -1,9 +1,9 @@
-"""Every use of Django's undocumented parts: Django may change any of it.
+"""Every use of Django's undocumented parts, which Django may change.
 
-First the functions on a connection and its transaction, then the block that begins
-late, and the wrapper of views.
-`tests/unit/test_django_internals.py` names every attribute and method, fails on a
-Django that lacks one, and finds other files that use them.
+First come the functions on a connection and its transaction, then the block that begins
+late, and the wrapper of views. `tests/unit/test_django_internals.py` names every
+attribute and method, fails on a Django that lacks one, and finds other files that use
+them.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def in_testcase(connection: Any) -> bool:
 
 
 def must_roll_back(connection: Any) -> bool:
-    """Return whether the innermost block can only roll back: because of an error, seen
-    by Django or not, or of `set_rollback()`."""
+    """Return whether the innermost block can only roll back. An error, seen by Django
+    or not, or `set_rollback()` may be the cause."""
     return bool(connection.needs_rollback) or is_broken(connection)
 
 
 def is_broken(connection: Any) -> bool:
-    """Return whether the transaction of an open block cannot commit: its connection was
-    closed, or the database has ended it. If the error was caught, Django does not
-    know."""
+    """Return whether the transaction of an open block cannot commit, because its
+    connection was closed or the database has ended it. Django does not know that if the
+    error was caught."""
     raw, spoiled = connection.connection, bool(connection.closed_in_transaction)
     if connection.vendor == "postgresql" and raw is not None:
         spoiled |= raw.info.transaction_status in _SPOILED
@@ -72,8 +72,8 @@ def is_broken(connection: Any) -> bool:
 
 def _rolled_back_by_sqlite(connection: Any) -> bool:
     """Return whether SQLite has rolled back the open transaction by itself, as it does
-    if the disk is full: what follows would be committed at once, statement by
-    statement."""
+    if the disk is full. Statements that follow would be committed at once, one by
+    one."""
     raw = connection.connection
     begun = connection.in_atomic_block and not connection.autocommit
     return bool(
@@ -82,8 +82,8 @@ def _rolled_back_by_sqlite(connection: Any) -> bool:
 
 
 def cause_of_rollback(connection: Any) -> BaseException | None:
-    """Return the error because of which the open block can only roll back, or else the
-    last one of a statement since `note_errors()`."""
+    """Return the error because of which the open block can only roll back. If none is
+    known, return the last error of a statement since `note_errors()`."""
     error: BaseException | None = connection.rollback_exc
     while isinstance(error, TransactionManagementError) and error.__cause__:
         error = error.__cause__  # Django's error about statements after the first
@@ -91,9 +91,9 @@ def cause_of_rollback(connection: Any) -> BaseException | None:
 
 
 def note_errors(connection: Any) -> Callable[[], None]:
-    """Record errors of statements from now on, also of those sent by a cursor and then
-    caught, which Django forgets. After SQLite has rolled back by itself, Django refuses
-    further statements. Returns a function that ends this."""
+    """Record errors of statements from now on, including those that a cursor raised and
+    the caller caught, which Django forgets. After SQLite has rolled back by itself,
+    Django refuses further statements. Returns a function that stops recording."""
 
     def note(execute: Any, *statement: Any) -> Any:
         try:
@@ -133,7 +133,7 @@ def refuses_durable(error: BaseException) -> bool:
 
 def hear_rollbacks(connection: Any, hear: Callable[[bool], None]) -> Callable[[], None]:
     """Call `hear` with the argument of `set_rollback()` for the block that is innermost
-    now. Returns a function that ends this."""
+    now. Returns a function that stops this."""
     usual, level = connection.set_rollback, len(connection.atomic_blocks)
     before = connection.__dict__.get("set_rollback")
 
@@ -164,7 +164,7 @@ def under_savepoint(connection: Any, name: str) -> Iterator[None]:
 
 def last_hook(connection: Any) -> Callable[[], object] | None:
     """Return the hook registered last, if it was registered under the savepoints that
-    are open now: a rollback that drops a hook registered now would drop it too."""
+    are open now. A rollback that drops the next hook drops this one too."""
     for savepoints, hook, *_ in connection.run_on_commit[-1:]:
         if connection.in_atomic_block and savepoints == set(connection.savepoint_ids):
             return hook  # type: ignore[no-any-return]  # Django has no types here
@@ -178,7 +178,7 @@ def hooks(connection: Any) -> Iterator[Callable[[], object]]:
 
 def in_memory(connection: Any) -> bool:
     """Return whether the connection is to an in-memory SQLite of this process, as in
-    the tests of a project on SQLite. Its connections do not wait for each other's
+    the tests of a project on SQLite. Such connections do not wait for each other's
     locks."""
     return connection.vendor == "sqlite" and bool(connection.is_in_memory_db())
 
@@ -206,8 +206,8 @@ def begins_early(connection: Any) -> bool:
 
 
 def abandon(connection: Any) -> None:
-    """Roll back a transaction that a statement began on PostgreSQL and no block has
-    taken over."""
+    """Roll back a transaction that a statement began on PostgreSQL, and that no block
+    has taken over."""
     if connection.connection is not None and not connection.in_atomic_block:
         connection.rollback()
 
@@ -234,9 +234,10 @@ def as_for_a_new_request(connection: Any) -> None:
 
 
 def delete_where(rows: Any) -> int:
-    """Delete a queryset's rows in one statement, which rechecks each row after waiting
-    for its lock, and return how many. If `post_delete` has receivers, `delete()` reads
-    the rows first, and also deletes rows that no longer match."""
+    """Delete a queryset's rows in one statement, and return how many. The statement
+    checks the condition again for each row after waiting for its lock. If `post_delete`
+    has receivers, `delete()` reads the rows first, and also deletes rows that no longer
+    match."""
     return int(rows._raw_delete(rows.db) or 0)
 
 
@@ -258,11 +259,12 @@ _FIRST = ("close_if_health_check_failed", "ensure_connection")
 
 
 class LateAtomic:
-    """`transaction.atomic(using=using)`, begun with the first use of the database.
+    """`transaction.atomic(using=using)` that begins its transaction with the first use
+    of the database.
 
     Inside another block, and with autocommit off, it is an ordinary `atomic()`.
-    `isolation` is its transaction's level. `reading`: it probably only reads, so SQLite
-    takes the write lock only for a write, whatever `transaction_mode` says.
+    `isolation` is its transaction's level. With `reading` it probably only reads, so
+    SQLite takes the write lock only for a write, whatever `transaction_mode` says.
     """
 
     def __init__(
@@ -275,8 +277,8 @@ class LateAtomic:
         self.begun = True
 
     def enter(self, *, begun: bool = False) -> None:
-        """Open the block. `begun`: a statement has begun the transaction already, on a
-        connection that is outside of any block (`begins_early()`)."""
+        """Open the block. `begun` means that a statement has begun the transaction
+        already, on a connection outside any block (`begins_early()`)."""
         connection = self._connection
         manual = connection.connection is not None and not connection.autocommit
         if connection.in_atomic_block or manual:
@@ -311,8 +313,8 @@ class LateAtomic:
             connection.run_and_clear_commit_hooks()
 
     def forget(self) -> None:
-        """Leave the block in a child that was forked before anything began: nothing
-        there would commit the child's work."""
+        """Leave the block in a child that was forked before the transaction began,
+        because no code there would commit the child's work."""
         connection = self._connection
         self._wait_no_more()
         connection.in_atomic_block = connection.needs_rollback = False
@@ -363,7 +365,8 @@ class LateAtomic:
 
 
 def _forked() -> None:
-    """The blocks belong to the parent, and so does a transaction that has begun."""
+    """Forget the blocks in a forked child: they, and a transaction that has begun,
+    belong to the parent."""
     for connection in connections.all(initialized_only=True):
         begin = vars(connection).get(_FIRST[0])
         if begin is not None:
@@ -388,12 +391,12 @@ def wrap_views(
     wrap: Callable[[View, View, Callable[[str], View]], View],
     hear: Callable[[HttpRequest, Exception], None],
 ) -> None:
-    """Have every handler run views wrapped by `wrap`, and first pass exceptions of
-    views and their templates to `hear`. Once in each process.
+    """Let every handler run views wrapped by `wrap`, and first pass exceptions of views
+    and their templates to `hear`. Once per process.
 
     `wrap` gets a view, the view inside the blocks of ATOMIC_REQUESTS, and a function
-    that returns the same without the block of one database. These methods are the only
-    place before every process_exception(), and around only the view.
+    that returns the latter without the block of one database. Only these methods of
+    Django run before every process_exception(), and around nothing but the view.
     """
     usual = BaseHandler.make_view_atomic
     usual_handler = BaseHandler.process_exception_by_middleware

@@ -46,7 +46,7 @@ class TxmsgError(Exception):
 
 
 class ConfigurationError(TxmsgError):
-    """A setting under TXMSG is wrong. Run `manage.py check` for the full list."""
+    """A setting under TXMSG is wrong. `manage.py check` lists all errors."""
 
 
 class StoreError(TxmsgError):
@@ -119,23 +119,24 @@ class DestinationUnavailable(BrokerError):
 
 
 class DeliveryLost(BrokerError):
-    """The lease ended and another worker has taken the message, or processed it. The
-    broker's transaction was rolled back."""
+    """Another worker has taken or processed the message, because the lease on it ended.
+    The broker's transaction was rolled back."""
 
 
 class DispatchHeld(BrokerError):
-    """Not sent, because an earlier message of the same key is not stored yet."""
+    """The message was not sent, because an earlier message of the same key is not
+    stored yet."""
 
 
 class DispatchUnknown(BrokerError):
-    """No receipt came: the broker may or may not have stored the message.
+    """No receipt came, so the broker may or may not have stored the message.
 
     It is sent again with the same id, and the receiver's inbox drops the copy.
     `written` is False if it was certainly not sent. `hung_up` is True only if the
-    broker ended the connection, as some do on a message that they refuse: the messages
+    broker ended the connection, as some do on a message that they refuse. The messages
     of the batch are then sent one by one, and if the broker hangs up on a single
-    message, that counts as its failed attempt. A time-out, also of a write, is silence:
-    the whole broker is paused, and no attempt is counted.
+    message, that counts as its failed attempt. If the broker is only silent, also
+    during a write, the whole broker is paused, and no attempt is counted.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class DispatchUnknown(BrokerError):
 
 
 class FlowError(TxmsgError):
-    """A flow cannot do what was asked for; nothing was stored."""
+    """A flow cannot do what was requested. Nothing was stored."""
 
 
 class AlreadyRunning(FlowError):
@@ -159,8 +160,8 @@ class AlreadyRunning(FlowError):
 
 
 class AlreadyResumed(FlowError):
-    """No run waits for this token any more: it was resumed before, its deadline has
-    passed, or it has ended."""
+    """No run waits for this token. The run was resumed before, its deadline has passed,
+    or it has ended."""
 
 
 class SessionError(TxmsgError):
@@ -168,14 +169,16 @@ class SessionError(TxmsgError):
 
 
 class WorkerFailed(TxmsgError):
-    """A thread of a worker process ended by an error, and so does the process: its
-    supervisor has to restart it. The messages in progress are delivered again."""
+    """A thread of a worker process ended by an error, so the process ends too, and its
+    supervisor must restart it. The messages in progress are delivered again."""
 
 
 class TaskGivenUp(TxmsgError):
-    """A OnceTask killed its worker each time it was delivered, and is not run again.
+    """A OnceTask has killed its worker each time it was delivered, and is not run
+    again.
 
-    Not Celery's WorkerLostError, after which Celery delivers the message once more.
+    It is not Celery's WorkerLostError, after which Celery delivers the message once
+    more.
     """
 
 
@@ -218,7 +221,8 @@ class CommitTimedOut(StageError):
 
 
 class Refuse(Exception):
-    """Raised by a handler: redelivery is pointless, bury the message at once."""
+    """Raised by a handler to bury the message at once, because another attempt is
+    pointless."""
 
 
 class StageStopped(Refuse):
@@ -226,8 +230,8 @@ class StageStopped(Refuse):
 
 
 class Redeliver(Exception):
-    """Raised by a handler: try again after `after` seconds, regardless of the policy's
-    back-off. The attempt counts, so the policy's maximum still applies."""
+    """Raised by a handler to run again after `after` seconds, regardless of the
+    policy's back-off. The attempt counts, so the policy's maximum still applies."""
 
     def __init__(self, after: float, reason: str = "") -> None:
         # Written so that NaN fails: every comparison with NaN is false.

@@ -118,8 +118,9 @@ def health(request: HttpRequest) -> JsonResponse:
 
 
 def look(*aliases: str) -> Health:
-    """Query these databases, or all in use, with eight statements each, and one
-    more for recurring messages. Workers and pauses are in the outbox's own."""
+    """Query these databases, or all in use, with eight statements each, and one more
+    for recurring messages. Workers and paused destinations are in the outbox's
+    database."""
     home = router.db_for_write(OutboxMessage)
     now = clock(home)
     paused = StageState.objects.db_manager(router.db_for_write(StageState)).paused()

@@ -1,9 +1,10 @@
-"""Prometheus metrics (extra `prometheus`), of the tables and of this process.
+"""Prometheus metrics (extra `prometheus`) of the tables and of this process.
 
 Call `metrics.install()` once in each process (in an AppConfig's `ready()`). It counts
-by the package's signals; at each scrape the collector reads counts and ages from the
-database, with capped queries. Workers answer scrapes with `--http`. Without it, give
-all processes one PROMETHEUS_MULTIPROC_DIR, and any web process reports for them.
+by the package's signals. At each scrape the collector reads counts and ages from the
+database, with capped queries. Workers answer scrapes with `--http`. Without that
+option, give all processes one PROMETHEUS_MULTIPROC_DIR, and any web process reports for
+them.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def uninstall() -> None:
 
 
 class Collector:
-    """Figures from the databases, read at each scrape: from `using`, or from all that
+    """Reads figures from the databases at each scrape: from `using`, or from all that
     are in use."""
 
     def __init__(self, using: str | None = None) -> None:
@@ -183,7 +184,7 @@ class Collector:
         yield from gauges.families.values()
 
     def _pipeline(self, gauges: Gauges, now: Any) -> None:
-        """What `pipeline follow` has measured, if its app is installed."""
+        """Add what `pipeline follow` has measured, if its app is installed."""
         if not apps.is_installed("django_txmsg.spark"):
             return
         alerts = apps.get_model("txmsg_spark", "PipelineAlert")
@@ -199,7 +200,8 @@ class Collector:
 
 @probe
 def metrics(request: HttpRequest) -> HttpResponse:
-    """Answer a scrape: this process (or all, see above) and the database."""
+    """Answer a scrape with the figures of this process (or of all processes, see above)
+    and of the databases."""
     try:
         text = of_processes() + of_database()
     except ConfigurationError as error:

@@ -42,7 +42,8 @@ def no_outbox(view: Marked) -> Marked:
 
 
 class OutboxMiddleware:
-    """Begin, run the view, send the control message, commit, dispatch."""
+    """Runs each view in a transaction: begin, run the view, send the control message,
+    commit, dispatch."""
 
     sync_capable = True
     async_capable = True
@@ -168,8 +169,8 @@ def _session(request: HttpRequest) -> OutboxSession | None:
 
 
 def _note(request: HttpRequest, error: Exception) -> None:
-    """Record an exception of a view or its template, however outer middlewares handle
-    it."""
+    """Record an exception of a view or its template, whatever the outer middlewares do
+    with it."""
     session = _session(request)
     if session is not None:
         request._txmsg_error = error  # type: ignore[attr-defined]  # kept on the request

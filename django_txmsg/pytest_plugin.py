@@ -37,8 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class SentMessages(UserList["Message"]):
-    """The messages stored so far, in order; call it with a destination to get only
-    those."""
+    """The messages stored so far, in order. Call it with a destination to get the
+    messages to that destination."""
 
     def __call__(self, destination: str) -> list[Message]:
         """Return the messages to one destination."""
@@ -116,8 +116,8 @@ def _txmsg_without_brokers() -> Iterator[Any]:
 def _txmsg_without_broker(
     request: pytest.FixtureRequest, _txmsg_without_brokers: Any
 ) -> Iterator[None]:
-    """Use the embedded broker for one test, whatever its class overrides; or TXMSG's
-    own."""
+    """Use the embedded broker for one test, whatever its class overrides. For a test
+    that asks for TXMSG's own broker, use that."""
     if not _installed():
         yield
         return
@@ -142,13 +142,13 @@ def _txmsg_without_broker(
 
 
 def _installed() -> bool:
-    """Return whether Django is set up with the app installed."""
+    """Return whether Django is set up and the app installed."""
     apps: Any = getattr(sys.modules.get("django.apps"), "apps", None)
     return apps is not None and apps.ready and apps.is_installed("django_txmsg")
 
 
 def _sound() -> bool:
-    """Return whether TXMSG can be read: a class may override it with an invalid
+    """Return whether TXMSG can be read. A test class may override it with an invalid
     value."""
     from . import conf
 

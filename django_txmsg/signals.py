@@ -91,8 +91,8 @@ _EVENTS = {
 
 
 def announced(signal: Signal) -> bool:
-    """Return whether this event has a log handler or receiver; if not, callers skip the
-    work."""
+    """Return whether this event has a log handler or a receiver. If not, callers skip
+    the work."""
     return bool(signal.receivers) or log.isEnabledFor(_EVENTS[signal][1])
 
 

@@ -92,18 +92,18 @@ class Stage:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether policy and transaction are determined, as a consumer needs them."""
+        """Whether policy and transaction are determined. A consumer needs that."""
         return self._definition is not None
 
     def resolved(self) -> Stage:
-        """Return the stage with its policy and transaction determined once, as a
-        consumer runs it, so that all steps of a message use the same values."""
+        """Return the stage with its policy and transaction determined once, so that all
+        steps of a message use the same values."""
         assert self.reader is None or self.reader  # a missing codec is an error at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
 
     @property
     def reader(self) -> BodyReader | None:
-        """The codec that turns a body into the handler's argument; None if the handler
+        """The codec that turns a body into the handler's argument. None if the handler
         takes the message, whose body is parsed JSON. Raises ConfigurationError if no
         codec fits."""
         if self.accepts is None or isinstance(self.accepts, BodyReader):
@@ -112,7 +112,7 @@ class Stage:
 
     @property
     def reads(self) -> Sequence[tuple[str, int]] | None:
-        """The message types that the handler reads, each with its version here; None if
+        """The message types that the handler reads, each with its version here. None if
         it takes every body as parsed JSON."""
         reader = self.reader
         return None if reader is None else reader.reads
@@ -156,9 +156,8 @@ class Stage:
 
 
 class CallNext:
-    """The next step for a middleware of TXMSG["STAGE_MIDDLEWARE"], to be called once:
-    the next middleware, or finally the handler. `stage` is the stage that it belongs
-    to."""
+    """What a middleware of TXMSG["STAGE_MIDDLEWARE"] must call once: the next
+    middleware, or finally the handler. `stage` is the stage that it belongs to."""
 
     __slots__ = ("_call", "stage")
 
@@ -166,9 +165,9 @@ class CallNext:
         self.stage, self._call = stage, call
 
     def __call__(self, message: Message) -> Any:
-        """Go on with the message, or with a copy that has another body or other
-        headers. Returns the handler's result, if inside the same transaction; raises
-        the handler's exception."""
+        """Pass on the message, or a copy that has another body or other headers.
+        Returns the handler's result, if the handler runs inside the same transaction.
+        Raises the handler's exception."""
         return self._call(message)
 
 
@@ -325,7 +324,7 @@ def register(declared: Stage) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove a stage, as tests do with the stages they declare."""
+    """Remove a stage, for tests."""
     _stages.pop(name, None)
 
 
@@ -368,7 +367,8 @@ def consumers(destination: str, broker: str) -> list[str]:
 
 
 def _recorded(destination: str, broker: str) -> set[str]:
-    """Return the databases whose inboxes tell what was processed of a destination."""
+    """Return the databases whose inboxes record which messages to a destination were
+    processed."""
     return {
         one.definition.using
         for one in map(_known().__getitem__, consumers(destination, broker))

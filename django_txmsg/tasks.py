@@ -42,8 +42,8 @@ def relay_outbox(
     tick has come are stored first.
 
     `databases` defaults to those that the settings and the stages name. A broker that
-    is down, or a destination that takes no messages, is logged and named under
-    "unavailable"; its messages wait for the next run, and the others leave.
+    is down, or a destination that takes no messages, is logged and listed under
+    "unavailable". Its messages wait for the next run, and all others are sent.
     """
     using = databases or with_tables()
     # One worker row for all runs: it becomes silent when beat stops.

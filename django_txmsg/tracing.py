@@ -1,9 +1,9 @@
 """OpenTelemetry (extra `opentelemetry`): spans where a message is stored, sent and
-processed, with links between them, however long it waits in between.
+processed, with links between them, however long the message waits in between.
 
-Names and attributes are those of the semantic conventions for messaging. Nothing
-happens, and nothing is imported, until the process calls `tracing.install()` (in an
-AppConfig's `ready()`). The trace travels in the message's `traceparent`.
+Names and attributes follow the semantic conventions for messaging. Nothing happens, and
+nothing is imported, until the process calls `tracing.install()` (in an AppConfig's
+`ready()`). The message's header `traceparent` carries the trace.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def install(
 ) -> None:
     """Trace and measure from now on, with the given or the global providers.
 
-    `exception_texts`: whether spans contain the messages and stacks of exceptions,
-    which may quote personal data. Otherwise they contain only the class, as
-    `error.type`. Raises ConfigurationError if opentelemetry-api is not installed.
+    With `exception_texts`, spans contain the messages and stacks of exceptions, which
+    may quote personal data. Otherwise they contain only the class, as `error.type`.
+    Raises ConfigurationError if opentelemetry-api is not installed.
     """
     global _tracer, _texts
     _texts = exception_texts
@@ -84,10 +84,10 @@ def created(
     message_id: object, destination: str, headers: MutableMapping[str, str]
 ) -> Callable[[], None] | None:
     """Begin a span for a message that is created, and set its `traceparent`. Returns a
-    function to be called once the message is committed: without that, the span is
-    never exported.
+    function to call when the message is committed; without that call the span is never
+    exported.
 
-    A `traceparent` from the caller stays as it is, and there is no span.
+    If the caller has set a `traceparent`, it stays, and there is no span.
     """
     if _tracer is None or wire.TRACEPARENT in headers:
         return None
@@ -107,7 +107,7 @@ def sending(
     batch: Sequence[Sent],
 ) -> Iterator[Callable[[Sequence[BaseException | None]], None]]:
     """Send messages within a span for each destination, linked to the spans in which
-    they were created. Yields a function to be called with the outcome of each."""
+    they were created. Yields a function to call with the outcome of each message."""
     if _tracer is None:
         yield lambda outcomes: None
         return
@@ -164,7 +164,7 @@ def sending(
 def processing(message: Message, stage: str) -> Iterator[None]:
     """Run a stage within a consumer span, linked to the span that created the message.
 
-    It is also a child of that span, so that one trace shows the whole flow.
+    It is also a child of that span, so that one trace shows all messages.
     """
     if _tracer is None:
         yield

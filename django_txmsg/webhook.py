@@ -1,8 +1,8 @@
 """Calls a webhook with alerts: one POST of JSON, tried a few times.
 
-The URL usually contains a secret: it comes from the environment, and no text of ours
-shows more of it than the host. TLS is verified; redirections are not followed. The app
-and the pipeline send their alerts this way.
+The URL usually contains a secret. It comes from the environment, and our texts show
+only its host. TLS is verified; redirections are not followed. The app and the pipeline
+send their alerts this way.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def alert_message(
 
 class Webhook:
     """The receiver of alerts. `error` is why the last alert did not arrive; `taken` and
-    `failed` count the accepted and the failed ones."""
+    `failed` count the alerts that were accepted and that failed."""
 
     def __init__(
         self, url: str, *, timeout: float = TIMEOUT, key: str | None = None
@@ -130,7 +130,7 @@ class Webhook:
         return False
 
     def _post(self, body: bytes) -> bool:
-        """Try once. Returns whether another try may succeed."""
+        """Post once. Returns whether another try may succeed."""
         headers = {"Content-Type": "application/json", "User-Agent": "django_txmsg"}
         if self._key:
             now = int(time.time())
@@ -164,14 +164,14 @@ class Webhook:
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """A message goes to its URL, or nowhere."""
+    """Follows no redirections."""
 
     def redirect_request(self, *_: Any) -> None:
         """Treat a redirection as a failure."""
 
 
 def _limit(connection: HTTPConnection, seconds: float) -> None:
-    """Cut a connection when its time is over: the socket's own time-out restarts with
+    """Close a connection when its time is over. The socket's own time-out restarts with
     each byte."""
     timer = threading.Timer(seconds, _cut, (connection.sock,))
     timer.daemon = True

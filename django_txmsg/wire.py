@@ -1,7 +1,8 @@
-"""The wire format of a message: the names of its headers, and their meaning, with the
-instants, destinations and derived ids in them.
+"""The wire format of a message: the names and meaning of its headers, and the instants,
+destinations and derived ids in them.
 
-Only the standard library and no state, because the Spark jobs import it too.
+It uses only the standard library and has no state, because the Spark jobs import it
+too.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _NAMES = frozenset({REPLY_TO, TICKET, FLOW, HOP, UNDOES})
 
 
 def of_conversation(name: str) -> bool:
-    """Return whether a header is one of a conversation's."""
+    """Return whether a header is one that all messages of a conversation carry."""
     return name in _NAMES or name.startswith(PROP)
 
 
@@ -77,14 +78,14 @@ def read_ticket(text: str) -> tuple[uuid.UUID, uuid.UUID]:
 
 
 def holds_back(ticket: str) -> bool:
-    """Return whether a request with this ticket is one of a gather that has held
-    another one back until this one has its answer."""
+    """Return whether a request with this ticket belongs to a gather that sends another
+    request when this one has its answer."""
     return "-" in ticket.partition("/")[2]
 
 
 def is_request(headers: Mapping[str, str]) -> bool:
-    """Return whether a flow waits for a message's answer. It expires with that wait, so
-    an expired one is dropped, and not buried."""
+    """Return whether a flow waits for a message's answer. Such a request expires when
+    the flow stops waiting. Then it is dropped, and not buried."""
     return TICKET in headers and REPLY_TO in headers
 
 
@@ -100,7 +101,7 @@ def conversation(headers: Mapping[str, str]) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class Undone:
     """The request that an undo reverses: its id, when it was stored, and whether its
-    answer has arrived, which proves that it was processed."""
+    answer has arrived. An answer proves that the request was processed."""
 
     request_id: uuid.UUID
     at: dt.datetime
@@ -349,9 +350,9 @@ def _instant(text: str | None) -> dt.datetime | None:
 
 
 def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
-    """Return the predecessor in the order of its key: id, and instant of its place in
-    the order. None if the header is missing or unreadable, or if a foreign message
-    names itself as its predecessor: it could never run."""
+    """Return the predecessor in the order of its key: its id, and the instant of its
+    place in the order. None if the header is missing or unreadable, or if a foreign
+    message names itself as its predecessor, because it could never run."""
     before, _, at = headers.get(AFTER, "").partition(";at=")
     try:
         instant, found = parse_instant(at), uuid.UUID(before)
@@ -370,8 +371,8 @@ def traceparent(headers: Mapping[str, str]) -> str | None:
 
 
 def travels(name: str) -> bool:
-    """Return whether a header stays with its message when that is sent again: the
-    sender's headers and ours do, those added by a broker do not."""
+    """Return whether a header stays with its message when the message is sent again.
+    The sender's headers and ours stay; those that a broker adds do not."""
     lowered = name.lower()
     return (
         lowered not in OF_A_DELIVERY
@@ -397,7 +398,8 @@ def senders(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def digest(headers: Mapping[str, str], body: bytes) -> str:
-    """Return a digest of the sender's headers and body, the same over every broker."""
+    """Return a digest of the sender's headers and body. It is the same over every
+    broker."""
     written = {name: value for name, value in headers.items() if travels(name)}
     found = hashlib.sha256(json.dumps(written, sort_keys=True).encode())
     found.update(body)

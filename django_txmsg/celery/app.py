@@ -1,5 +1,5 @@
-"""The app: every way to call a task ends in `send_task()`, even for tasks that are not
-registered here."""
+"""The Celery app. Every way to call a task ends in its `send_task()`, even for tasks
+that are not registered here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         connection: Any = None,
         **options: Any,
     ) -> Any:
-        """Like Celery's, but store a row of the outbox if a transaction is open.
+        """Call the task like Celery does, but store a row of the outbox if a
+        transaction is open.
 
         `using` names the transaction's database. Raises TransactionRequired and
         DuplicateMessage like `send_message()`.
@@ -64,7 +65,8 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         )
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Call the task: its row leaves on the commit, and a crash does not lose it."""
+        """Call the task: its message is sent after the commit, and a crash does not
+        lose it."""
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +107,7 @@ class OnceTask(TransactionalTask):
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        """Log careless options when the task is registered."""
+        """Log options under which the task could be lost, when it is registered."""
         super().on_bound(app)
         for careless in cls.careless():
             log.error("%s", careless)
@@ -126,18 +128,18 @@ class OnceTask(TransactionalTask):
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Like Celery's, but raise Retry whatever `throw` says, because the work must
-        be rolled back before it is repeated. Raises InvalidMessage for another broker
-        than the app's, which Celery would turn into a Reject."""
+        """Retry like Celery does, but raise Retry whatever `throw` says, because the
+        work must be rolled back before it is repeated. Raises InvalidMessage for
+        another broker than the app's, which Celery would turn into a Reject."""
         leads = (options.get(name) for name in ("connection", "producer", "publisher"))
         refuse_another_broker(self._get_app(), self.name, *leads)
         return super().retry(args, kwargs, exc, True, *rest, **options)
 
 
 class Celery(celery.Celery):  # type: ignore[misc]  # published without type hints
-    """A Celery app whose tasks, called inside a transaction, leave with its commit.
+    """A Celery app whose tasks, called inside a transaction, are sent after its commit.
 
-    Outside of a transaction they go to the broker at once, as with Celery, unless
+    Outside a transaction they are sent to the broker at once, as with Celery, unless
     TXMSG["CELERY"]["REQUIRE_ATOMIC"] is set. Its tasks are `TransactionalTask`s, unless
     `task_cls` names another class.
     """
@@ -159,7 +161,8 @@ class Celery(celery.Celery):  # type: ignore[misc]  # published without type hin
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Like Celery's, but store a row of the outbox if a transaction is open.
+        """Send a task like Celery does, but store a row of the outbox if a transaction
+        is open.
 
         `using` names the transaction's database. Raises TransactionRequired and
         DuplicateMessage like `send_message()`.

@@ -1,7 +1,7 @@
 """Hop 1 for Celery: a task is called, and its message becomes a row of the outbox.
 
-Celery creates the message as usual, with its routing, canvas and ids; a producer in
-place of kombu's keeps what would be published. Neither broker nor result backend is
+Celery creates the message as usual, with its routing, canvas and ids. A producer in
+place of kombu's keeps what Celery would publish. Neither broker nor result backend is
 contacted. Messages that continue a running task are sent, not stored: a row would be
 rolled back together with the task.
 """
@@ -43,8 +43,8 @@ from ..dead_letters import masking
 
 @dataclass
 class Run:
-    """One execution: `later` is sent to the broker when its transaction has ended. Once
-    it has `ended`, further calls are sent at once."""
+    """One execution of a task. When its transaction has ended, the messages in `later`
+    are sent to the broker. Once it has `ended`, further calls are sent at once."""
 
     later: list[Publication] = field(default_factory=list)
     ended: bool = False
@@ -59,19 +59,20 @@ def current_run() -> Run | None:
 
 
 def enter(run: Run | None) -> None:
-    """Set the execution that is open in this context; None: none is."""
+    """Set the execution that is open in this context, or None."""
     _run.set(run)
 
 
 def without_asking(app: Any) -> None:
-    """Let only callers that wait contact the app's result backend, in this thread."""
+    """In this thread, contact the app's result backend only when a caller waits for a
+    result."""
     backend = app.backend
     if getattr(backend, "is_async", False) and not hasattr(backend, "txmsg"):
         backend.txmsg = _Patience(backend)
 
 
 class _Patience:
-    """Wraps four methods of one backend."""
+    """Replaces four methods of one result backend."""
 
     def __init__(self, backend: Any) -> None:
         self._call = backend.on_task_call
@@ -90,8 +91,8 @@ class _Patience:
         return {} if hasattr(producer, "published") else self._call(producer, task_id)
 
     def add_pending_result(self, result: Any, **options: Any) -> Any:
-        """Watch a result, as for each result of a group: inside of a block, only once
-        a caller waits."""
+        """Watch a result; Celery calls this for each result of a group. Inside a block,
+        the backend is contacted only once a caller waits."""
         if not any(map(in_block, connections.all(initialized_only=True))):
             return self._add(result, **options)
         number, results = id(result), self._results
@@ -100,12 +101,12 @@ class _Patience:
         return result
 
     def wait_for_pending(self, result: Any, **options: Any) -> Any:
-        """A caller waits for a result."""
+        """Contact the backend, because a caller waits for a result."""
         self._catch_up()
         return self._wait(result, **options)
 
     def iter_native(self, result: Any, **options: Any) -> Any:
-        """A caller waits for a group's results."""
+        """Contact the backend, because a caller waits for a group's results."""
         self._catch_up()
         return self._iterate(result, **options)
 
@@ -128,8 +129,8 @@ _NOTHING = dict.fromkeys(("callbacks", "errbacks", "chain", "chord"))
 # to monitors. The arguments themselves are in the body, which is masked where it is
 # shown.
 def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
-    """Return Celery's options with the masked texts of a call's arguments; none without
-    a mask."""
+    """Return Celery's options that show the masked texts of a call's arguments. Without
+    a mask there are none."""
     if conf.get().MASK is None:
         return {}
     args, kwargs = arguments
@@ -159,12 +160,12 @@ class StoringProducer:
         self.published: list[Publication] = []
 
     def publish(self, body: Any, **given: Any) -> None:
-        """Keep what kombu's producer would send."""
+        """Keep what Celery would publish."""
         self.published.append(Publication.make(body, given))
 
     @property
     def connection(self) -> StoringProducer:
-        """Celery uses it only to translate errors."""
+        """Stands for a connection, which Celery uses only to translate errors."""
         return self
 
     def _reraise_as_library_errors(self) -> Any:
@@ -172,8 +173,8 @@ class StoringProducer:
 
 
 def stands_in(producer: Any) -> bool:
-    """Return whether published messages are kept, so that no connection of the caller's
-    is used."""
+    """Return whether published messages are kept, so that the caller's connection is
+    not used."""
     return isinstance(producer, StoringProducer)
 
 
@@ -255,15 +256,15 @@ def _has_its_own(producer: Any) -> bool:
 
 
 def in_worker(app: Any) -> bool:
-    """Return whether a task is running in this thread, or this process is a worker. (A
-    worker's main process calls the links of a task that ran out of time.)"""
+    """Return whether a task is running in this thread, or this process is a worker: a
+    worker's main process calls the links of a task that ran out of time."""
     worker = getattr(app.loader, "worker_initialized", False)
     return bool(worker) or get_current_worker_task() is not None
 
 
 def _continues(task_id: str | None, nesting: int) -> bool:
-    """Return whether a call continues the running task: its retry or replacement, which
-    has the same id, or a call after its end, which is nested deeper."""
+    """Return whether a call continues the running task. Its retry and its replacement
+    do, which have the same id, and a call after its end, which is nested deeper."""
     run = current_run()
     if run is not None and run.ended:
         return True
@@ -320,7 +321,8 @@ def _place(connection: kombu.Connection) -> tuple[Any, ...]:
 
 
 def _derived(current: Scope) -> uuid.UUID:
-    """Return the id of a task called by a stage or a OnceTask: the same at each run."""
+    """Return the id of a task called by a stage or a OnceTask. It is the same at each
+    run."""
     assert current.cause is not None
     service = conf.get().SERVICE
     ordinal = next(current.ordinals)
@@ -380,13 +382,14 @@ _NO_NAME = re.compile(r"^[^A-Za-z0-9_]|[^A-Za-z0-9_.\-]")
 
 
 def place(name: str) -> str:
-    """Return the destination, or the stage, under which a task is shown: its name."""
+    """Return the destination, or the stage, under which a task is shown, which is the
+    task's name."""
     return _NO_NAME.sub("_", name)[:255]
 
 
 def identity(task_id: str, nesting: int = 0) -> uuid.UUID:
-    """Return a task's id as a UUID. A task that replaces itself keeps its id, but is
-    another message."""
+    """Return a task's id as a UUID. A task that replaces itself keeps Celery's id, but
+    its replacement is another message with another UUID."""
     try:
         if not nesting:
             return uuid.UUID(task_id)

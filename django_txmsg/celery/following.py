@@ -1,7 +1,8 @@
-"""Messages after a OnceTask's commit: its own, its links, the rest of its chain.
+"""The messages that a OnceTask sends after its commit: its own, its links, the rest of
+its chain.
 
-If they cannot be sent, the task's message goes back to its queue, and its copy sends
-them, without running the task again.
+If they cannot be sent, the task's message goes back to its queue. Its next delivery
+sends them, without running the task again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _open = threading.local()
 
 
 def publish(app: Any, publications: Sequence[Publication]) -> None:
-    """Send messages to the app's broker. Raises BrokerError if it has not confirmed all
-    of them; some may have been sent."""
+    """Send messages to the app's broker. Raises BrokerError if the broker has not
+    confirmed all of them; some may have been sent."""
     left = [
         Outgoing(
             one.headers.get("task", ""),
@@ -134,11 +135,11 @@ HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupErro
 
 
 def go_on(task: Any, result: Any) -> None:
-    """Call the task's links and the rest of its chain.
+    """Call the task's links and the rest of its chain. Raises Reject if that fails.
 
-    Celery itself would do so when the task returns. If its broker were away, or the
+    Celery itself would call them when the task returns. If its broker were away, or the
     backend that a chord needs, Celery would take the task for failed and acknowledge
-    it: its work would be committed and its chain lost. Raises Reject instead.
+    it: its work would be committed and its chain lost.
     """
     request, app = task.request, task.app
     cause = cause_of(request)

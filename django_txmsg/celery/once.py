@@ -1,9 +1,10 @@
 """Hops 6 and 7 for Celery: one delivery of a task, whose work takes effect once.
 
-record (already done? then return its result) → begin → run the task, which calls and
-sends → store its result → commit → send its retry or its replacement, or its links and
-the rest of its chain. Celery settles the delivery by what is returned or raised. If the
-worker is killed between two of these steps, the next delivery continues from there.
+The steps are: record (if the task is done, return its result) → begin → run the task,
+which calls and sends → store its result → commit → send its retry or its replacement,
+or its links and the rest of its chain. Celery settles the delivery by what is returned
+or raised. If the worker is killed between two of these steps, the next delivery goes on
+from there.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ _NOTE, _ENCODING = "celery", "content-encoding"
 def written(
     task: Any, result: Any, later: Sequence[Publication], ignored: Ignore | None
 ) -> dict[str, Any]:
-    """Return the columns that record the result; none if a copy has nothing to return
-    or send."""
+    """Return the columns that record the result. There are none if a copy has nothing
+    to return or send."""
     if result is None and ignored is None and not later:
         return {}
     note: dict[str, Any] = {}
@@ -92,7 +93,7 @@ class Memo:
         return [Publication.read(*one) for one in self._note.get("later", ())]
 
     def result(self) -> Any:
-        """Return the task's result. Raises Ignore if the task did."""
+        """Return the task's result. Raises Ignore if the task has raised it."""
         if "ignored" in self._note:
             raise Ignore(self._note["ignored"])
         content_type = self._headers[wire.CONTENT_TYPE]
@@ -151,7 +152,7 @@ class _Once:
         self._inbox_record: InboxRecord | None = None
 
     def process(self) -> Any:
-        """Take the delivery from its record to its result."""
+        """Process the delivery, from its record to its result."""
         record, begun = self._record()
         if record.processed:
             return self._again(record)
@@ -205,7 +206,7 @@ class _Once:
         return self._inbox_record, begun
 
     def take_back(self) -> None:
-        """Uncount the attempt, which did not fail because of the task."""
+        """Subtract the attempt, because its failure is not the task's fault."""
         if self._inbox_record is None:
             return
         row = self.inbox.filter(
@@ -269,8 +270,8 @@ class _Once:
         )
 
     def _again(self, record: InboxRecord) -> Any:
-        """For a copy, send what the first delivery should have sent after its commit,
-        if its worker was killed before."""
+        """Send for a copy what the first delivery should have sent after its commit, in
+        case its worker was killed before."""
         row = self.inbox.filter(pk=record.id).values("headers", "body").first()
         signals.announce(
             signals.message_duplicate,
@@ -286,7 +287,7 @@ class _Once:
 
     def _fail(self, record: InboxRecord, error: BaseException) -> bool:
         """Record a failure, which Celery reports by its own means. Returns False if the
-        work is done all the same: by a copy, or by this attempt, which has
+        work is done in spite of the failure: by a copy, or by this attempt, which has
         committed."""
         if in_block(connections[self.using]):
             return True

@@ -1,8 +1,8 @@
 """`manage.py check`: finds what is wrong with the settings, before it costs a message.
 
-Errors are settings that cannot work, warnings are those that fail under some
-conditions. Checks open no connection (except with `--database`). For each id, its
-meaning and what to do: docs/reference/checks.md.
+An error is a setting that cannot work. A warning is a setting that fails under some
+conditions. Checks open no connection (except with `--database`).
+docs/reference/checks.md explains each id and what to do.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def check_deployment(**_: object) -> list[CheckMessage]:
 def check_databases(
     databases: Sequence[str] | None = None, **_: object
 ) -> list[CheckMessage]:
-    """Return what is wrong with the databases, and what this code lacks for the runs in
-    them: `check --database ALIAS`."""
+    """Return what is wrong with the databases, and what this code lacks for the runs of
+    flows in them: `check --database ALIAS`."""
     if conf.problems():
         return []
     asked = databases or ()

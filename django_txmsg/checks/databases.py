@@ -51,8 +51,8 @@ def size_of(pool: Any) -> int:
 
 
 def consumer(alias: str) -> int:
-    """Return how many of a consumer's threads can use a connection at a time, if one
-    process runs all stages."""
+    """Return how many threads of a consumer can use a connection at the same time, if
+    one process runs all stages."""
     settings = conf.get()
     embedded = [name for name in settings.BROKERS if _works_in(name, alias)]
     need = 1 + 1 + 1  # its main thread, bulk operations, leases
@@ -69,7 +69,7 @@ def consumer(alias: str) -> int:
 
 
 def relay(alias: str) -> int:
-    """Return the same for a relay."""
+    """Return how many threads of a relay can use a connection at the same time."""
     settings = conf.get()
     lanes = settings.RELAY.LANES * len(settings.BROKERS)
     own = 1 + int(alias == _writes(Worker))  # leases, its heartbeat
@@ -77,7 +77,8 @@ def relay(alias: str) -> int:
 
 
 def run(alias: str) -> int:
-    """Return the same for a process that does the work of both, and prunes."""
+    """Return how many threads can use a connection at the same time in a process that
+    does the work of both, and prunes."""
     shared = 1 + _notifications(alias)  # leases
     return consumer(alias) + relay(alias) - shared + 1
 
@@ -88,7 +89,7 @@ def _timekeeper(alias: str) -> int:
 
 
 def _notifications(alias: str) -> int:
-    """Return how many threads listen in that database, and notify others."""
+    """Return how many threads listen in that database, or notify others."""
     if not conf.get().NOTIFY or connections[alias].vendor != "postgresql":
         return 0
     return 2 if alias_of(alias) == alias else 1
@@ -106,7 +107,7 @@ def _works_in(broker: str, alias: str) -> bool:
 
 
 def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
-    """Warn of databases in which a notification does not arrive."""
+    """Warn of databases in which no notification arrives."""
     for using in databases.with_tables():
         if using not in aliases or connections[using].vendor != "postgresql":
             continue

@@ -18,8 +18,8 @@ from ..monitoring import databases
 
 
 def check(asked: Sequence[str]) -> Iterator[CheckMessage]:
-    """Find flows, steps and types that open runs wait for, and that are not in this
-    code. Such a run is not lost: it waits for code that has them."""
+    """Return the flows, steps and types that open runs wait for, and that this code
+    does not have. Such a run is not lost: it waits for code that has them."""
     known = {one.name: one for one in declarations()}
     for using in databases.with_tables():
         if using not in asked:

@@ -56,7 +56,7 @@ def check() -> list[CheckMessage]:
 
 
 def _misnamed() -> Iterator[CheckMessage]:
-    """Find an app's handlers in modules that are not imported."""
+    """Return the handlers of an app in modules that are not imported."""
     for app in apps.get_app_configs():
         package: Any = app.module
         for module in iter_modules(getattr(package, "__path__", ())):
@@ -127,7 +127,8 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
 
 
 def _subscription(stage: Stage) -> Iterator[CheckMessage]:
-    """RabbitMQ keeps a subscription in a queue of the same name."""
+    """Return what is wrong with a stage's subscription: RabbitMQ keeps it in a queue of
+    the same name."""
     broker = brokers.find_broker(stage.broker)
     if broker is None or broker.kind != "rabbitmq":
         return
@@ -347,7 +348,7 @@ def _redelivery_window(policy: RedeliveryPolicy) -> float:
 
 
 def check_schedule() -> list[CheckMessage]:
-    """Return which recurring messages could not be stored."""
+    """Return the recurring messages that could not be stored."""
     return [error for one in recurring() for error in _recurring(one)]
 
 
@@ -371,8 +372,8 @@ def _recurring(one: Recurring) -> Iterator[CheckMessage]:
 
 
 def check_contract() -> Iterator[CheckMessage]:
-    """Report that a process cannot find the contract, or that the path depends on its
-    working directory."""
+    """Return what keeps a process from finding or reading the contract. Its path may
+    depend on the working directory."""
     file = codecs.contract_path()
     is_there = file.exists()
     if is_there:

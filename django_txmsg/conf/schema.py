@@ -20,7 +20,7 @@ BAD = "bad"
 
 @dataclass(frozen=True)
 class RelaySettings:
-    """How stored messages leave."""
+    """How stored messages are sent."""
 
     BATCH_SIZE: int = 500
     """Messages claimed and dispatched together."""
@@ -41,7 +41,7 @@ class RelaySettings:
 
 @dataclass(frozen=True)
 class RedeliverySettings:
-    """The redelivery policy of stages without their own."""
+    """The redelivery policy of stages that have none of their own."""
 
     MAX_REDELIVERIES: int = 6
     INITIAL_DELAY: float = 1.0
@@ -199,7 +199,7 @@ class CelerySettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything under TXMSG."""
+    """All settings under TXMSG."""
 
     SERVICE: str = "service"
     FORMER_SERVICES: tuple[str, ...] = ()

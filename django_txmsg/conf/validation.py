@@ -64,7 +64,7 @@ _POSITIVE = frozenset(
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in the settings: where, what, and what to do."""
+    """One error in the settings: where it is, what is wrong, and what to do."""
 
     path: str
     message: str
@@ -215,7 +215,7 @@ def _option_problems(given: object, path: str) -> Iterator[Problem]:
 
 
 def _section_of(name: object, known: Mapping[str, Any]) -> str:
-    """Say which section has a setting of that name; "" if none has."""
+    """Return the section that has a setting of that name; "" if there is none."""
     for section, kind in known.items():
         if isinstance(kind, type) and is_dataclass(kind) and name in hints(kind):
             return f'It belongs into "{section}": {{"{section}": {{"{name}": …}}}}.'

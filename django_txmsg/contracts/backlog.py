@@ -1,4 +1,4 @@
-"""Rows that still wait for a destination or a type that is being removed."""
+"""Rows that still wait for a destination or a type that the contract no longer has."""
 
 from __future__ import annotations
 

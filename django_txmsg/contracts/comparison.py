@@ -1,7 +1,7 @@
 """Breaking changes of the contract.
 
-Two directions: new code reads messages that are already on their way, and other or
-still running old code reads the new messages.
+Two things may break: new code cannot read messages that are already on their way, or
+the old code of other services and of running processes cannot read new messages.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _versions(message: Contract, version: int) -> Iterator[tuple[int, Contract]]
 
 
 def _of_operations(contract: Contract, action: str) -> dict[str, set[str]]:
-    """Return the messages of all operations of a kind, by channel."""
+    """Return the messages of all operations with an action, by channel."""
     found: dict[str, set[str]] = {}
     for operation in contract.get("operations", {}).values():
         if operation["action"] == action:

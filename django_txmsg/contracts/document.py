@@ -1,7 +1,7 @@
 """The contract of the present code: an AsyncAPI 3.0 document.
 
 Channels are destinations, receive operations are stages, send operations are declared
-`Destination`s, and a message is a type with its JSON Schema.
+`Destination`s, and each message is a type with its JSON Schema.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..stages import all_stages
 
 
 def path(given: str | None = None) -> Path:
-    """Return the path of the contract's file: as given, or TXMSG["CONTRACT"], or
+    """Return the path of the contract's file: `given`, or TXMSG["CONTRACT"], or
     asyncapi.json beside manage.py."""
     return Path(given) if given else codecs.contract_path()
 
@@ -46,7 +46,7 @@ def read(file: Path) -> Contract:
 
 
 def write(file: Path, contract: Contract) -> bool:
-    """Write the contract; return whether the file has changed."""
+    """Write the contract. Returns whether the file has changed."""
     content = text(contract)
     if file.exists() and file.read_text("utf-8") == content:
         return False
@@ -165,8 +165,8 @@ class _Builder:
         return found
 
     def _older(self, body: BodyType) -> Contract:
-        """Return the schemas of the versions before this one that the committed
-        contract has."""
+        """Return the schemas of the earlier versions of a type, as far as the committed
+        contract has them."""
         known = self._known(body)
         version, schema = known.get(VERSION, 1), schema_of(known)
         older: Contract = dict(known.get(READERS, {}))
@@ -179,8 +179,8 @@ class _Builder:
     def _oldest_reader(
         self, body: BodyType, schema: Contract | None, older: Contract
     ) -> int:
-        """Return the oldest version that can read sent bodies: the declared one, or the
-        oldest with which all changes are compatible."""
+        """Return the oldest version that can read sent bodies. That is the declared
+        one, or the oldest one with which all changes since are compatible."""
         known = self._known(body)
         if not known or declaration(body.cls).readable_from is not None:
             return body.oldest_reader
@@ -208,8 +208,8 @@ def _pointer(*names: str) -> str:
 
 
 def _rooted(schema: Any, within: str, was: str = "#") -> Any:
-    """Return a schema with references from the root of the document, with `within` in
-    place of `was`."""
+    """Return a schema whose references begin at the root of the document, with `within`
+    in place of `was`."""
     if isinstance(schema, dict):
         return {
             key: within + value.removeprefix(was)

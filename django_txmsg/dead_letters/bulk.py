@@ -49,8 +49,8 @@ PAUSE = 0.5
 
 
 def died_again(operation: BulkOperation, using: str) -> int:
-    """Return how many messages have died again since the operation began, of those that
-    it has redelivered. Another error of the same message counts too."""
+    """Return how many of the messages that the operation has redelivered have died
+    again since it began. Another error of the same message counts too."""
     filters = {name: operation.filter[name] for name in operation.filter.keys() & _KEPT}
     letters = selection.filtered(filters, using=using).filter(
         pk__lte=operation.cursor,
@@ -62,7 +62,8 @@ def died_again(operation: BulkOperation, using: str) -> int:
 
 
 def unsettled(operation: BulkOperation, using: str) -> bool:
-    """Return whether a watched message is neither processed nor dead again."""
+    """Return whether a message whose outcome the operation waits for is neither
+    processed nor dead again."""
     letters = DeadLetter.objects.using(using).filter(
         pk__in=operation.watched, resolution=Resolution.REDELIVERED
     )
@@ -81,8 +82,8 @@ def unsettled(operation: BulkOperation, using: str) -> bool:
 
 
 def most(operation: BulkOperation, back: int) -> int:
-    """Return how many messages the next batch may have: before one has succeeded, no
-    more than may die before the operation stops."""
+    """Return the size limit of the next batch. Before a message has succeeded, a batch
+    has no more messages than may die before the operation stops."""
     assert operation.tolerates is not None
     if operation.done > back:
         return STEPS[-1] * 10
@@ -90,8 +91,8 @@ def most(operation: BulkOperation, back: int) -> int:
 
 
 def next_step(step: int, batch: list[DeadLetter], tally: Tally) -> dict[str, Any]:
-    """Return what an operation records after a batch: whose outcome it waits for, and
-    the size of the next batch."""
+    """Return what an operation records after a batch: the messages whose outcome it
+    waits for, and the size of the next batch."""
     watched = [one.pk for one in batch if one.pk not in tally.skipped]
     if step > STEPS[-1]:
         return {"watched": []}
@@ -127,13 +128,13 @@ def start(
     shown: Shown | None = None,
     tolerates: int | None = None,
 ) -> BulkOperation:
-    """Request `kind` for what matches now. Nothing is executed yet.
+    """Request `kind` for the dead letters that match now. Nothing is executed yet.
 
-    `rate` limits the messages a second. Messages that die later are not included. With
-    `shown`, exactly those are included: raises Changed if one no longer matches.
+    `rate` limits the messages per second. Messages that die later are not included.
+    With `shown`, exactly those are included: raises Changed if one no longer matches.
 
     With `tolerates`, a redelivery tries one message first, then 10, then 100, then the
-    rest, each after the ones before were processed. It stops itself when more than
+    rest, each after the messages before were processed. It stops itself when more than
     `tolerates` of them have died again.
     """
     if wrong := dead_letters.wrong_rate(rate):
@@ -173,10 +174,10 @@ def start(
 
 
 def work_off(using: str, stop: threading.Event) -> int:
-    """Execute all running operations until none is due. Returns how many messages.
+    """Execute all running operations until none is due. Returns the number of messages.
 
-    Several processes may do so at once: a batch belongs to one of them. Returns soon
-    after `stop` is set, with the current batch completed.
+    Several processes may do so at once, because each batch belongs to one of them. If
+    `stop` is set, the current batch is completed.
     """
     worked = 0
     while not stop.is_set():
@@ -189,7 +190,8 @@ def work_off(using: str, stop: threading.Event) -> int:
 
 
 def running(using: str) -> bool:
-    """Return whether an operation has work left, even if its rate postpones it."""
+    """Return whether an operation has work left, even if its rate postpones that
+    work."""
     return BulkOperation.objects.using(using).filter(state=BulkState.RUNNING).exists()
 
 
@@ -199,9 +201,10 @@ def finish(
     patience: float | None = None,
     on_batch: Callable[[BulkOperation], None] | None = None,
 ) -> BulkOperation:
-    """Execute one operation, for at most `patience` seconds, until it has ended.
+    """Execute one operation until it has ended, for at most `patience` seconds.
 
-    Returns it in its state then: ended, paused, or still running in another process.
+    Returns the operation as it is then: ended, paused, or still running in another
+    process.
     """
     using = operation._state.db or "default"
     deadline = None if patience is None else time.monotonic() + patience
@@ -346,8 +349,8 @@ def _do(
 
 
 def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
-    """A batch failed and was rolled back: use smaller ones to find the message that
-    caused it."""
+    """Make the batches smaller, because one has failed and was rolled back. A batch of
+    one message then shows which message has caused that."""
     log.warning("bulk operation %d: a batch failed: %s", operation.pk, error)
     with transaction.atomic(using=using), suppress(_Moved):
         if operation.batch_size > 1:

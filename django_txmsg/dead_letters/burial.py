@@ -1,4 +1,4 @@
-"""The side track's end: burying messages.
+"""Burying messages: what follows the last attempt.
 
 A buried message keeps its original headers and bytes until an operator resolves it
 (`resolution.py`).
@@ -39,10 +39,10 @@ def bury(
     failure: Failure,
     attempts: int,
 ) -> DeadLetter:
-    """Store a message that is given up on, inside the caller's transaction.
+    """Store a message as a dead letter, inside the caller's transaction.
 
-    If a redelivered message dies again, it is the same dead letter, reopened, with one
-    more death.
+    If a redelivered message dies again, its dead letter is opened again, with one more
+    death.
     """
     text_headers = {
         _storable(name): _storable(value) for name, value in headers.items()
@@ -85,8 +85,8 @@ def bury(
 def bury_outgoing(
     row: Claimed, using: str, broker: str, reason: str, error: str
 ) -> DeadLetter:
-    """Store a message that could not leave: expired, or refused by the broker. A flow
-    that waits for its answer gets `Dead`."""
+    """Store a message that could not be sent, because it has expired or the broker has
+    rejected it. A flow that waits for its answer gets `Dead`."""
     service = row.service or conf.get().SERVICE
     letter = bury(
         using=using,
@@ -127,7 +127,8 @@ def _announcement(letter: DeadLetter, error: str) -> Callable[[], None]:
 
 
 def _storable(text: str) -> str:
-    """JSON columns of PostgreSQL can store neither NUL nor lone surrogates."""
+    """Return a text without NUL and lone surrogates, which JSON columns of PostgreSQL
+    cannot store."""
     cleaned = text.replace("\x00", "\\x00")
     return cleaned.encode("utf-8", "backslashreplace").decode()
 
@@ -141,7 +142,8 @@ _BATCH = 100
 
 def bury_unread(using: str, stage: str = "") -> int:
     """Bury the parked messages that need newer code, of one stage or of all, in bounded
-    transactions; return how many. If redelivered, they wait as before."""
+    transactions. Returns how many. When they are redelivered, they wait for that code
+    again."""
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))

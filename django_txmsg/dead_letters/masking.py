@@ -1,4 +1,4 @@
-"""What an operator sees of a message: TXMSG["MASK"] may hide personal data.
+"""What an operator sees of a message. TXMSG["MASK"] may hide personal data.
 
 The setting names a function `mask(destination, headers, body)` that returns the headers
 and body to show. It changes nothing that is stored or sent.

@@ -46,9 +46,9 @@ def redeliver(
     """Redeliver open dead letters that the caller's transaction has locked.
 
     A stage's dead letter is parked in the stage's inbox again, due now: only that stage
-    gets it, and no broker is needed. A relay's dead letter leaves through the outbox.
-    So does a stage's dead letter if no process runs the stage and it is not declared
-    here under that name for this database.
+    gets it, and no broker is needed. A relay's dead letter is sent again through the
+    outbox. So is a stage's dead letter if no process runs the stage and it is not
+    declared here under that name for this database.
     """
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)
@@ -94,9 +94,9 @@ def redeliver(
 
 
 def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:
-    """Return why nothing can be done about a dead letter whose message is revoked, or
-    is a request that has expired, or that the broker has refused, which was answered by
-    `Dead`; the empty string for any other."""
+    """Return why a dead letter cannot be redelivered; "" if it can. Its message may be
+    revoked. Or it is a flow's request that has expired, or that the broker has
+    rejected, so that the flow got `Dead` as the answer."""
     given = letter.headers
     until = wire.expires(wire.conversation(given))
     expired = until is not None and until <= now
@@ -133,8 +133,8 @@ def _known(
 
 def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
     """Return the stages whose parked messages are in this database. Some are declared
-    here, for this database. Others run only in live processes of another service or
-    with other code: they buried their messages in this database."""
+    here for it. Others run only in live processes of another service or with other
+    code, and have buried their messages in this database."""
     declared = {one.name: one.definition.using for one in all_stages()}
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):
@@ -147,8 +147,8 @@ def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
 
 
 def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
-    """Discard open dead letters that the caller's transaction has locked. That confirms
-    an undo in doubt."""
+    """Discard open dead letters that the caller's transaction has locked. For an undo
+    in doubt, that confirms the undo."""
     tally.done += _resolve(batch, using, Resolution.DISCARDED, by)
     for one in batch:
         if one.reason == undoing.IN_DOUBT:
@@ -203,8 +203,9 @@ def redeliver_copy(
     """Send an edited copy under a new id, linked to the original, and close the
     original.
 
-    Raises InvalidMessage for headers that cannot travel or a JSON body that does not
-    parse, TxmsgError if the dead letter is no longer open, or its message is revoked.
+    Raises InvalidMessage for headers that cannot be sent or a JSON body that does not
+    parse, and TxmsgError if the dead letter is no longer open, or its message is
+    revoked.
     """
     using = letter._state.db or "default"
     content_type = letter.content_type or wire.BYTES
@@ -244,9 +245,9 @@ def redeliver_copy(
 
 
 def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
-    """Park dead letters without their order, since their turn had come before they
-    died; and without their expiry, about which the operator decides, except that of a
-    flow's request."""
+    """Park dead letters without their order, because their turn had come before they
+    died. They do not expire any more, because the operator decides about that; only a
+    flow's request keeps its expiry."""
     passed = (wire.EXPIRES, wire.AFTER)
     DeadLetter.objects.db_manager(using).park_again(
         [
@@ -263,8 +264,8 @@ def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
 
 
 def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
-    """Park the copy at the stage, so that only this stage gets it: its destination may
-    be a topic."""
+    """Park the copy at the stage, so that only this stage gets it. If it were sent to a
+    topic, other stages would get it too."""
     kept = (wire.SERVICE, wire.CREATED, wire.KEY, wire.CORRELATION_ID, wire.TYPE)
     headers = {name: letter.headers[name] for name in kept if name in letter.headers}
     headers |= {**copy.headers, wire.CONTENT_TYPE: copy.content_type}
@@ -282,8 +283,8 @@ def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
 
 
 def _store_again(letters: list[DeadLetter], using: str) -> None:
-    """Put dead letters into the outbox with their own ids, in one statement: bodies
-    must not go through Python when many are redelivered."""
+    """Put dead letters into the outbox with their own ids, in one statement, so that
+    many bodies do not go through Python."""
     stored = DeadLetter.objects.db_manager(using).store_again(
         [
             {
@@ -305,9 +306,9 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
 
 
 def _sender(letter: DeadLetter) -> str:
-    """Return the service whose relay must send the message again: the one that stored
-    it, because its relay has that broker. A stage's message may come from anywhere, so
-    this service sends it."""
+    """Return the service whose relay must send the message again. That is the service
+    that stored it, because its relay has that broker. A stage's message may come from
+    anywhere, so this service sends it."""
     stored = "" if letter.stage else letter.headers.get(wire.SERVICE, "")
     return stored[:100] or conf.get().SERVICE
 

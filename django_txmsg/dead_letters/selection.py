@@ -1,4 +1,4 @@
-"""Selects dead letters by a filter, the same for pages and commands.
+"""Selects dead letters by a filter. Pages and commands use the same filters.
 
 The filter is stored with a bulk operation, and applied again with every batch.
 """
@@ -50,7 +50,7 @@ def matching(
 ) -> QuerySet[DeadLetter]:
     """Return the dead letters to which `kind` would apply under `filters`.
 
-    Raises TxmsgError for an unknown filter: it must not silently select all.
+    Raises TxmsgError for an unknown filter, because ignoring it would select too many.
     """
     if kind == BulkKind.RESTORE:
         state = Q(resolution=Resolution.DISCARDED)
@@ -99,8 +99,8 @@ def insist_on_few_ids(filters: Mapping[str, Any]) -> None:
 
 
 def searched(text: str) -> Q:
-    """Return the condition that finds dead letters by one of their exact ids. Each id
-    has an index."""
+    """Return the condition that finds dead letters by one of their ids, which must be
+    complete. Each kind of id has an index."""
     text = text.strip()
     same_flow = Q(correlation_id=text)
     try:
@@ -114,9 +114,9 @@ def searched(text: str) -> Q:
 class Summary:
     """The dead letters that an action would affect: how many, how old, and where.
 
-    The `forgotten` ones died before the inbox's retention begins: the inbox no longer
-    knows whether their stage has processed them since, and would process them again.
-    Discarding the `in_doubt` ones, which are undos of flows, confirms them.
+    The `forgotten` dead letters are older than the inbox's retention: the inbox no
+    longer knows whether their stage has processed them since, and would process them
+    again. The `in_doubt` ones are undos of flows; discarding them confirms them.
     """
 
     count: int = 0
@@ -130,8 +130,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a confirmation showed to an operator: how many letters, when, and the
-    newest."""
+    """What a confirmation page showed to an operator: how many letters, when, and the
+    newest one."""
 
     count: int
     up_to: int
@@ -140,7 +140,7 @@ class Shown:
 
     @classmethod
     def of(cls, letters: QuerySet[DeadLetter]) -> Shown:
-        """Return the present state. Letters that die from now on are excluded."""
+        """Return what a page shows now. Letters that die from now on are excluded."""
         now = clock(letters.db)
         found = letters.filter(created_at__lt=now).aggregate(
             n=Count("pk"), last=Max("pk")
@@ -185,11 +185,11 @@ class Shown:
 
 
 class Changed(TxmsgError):
-    """The letters shown to the operator have changed since."""
+    """The letters that an operator has seen are no longer those that match."""
 
 
 def summary(letters: QuerySet[DeadLetter]) -> Summary:
-    """Return the facts for the confirmation, in one query."""
+    """Return the facts for the confirmation page, in one query."""
     days = conf.get().RETENTION.INBOX
     bound = Now() - dt.timedelta(days=36_500 if days is None else days)
     found = Summary()

@@ -139,7 +139,8 @@ class TransactionalBackend(BaseTaskBackend):
 
     @property
     def supports_priority(self) -> bool:  # type: ignore[override]  # by the settings
-        """Whether tasks of higher priority come first: with the embedded broker."""
+        """Whether tasks of higher priority run first, as they do with the embedded
+        broker."""
         broker = find_broker(self._given.BROKER)
         return broker is not None and broker.kind == "database"
 
@@ -159,7 +160,8 @@ class TransactionalBackend(BaseTaskBackend):
     def enqueue(  # type: ignore[override]  # of any task
         self, task: AnyTask, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> AnyResult:
-        """Store a task in the running transaction; outside of one, in its own.
+        """Store a task in the running transaction. If none is open, store it in a
+        transaction of its own.
 
         Raises InvalidMessage for arguments that are larger than a message may be, and
         InvalidTask for a task of a module that is not one of MODULES.
@@ -224,7 +226,7 @@ class TransactionalBackend(BaseTaskBackend):
         return self._given.names(path)
 
     def _warn_of(self, path: str) -> None:
-        """Warn, once, that a worker may not know an enqueued task."""
+        """Warn, once, that workers may not know the module of an enqueued task."""
         package = path.partition(".")[0]
         if package in _warned or self.imports(path) or package in _of_project():
             return

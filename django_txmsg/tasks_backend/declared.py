@@ -1,4 +1,4 @@
-"""Our backends in the TASKS setting: their stages, a queue each, and their checks.
+"""Our backends in the TASKS setting: a stage for each queue, and their checks.
 
 The checks are here and not in the backend's own `check()`: the backport calls that only
 if it is installed as an app.
@@ -27,7 +27,7 @@ def stages() -> Iterator[Stage]:
 
 
 def backends() -> Iterator[TransactionalBackend]:
-    """Yield the backends of the TASKS setting that are ours."""
+    """Yield the backends in the TASKS setting that are this package's."""
     given = getattr(settings, "TASKS", None) or {}
     for alias, params in given.items():
         if _is_ours(params.get("BACKEND", "")):
@@ -52,7 +52,7 @@ def _is_ours(path: str) -> bool:
 
 @register("txmsg")
 def check(**_: object) -> list[CheckMessage]:
-    """Return what is wrong with options and names."""
+    """Return what is wrong with the options and the names of queues."""
     return [] if conf.problems() else list(_found())
 
 

@@ -1,4 +1,5 @@
-"""A task's result: rows of outbox, inbox, attempts and run, as a TaskResult."""
+"""A task's result, made of rows of the outbox, the inbox, the attempts and the runs of
+tasks."""
 
 from __future__ import annotations
 
@@ -128,8 +129,8 @@ def task_of(
 ) -> AnyTask:
     """Return the task that headers name, as it was enqueued. Raises InvalidTask.
 
-    Unless they are `trusted`, they came over a wire: then no package is imported that
-    this process does not use.
+    Unless the headers are `trusted`, they came over a wire. Then no package is imported
+    that this process does not use.
     """
     path = headers.get(wire.TASK, "")
     if not backend.runs(path):
@@ -167,7 +168,7 @@ def task_of(
 
 
 def name_it(alias: str, path: str) -> str:
-    """Return the advice how to make a worker import a task's module."""
+    """Return advice on how to make a worker import a task's module."""
     module = path.rpartition(".")[0]
     return (
         f'Name its module in TASKS["{alias}"]["OPTIONS"]["MODULES"], as in '
@@ -192,8 +193,8 @@ def attempts(message_id: uuid.UUID, stage: Stage) -> list[Attempt]:
 
 
 def workers_of(tried: Sequence[Attempt], count: int) -> list[str]:
-    """Return the workers of the first `count` attempts; "" for a worker that was lost,
-    or that is still running."""
+    """Return the workers of the first `count` attempts. A worker that was lost, or that
+    is still running, is ""."""
     known = {one.number: one.worker for one in tried}
     return [known.get(number, "") for number in range(1, count + 1)]
 

@@ -1,8 +1,8 @@
 """Hop 8 for a task: its function is called, and its return value stored.
 
-In mode "outbox" together with its work, in the stage's transaction. In mode "none"
-there is no transaction: a finished task is not run again, but a task whose worker was
-lost is.
+In mode "outbox" the value is stored together with the task's work, in the stage's
+transaction. In mode "none" there is no transaction. Then a finished task is not run
+again, but a task whose worker was lost is.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class Handler:
 
 
 def _query(using: str, query: Callable[[], T]) -> T:
-    """Query the database before or after a task, once more if the connection was closed
-    while it was idle. Raises BrokerUnavailable if there is no answer, which does not
-    fail the task: its message is delivered again."""
+    """Query the database before or after a task. If the connection was closed while it
+    was idle, query once more. Raises BrokerUnavailable if there is no answer: the task
+    has not failed then, and its message is delivered again."""
     for tries in (1, 2):
         try:
             return query()
@@ -158,7 +158,7 @@ def call(result: AnyResult) -> Any:
 
 
 def tell_failed(backend: Backend, result: AnyResult, error: str) -> None:
-    """Log that a task has FAILED, and was buried with this error."""
+    """Log that a task has failed for good, and was buried with this error."""
     last = getattr(_failed, "last", None)
     _failed.last = None
     raised: BaseException = TxmsgError(error)

@@ -38,7 +38,7 @@ for _name in (
 
 @register.filter
 def listed(count: int) -> str:
-    """Render how many rows a list has."""
+    """Render the number of rows of a list."""
     from ..admin import counting
 
     return counting.listed(count)
@@ -46,7 +46,7 @@ def listed(count: int) -> str:
 
 @register.filter
 def age(instant: Any, now: Any = None) -> Any:
-    """Render how long ago, or in how long, an instant is."""
+    """Render how long ago an instant was, or in how long it will be."""
     return _display().age(instant, now)
 
 
@@ -58,13 +58,14 @@ def ago(instant: Any, now: Any = None) -> Any:
 
 @register.filter
 def focusable(table: str) -> str:
-    """Let the keyboard scroll a list that has no links, and is wider than a phone."""
+    """Let the keyboard scroll a list that has no links, and that is wider than a
+    phone's screen."""
     return table.replace('<div class="results">', '<div class="results" tabindex="0">')
 
 
 @register.inclusion_tag("admin/django_txmsg/nav.html", takes_context=True)
 def txmsg_nav(context: dict[str, Any]) -> dict[str, Any]:
-    """Render the navigation, the same at the top of each page."""
+    """Render the navigation at the top of each page."""
     from ..admin import nav
 
     return {"pages": nav.pages(context["request"])}
