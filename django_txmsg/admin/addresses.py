@@ -1,4 +1,7 @@
-"""Addresses of pages on the admin site that a request came to."""
+"""Addresses of pages on the admin site that a request came to.
+
+A project may have several admin sites.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ MESSAGE = "admin:django_txmsg_message"
 
 
 def address(request: HttpRequest, page: str, *args: object) -> str:
-    """Return a page's address on the admin site that the request came to: a project
-    may have several."""
+    """Return a page's address on the admin site that the request came to."""
     here = request.resolver_match.namespace if request.resolver_match else None
     return reverse(page, args=args, current_app=here)
 

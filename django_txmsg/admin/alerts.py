@@ -1,4 +1,4 @@
-"""Alerts: what relays have raised and ended, newest first."""
+"""The list of alerts that relays have raised and ended, newest first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import ReadOnlyAdmin
 
 @admin.register(Alert)
 class AlertAdmin(ReadOnlyAdmin):
-    """What was wrong, from when to when."""
+    """The list of alerts: what was wrong, from when to when."""
 
     list_display = ("state", "kind", "text", "began", "ended", "service")
     list_display_links = None

@@ -1,4 +1,4 @@
-"""Who did what: in our own audit, and in Django's admin log."""
+"""The list of who did what, from this package's audit and from Django's admin log."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .filters import AgeFilter, BetweenFilter
 
 @contextmanager
 def audited(using: str) -> Iterator[None]:
-    """Begin the transaction of an action in a database and of its audit. If Django's
-    log is in another database, it commits first: nothing is done without an entry."""
+    """Begin the transaction of an action and its audit entry. If Django's log is in
+    another database, the log entry commits first, so that no action lacks an entry."""
     log = router.db_for_write(LogEntry)
     with transaction.atomic(using=using), transaction.atomic(using=log):
         yield
@@ -44,24 +44,24 @@ def audit(request: HttpRequest, subject: Model, text: str) -> None:
 
 
 class WhenFilter(AgeFilter):
-    """Filters by the time of the act."""
+    """Filters by the time of the action."""
 
     title, column = "when", "at"
 
 
 class WhenBetweenFilter(BetweenFilter):
-    """Filters by the time of the act."""
+    """Filters by the time of the action, between two instants."""
 
     column = "at"
 
 
 class SourceFilter(admin.SimpleListFilter):
-    """Filters by source: a page or a command."""
+    """Filters by what the operator used: a page or a command."""
 
     title, parameter_name = "source", "via"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return the two sources."""
+        """Return the two choices."""
         return [("page", "a page"), ("command", "a command")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -74,7 +74,7 @@ class SourceFilter(admin.SimpleListFilter):
 
 @admin.register(AuditEntry)
 class AuditAdmin(ReadOnlyAdmin):
-    """What operators did, newest first."""
+    """The list of what operators did, newest first."""
 
     list_display = ("when", "by", "text")
     list_display_links = None

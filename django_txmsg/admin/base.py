@@ -1,4 +1,5 @@
-"""Shared by all lists: read-only rows, and a search that finds one exact id."""
+"""What all lists share: rows cannot be edited, and the search finds complete ids
+only."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ FOUND = 500
 
 
 class MessageList(CappedList):
-    """A list whose rows lead to their message's page."""
+    """A list whose rows link to their message's page."""
 
     def url_for_result(self, result: Any) -> str:
         """Return the page of the row's message, by its id."""
@@ -33,7 +34,8 @@ class MessageList(CappedList):
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic at run time
-    """The admin adds, edits and deletes no rows: only models change states."""
+    """The admin adds, edits and deletes no rows, because only the models change
+    states."""
 
     list_per_page = 50
     list_max_show_all = 0
@@ -56,14 +58,15 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Rows cannot be deleted here: pruning does that, past the retention."""
+        """Rows cannot be deleted here. Pruning deletes rows that are older than the
+        retention."""
         return False
 
     def lookup_allowed(
         self, lookup: str, value: Any, request: HttpRequest | None = None
     ) -> bool:
-        """Allow only the list's filters: by any other lookup one could guess a masked
-        value, or a body, character by character."""
+        """Allow only the list's filters. With any other lookup, a user could guess a
+        masked value, or a body, character by character."""
         filters: Any = self.list_filter
         return lookup in {
             name
@@ -76,13 +79,14 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         }
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
-        """Use the list that shows where counting stopped."""
+        """Return the list class that shows where counting stopped."""
         return CappedList
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Set the list's title to its content: nothing is selected for a change."""
+        """Set the list's title to what it contains, because nothing is selected to be
+        changed."""
         if any("\x00" in value for value in request.GET.values()):
             query = request.GET.copy()
             for name, values in query.lists():
@@ -97,7 +101,8 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     def row_to_show(
         self, request: HttpRequest, object_id: str, *, noun: str = ""
     ) -> Any:
-        """Return the row of an address, or None and tell the user that it is not here.
+        """Return the row that an address names. If there is none, return None and tell
+        the user.
 
         `noun` is what the user reads, by default the model's name. Raises
         PermissionDenied.
@@ -126,8 +131,8 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
 
 
 class MessageAdmin(ReadOnlyAdmin):
-    """A list of rows whose details are shown only on their message's page, where bodies
-    and headers are masked and need permissions."""
+    """A list of messages. Details are only on the page of a message, where bodies and
+    headers are masked and need permissions."""
 
     # The first column too: on a phone, the others are off the screen.
     list_display_links: Any = ("state", "message")
@@ -147,14 +152,14 @@ class MessageAdmin(ReadOnlyAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Find by one exact id."""
+        """Search for one complete id."""
         if not search_term:
             return queryset, False
         return find(queryset, search_term, *self.found_by), False
 
     @admin.display(description="flow")
     def flow(self, row: Any) -> SafeString | str:
-        """The correlation that the message belongs to."""
+        """The correlation id that the message shares with others."""
         if not row.correlation_id:
             return "-"
         return display.mono(display.cut(row.correlation_id, 13), row.correlation_id)
@@ -184,9 +189,10 @@ def plain(text: str) -> str:
 
 
 def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
-    """Return the rows with exactly this message id or one of these columns.
+    """Return the rows whose message id, or one of these columns, equals the text.
 
-    The ids are found first and once, so that the list's own queries cost nothing.
+    The matching primary keys are found first, by one query, so that the list's own
+    queries are cheap.
     """
     text = text.strip()
     pks: set[int] = set()

@@ -1,4 +1,5 @@
-"""A message's headers and body for an operator: pretty-printed, masked, cut."""
+"""A message's headers and body as an operator sees them: indented, masked and
+shortened."""
 
 from __future__ import annotations
 
@@ -64,10 +65,11 @@ def read(
     bodies: bool,
     whole: bool = False,
 ) -> Any:
-    """Return the Content of a message's row; None if it does not exist or has no body.
+    """Return the Content of a message's row; None if the row does not exist or has no
+    body.
 
-    Without `bodies`, headers only. Unless `whole`, the body is cut, by the database
-    already if nothing must be masked.
+    Without `bodies`, only the headers are read. Unless `whole`, the body is shortened.
+    The database shortens it if nothing must be masked.
     """
     rows: Any = TABLES[table]._default_manager.using(using)
     rows = rows.filter(pk=pk, message_id=message_id)

@@ -1,4 +1,5 @@
-"""Bulk operations: what was requested, its progress, pause and cancel."""
+"""Bulk operations: what was requested, the progress, and buttons to pause and
+cancel."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class BulkAdmin(ReadOnlyAdmin):
     change_list_template = "admin/django_txmsg/bulk_operations.html"
 
     def get_urls(self) -> list[Any]:
-        """Add the buttons' addresses."""
+        """Add the addresses of the buttons."""
         wrap = self.admin_site.admin_view
         return [
             path(
@@ -54,8 +55,8 @@ class BulkAdmin(ReadOnlyAdmin):
         ] + super().get_urls()
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Users who may start an operation may also watch it, pause it and cancel
-        it."""
+        """Return whether the user may watch operations. Users who may start an
+        operation may also watch, pause and cancel it."""
         user: Any = request.user
         may_start = any(user.has_perm(name) for name in set(PERMISSIONS.values()))
         return may_start or super().has_view_permission(request, obj)
@@ -128,12 +129,12 @@ class BulkAdmin(ReadOnlyAdmin):
 
     @admin.display(description="filter")
     def filters(self, operation: BulkOperation) -> str:
-        """The filter that was requested."""
+        """The filter of the operation's dead letters."""
         return filter_text(operation.filter)
 
     @admin.display(description="asked for")
     def age(self, operation: BulkOperation) -> SafeString:
-        """When it was requested."""
+        """How long ago it was requested."""
         return display.ago(operation.created_at)
 
 

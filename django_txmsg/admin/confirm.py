@@ -1,8 +1,9 @@
 """The confirmation before an action on dead letters: how many, how old, where, and the
 consequences.
 
-One page for one, a selection, a group or all that match. Small operations run before
-the response; large ones run in the background, and their progress has a page.
+The same page confirms an action on one letter, a selection, a group or all that match.
+Small operations run before the response. Large ones run in the background, and have a
+page with their progress.
 """
 
 from __future__ import annotations

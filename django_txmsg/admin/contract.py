@@ -1,7 +1,6 @@
 """The contract as a page: what this service sends and receives, and breaking changes.
 
-It shows the code of the web process, which may be newer or older than that of the
-workers.
+It describes the code of the web process. Workers may run newer or older code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Redeliver a copy: headers and body are edited, the difference is shown, then it is
-sent.
+"""Redelivers an edited copy: the user edits headers and body, sees the difference, and
+sends it.
 
-Off unless TXMSG["EDIT_DEAD_LETTERS"]. The copy gets an id of its own; the values that
+Off unless TXMSG["EDIT_DEAD_LETTERS"]. The copy gets an id of its own. The values that
 identify the original are shown and cannot be changed.
 """
 
@@ -33,7 +33,7 @@ LONGEST = 256 * 1024
 
 
 class CopyPages:
-    """The form, the difference, and the sending."""
+    """The form, the page with the difference, and the sending."""
 
     def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
@@ -133,12 +133,12 @@ def unfit(letter: DeadLetter) -> str:
 
 
 def by_lines(text: str) -> str:
-    """Return a text as a browser's text field has it: a line ends with LF."""
+    """Return a text as a browser's text field returns it: lines end with LF."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def line_end(text: str) -> str | None:
-    """Return how the lines of a text end, or None if they end in several ways."""
+    """Return how the lines of a text end, or None if they end in different ways."""
     bare = text.replace("\r\n", "")
     found = {"\r\n": "\r\n" in text, "\r": "\r" in bare, "\n": "\n" in bare}
     ends = [end for end, is_there in found.items() if is_there]
@@ -150,7 +150,7 @@ def _one_line(value: str) -> bool:
 
 
 def body_text(letter: DeadLetter) -> str:
-    """Return the body as text to edit: JSON indented, if that loses nothing."""
+    """Return the body as text to edit. JSON is indented, if that loses nothing."""
     raw = bytes(letter.body)
     try:
         decoded = serializers.decode(raw, letter.content_type)
@@ -160,8 +160,8 @@ def body_text(letter: DeadLetter) -> str:
 
 
 def encode(text: str, letter: DeadLetter) -> bytes:
-    """Return the edited text as the body to send, its lines ended as they were;
-    unchanged text as the original bytes."""
+    """Return the edited text as the body to send. Its lines end as in the original; an
+    unchanged text gives the original bytes."""
     before = body_text(letter)
     if text == by_lines(before):
         return bytes(letter.body)

@@ -1,4 +1,4 @@
-"""Counts with a cap: no list counts a large table to its end."""
+"""Counts with a limit: no list counts a large table to its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLDER = "older"
 
 
 class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
-    """Pages whose rows are counted only up to a cap."""
+    """Pages of a list. Rows are counted only up to a limit, the cap."""
 
     @cached_property
     def count(self) -> int:
@@ -36,21 +36,22 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
 class CappedList(ChangeList):
     """A list that shows when it has not counted all of its rows.
 
-    Its pages end at the cap. The next ones begin after the last of those rows, found by
-    its id, so that reaching the oldest row costs no more than reaching the newest.
+    Its pages end at the cap. The next pages begin after the last of those rows, found
+    by its id, so that reaching the oldest row costs no more than reaching the newest.
     """
 
     #: The address of the next pages, "" if all rows are on these.
     older = ""
 
     def get_filters_params(self, params: Any = None) -> Any:
-        """Leave out where the list begins: it is no filter."""
+        """Return the filters' parameters, without the one that says where the list
+        begins."""
         found = super().get_filters_params(params)
         found.pop(OLDER, None)
         return found
 
     def get_queryset(self, request: HttpRequest, *args: Any, **options: Any) -> Any:
-        """Begin below the id in the address."""
+        """Return the rows below the id in the address."""
         rows = super().get_queryset(request, *args, **options)
         begins = self.params.get(OLDER)
         if begins is None:
@@ -60,20 +61,21 @@ class CappedList(ChangeList):
         return rows.filter(pk__lt=int(begins))
 
     def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
-        """Begin with the newest again where a filter changes."""
+        """Return the address's query, without the start of the list: if a filter
+        changes, the list begins with the newest row."""
         if not new_params or not new_params.keys() & {OLDER, PAGE_VAR}:
             remove = [*(remove or ()), OLDER]
         return super().get_query_string(new_params, remove)
 
     @property
     def newest(self) -> str:
-        """Return the address of the first pages, "" on these."""
+        """Return the address of the first pages; "" on those pages."""
         if OLDER not in self.params:
             return ""
         return self.get_query_string()
 
     def get_results(self, request: HttpRequest) -> None:
-        """Show the number of results beside the search only if it is known."""
+        """Show the number of results beside the search, if the number is known."""
         super().get_results(request)
         if self.result_count > CAP:
             self.full_result_count = self.result_count
@@ -84,7 +86,7 @@ class CappedList(ChangeList):
 
 
 def listed(count: int) -> str:
-    """Return a list's number of rows, or the cap and a plus."""
+    """Return the number of rows of a list, or the cap and a plus."""
     return display.capped(count, CAP)
 
 

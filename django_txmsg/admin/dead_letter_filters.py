@@ -22,14 +22,14 @@ MOST_CHOICES = 100
 
 
 class DeadFilter(CountingFilter):
-    """A filter whose choices are counted among the open dead letters."""
+    """A filter whose choices show their number of open dead letters."""
 
     column = ""
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the open ones; all filters share one query."""
+        """Count the open dead letters of each choice. All filters share one query."""
         for value, number in open_counts(request, model_admin)[self.column].items():
             yield value, f"{value or '(relay)'} ({number})", None
 
@@ -43,19 +43,20 @@ class DeadFilter(CountingFilter):
 
 
 class StageFilter(DeadFilter):
-    """The stage that gave up."""
+    """Filters by the stage that has given up."""
 
     title = parameter_name = column = "stage"
 
 
 class DestinationFilter(DeadFilter):
-    """The message's destination."""
+    """Filters by the message's destination."""
 
     title = parameter_name = column = "destination"
 
 
 class FingerprintFilter(DeadFilter):
-    """The error, with the text of the newest dead letter."""
+    """Filters by the error. A choice shows the text of the error's newest dead
+    letter."""
 
     title = "error"
     parameter_name = column = "fingerprint"
@@ -63,7 +64,7 @@ class FingerprintFilter(DeadFilter):
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the open ones."""
+        """Count the open dead letters of each error."""
         counts = open_counts(request, model_admin)
         letters = model_admin.get_queryset(request).filter(
             pk__in=[counts["newest"][value] for value in counts[self.column]]
@@ -75,7 +76,7 @@ class FingerprintFilter(DeadFilter):
 
 
 class ResolutionFilter(CountingFilter):
-    """Open (the default), or how it was resolved."""
+    """Filters by how a dead letter was resolved. By default it shows open ones."""
 
     title = "resolution"
     parameter_name = "resolution"
@@ -83,7 +84,7 @@ class ResolutionFilter(CountingFilter):
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count each resolution."""
+        """Count the dead letters of each resolution."""
         rows = model_admin.get_queryset(request)
         for state in Resolution.values:
             yield state, state, count(rows.filter(resolution=state))
@@ -98,13 +99,13 @@ class ResolutionFilter(CountingFilter):
 
 
 class AgainFilter(admin.SimpleListFilter):
-    """Dead letters that died again after a redelivery."""
+    """Filters for dead letters that died again after a redelivery."""
 
     title = "failed again"
     parameter_name = "again"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """One choice."""
+        """Return the one choice."""
         return [("1", "failed again")]
 
     def queryset(
@@ -121,7 +122,7 @@ class DiedFilter(BetweenFilter):
 
 
 class ReasonFilter(DeadFilter):
-    """Why it was buried."""
+    """Filters by the reason of the burial."""
 
     title = parameter_name = column = "reason"
 
@@ -138,8 +139,9 @@ FILTERS = (
 
 
 def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, Any]]:
-    """Count the open dead letters by each filtered column, the largest first, in one
-    query a page. "newest" has the primary key of the latest one of each fingerprint."""
+    """Count the open dead letters by each filtered column, the largest count first, in
+    one query per page. "newest" has the primary key of the latest letter of each
+    fingerprint."""
     kept: dict[str, dict[str, Any]] | None = getattr(request, "_txmsg_counts", None)
     if kept is not None:
         return kept

@@ -1,4 +1,4 @@
-"""Dead letters: grouped by error, as a list, and the links to their actions."""
+"""Dead letters: grouped by error, as a list, and with links to their actions."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from .groups import GroupPages
 
 
 class LetterList(MessageList):
-    """The list, and its filter in the form of a bulk operation."""
+    """A list whose filter can be passed to a bulk operation."""
 
     @cached_property
     def bulk_query(self) -> str:
-        """Return the confirmation page's query for all that match."""
+        """Return the confirmation page's query for all letters that match."""
         return urlencode(bulk_filter(self.params))
 
 
 @admin.register(DeadLetter)
 class DeadLetterAdmin(MessageAdmin):
-    """Messages that were given up on. Without a query: grouped by error."""
+    """Messages that were given up. Without a query, the page groups them by error."""
 
     list_display = (
         "state",
@@ -60,7 +60,7 @@ class DeadLetterAdmin(MessageAdmin):
     change_list_template = "admin/django_txmsg/dead_letters.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[DeadLetter]:
-        """Do not load one more long column."""
+        """Return the rows without the traceback, which is long."""
         return super().get_queryset(request).defer("traceback")
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[MessageList]:
@@ -70,7 +70,7 @@ class DeadLetterAdmin(MessageAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Find by one exact id, like the command and bulk operations."""
+        """Search for one complete id, as the command and bulk operations do."""
         if not search_term:
             return queryset, False
         return queryset.filter(selection.searched(search_term)), False
@@ -188,8 +188,9 @@ def deeds(request: HttpRequest) -> list[tuple[str, str]]:
 
 
 def bulk_filter(query: Mapping[str, Any]) -> dict[str, str]:
-    """Return a list's query as the filter of a bulk operation: all of it, because a
-    part left out would select more rows than the list shows."""
+    """Return a list's query as the filter of a bulk operation. The whole query is used,
+    because an operation with fewer conditions would select more rows than the list
+    shows."""
     names = [one.parameter_name for one in FILTERS if one is not DiedFilter]
     found = {name: query[name] for name in names if query.get(name) is not None}
     for name in DiedFilter.BOUNDS:

@@ -1,4 +1,4 @@
-"""Formats counts, ages, states and errors, the same on every page.
+"""Formats counts, ages, states and errors, for all pages.
 
 Values from messages go through `format_html`, never through `mark_safe`.
 """
@@ -105,8 +105,8 @@ def mono(text: object, title: object = "") -> SafeString:
 
 
 def short_id(message_id: Any) -> SafeString:
-    """Return enough of a message id to tell it from its neighbours, whose first
-    characters are the same."""
+    """Return the end of a message id, which differs from that of other messages; the
+    first characters of ids stored in the same minutes are the same."""
     text = str(message_id)
     return mono(f"…{text[-12:]}", text)
 
@@ -124,7 +124,7 @@ def last_line(text: str) -> str:
 
 
 def tried(attempts: str, error: str) -> SafeString:
-    """Return a number of attempts with the last error below it."""
+    """Return a number of attempts, with the last error below."""
     if not error:
         return format_html("{}", attempts)
     return format_html(
@@ -133,7 +133,7 @@ def tried(attempts: str, error: str) -> SafeString:
 
 
 def task(row: Any) -> str:
-    """Return the path of the task in a row, "" if it is not a task."""
+    """Return the path of the task in a row; "" if the row is not a task."""
     headers = row.headers or {}
     return str(headers.get(wire.TASK, "")) if wire.is_task(row.destination) else ""
 

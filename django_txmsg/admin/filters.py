@@ -19,7 +19,7 @@ from .counting import OLDER, count, listed
 
 
 class CountingFilter(admin.SimpleListFilter):
-    """A filter with the number of rows for each choice."""
+    """A filter that shows the number of rows of each choice."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
         """Return the choices, each with the number of rows that it would show."""
@@ -33,14 +33,15 @@ class CountingFilter(admin.SimpleListFilter):
         raise NotImplementedError
 
     def has_output(self) -> bool:
-        """Show the filter even if there is only one choice, for its count. A filter
-        that is set narrows the list even if its value is not among the choices."""
+        """Return True: show the filter even if there is only one choice, because of its
+        count. A filter that is set narrows the list even if its value is not among the
+        choices."""
         return bool(self.lookup_choices) or self.value() is not None
 
 
 class StateFilter(CountingFilter):
-    """A filter by a row's state. Each choice shows its number of rows, counted up to
-    a limit."""
+    """Filters by a row's state. Each choice shows its number of rows, counted up to a
+    limit."""
 
     title = "state"
     parameter_name = "state"
@@ -62,8 +63,8 @@ class StateFilter(CountingFilter):
             yield name, label, count(rows.filter(condition))
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list. An unknown state has no rows: all of them would pass for
-        rows in that state."""
+        """Narrow the list. For an unknown state the list is empty, because rows of all
+        states would be taken for rows in that state."""
         if not self.value():
             return queryset
         condition = self.conditions().get(str(self.value()))
@@ -71,7 +72,7 @@ class StateFilter(CountingFilter):
 
 
 class PlaceFilter(CountingFilter):
-    """Filters by a column, which `parameter_name` names. Its choices are the values in
+    """Filters by the column that `parameter_name` names. The choices are the values in
     the newest rows."""
 
     @staticmethod
@@ -93,14 +94,15 @@ class PlaceFilter(CountingFilter):
 
 
 def among_newest(counts: dict[str, int]) -> Iterator[tuple[str, str, None]]:
-    """Return choices counted among the newest rows: "12+" if there are more."""
+    """Return choices counted among the newest rows. "12+" means that there may be
+    more."""
     more = "+" if sum(counts.values()) >= recent.RECENT else ""
     for name, number in sorted(counts.items()):
         yield name, f"{name} ({number:,}{more})", None
 
 
 class AgeFilter(admin.SimpleListFilter):
-    """How long ago, in steps."""
+    """Filters by age, in steps."""
 
     title = "age"
     parameter_name = "age"
@@ -112,7 +114,7 @@ class AgeFilter(admin.SimpleListFilter):
         return [(key, label) for key, (label, _) in self.steps.items()]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list. An unknown age has no rows, like an unknown state."""
+        """Narrow the list. For an unknown age the list is empty."""
         if not self.value():
             return queryset
         step = self.steps.get(str(self.value()))
@@ -123,7 +125,8 @@ class AgeFilter(admin.SimpleListFilter):
 
 
 class BetweenFilter(admin.SimpleListFilter):
-    """Between two instants: `since` is included, `before` is not."""
+    """Filters by the time between two instants: `since` is included, `before` is
+    not."""
 
     title, parameter_name = "time", "since"
     template = "admin/django_txmsg/between.html"
@@ -136,7 +139,7 @@ class BetweenFilter(admin.SimpleListFilter):
             self.used_parameters["before"] = params.pop("before")[-1]
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return one choice: the form."""
+        """Return one choice, the form."""
         return [("", "")]
 
     def expected_parameters(self) -> list[str | None]:
@@ -154,7 +157,7 @@ class BetweenFilter(admin.SimpleListFilter):
         }
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list. What is not a time has no rows, like an unknown state."""
+        """Narrow the list. If a bound is not a time, the list is empty."""
         for name, comparison in self.BOUNDS.items():
             if text := self.used_parameters.get(name):
                 instant = read_time(text)

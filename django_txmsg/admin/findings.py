@@ -1,4 +1,4 @@
-"""What `reconcile` has found: its age, and who has acknowledged it and why."""
+"""What `reconcile` has found: how old it is, and who has acknowledged it and why."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .base import ReadOnlyAdmin, find, plain
 
 @admin.register(Finding)
 class FindingAdmin(ReadOnlyAdmin):
-    """Findings, to be acknowledged with a note. The next run of `reconcile` removes
-    resolved findings that were not acknowledged."""
+    """Findings, which users acknowledge with a note. The next run of `reconcile`
+    removes a finding that is resolved, unless it was acknowledged."""
 
     list_display = (
         "verdict", "message", "destination", "sender", "consumer", "sent", "age",
@@ -57,7 +57,7 @@ class FindingAdmin(ReadOnlyAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Find by one exact message id, or by destination."""
+        """Search for one complete message id, or for a destination."""
         if not search_term:
             return queryset, False
         return find(queryset, search_term, "destination"), False
@@ -126,7 +126,7 @@ class FindingAdmin(ReadOnlyAdmin):
         text: str,
         **changes: Any,
     ) -> int:
-        """Change findings, and write an entry into the admin's log."""
+        """Change findings, and write an entry into Django's admin log."""
         using = router.db_for_write(Finding)  # the list may be read from a replica
         with audited(using):
             rows = findings.using(using).select_for_update().order_by("pk")
@@ -155,12 +155,12 @@ class FindingAdmin(ReadOnlyAdmin):
 
     @admin.display(description="found")
     def age(self, finding: Finding) -> SafeString:
-        """How long it has been known."""
+        """How long the finding has been known."""
         return display.ago(finding.found_at)
 
     @admin.display(description="last seen")
     def seen(self, finding: Finding) -> SafeString:
-        """When a run last found it."""
+        """When a run of `reconcile` last found it."""
         return display.ago(finding.seen_at)
 
     @admin.display(description="acknowledged")

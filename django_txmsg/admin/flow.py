@@ -1,7 +1,8 @@
-"""The messages before and after one: all of the same correlation, as a tree.
+"""The messages that led to a message and that it led to: all with the same correlation
+id, as a tree.
 
-Messages from a stage carry the mark of the message that it processed (`session_id`), so
-each message's cause can be found without being stored.
+A message from a stage has a `session_id` that is derived from the message which the
+stage processed. So each message's cause can be found without being stored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MOST = 200
 
 @dataclass
 class Node:
-    """One message of the flow."""
+    """One message of the tree."""
 
     message_id: uuid.UUID
     destination: str
@@ -35,9 +36,10 @@ class Node:
 
 
 def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node]:
-    """Return the flow of a message, causes before their effects.
+    """Return the tree of a message, causes before their effects.
 
-    A message that started a flow has no correlation id: the flow then has its id.
+    A message that started a tree has no correlation id; the others then have its
+    message id as theirs.
     """
     name = correlation_id or str(message_id)
     same = Q(correlation_id=name)

@@ -1,4 +1,4 @@
-"""Open dead letters by error, with the notes of operators."""
+"""Open dead letters, grouped by error, with operators' notes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MUTES = {
 
 
 class GroupPages:
-    """The page of groups, and the note on one."""
+    """The page of groups, and the form for a note."""
 
     def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
@@ -103,8 +103,8 @@ class GroupPages:
 
 
 def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
-    """Return the open dead letters by fingerprint, with an example and the note; most
-    first, or the latest; muted ones come last."""
+    """Return the open dead letters by fingerprint, each with an example and the note.
+    The largest groups come first, or the latest; muted ones come last."""
     groups: dict[str, dict[str, Any]] = {}
     for one in dead.by_error(using):
         group = groups.setdefault(

@@ -1,4 +1,4 @@
-"""Responses stored under an `Idempotency-Key`, and how to delete them."""
+"""Responses stored under an `Idempotency-Key`. Users can delete them here."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .filters import AgeFilter
 
 @admin.register(IdempotencyKey)
 class IdempotencyAdmin(ReadOnlyAdmin):
-    """Who sent which key. Responses are not shown: they belong to their caller. A
-    deleted key is free: the same request is executed again."""
+    """The callers and their keys. Responses are not shown, because they belong to their
+    callers. A deleted key is free: the same request is executed again."""
 
     list_display = ("shown", "who", "status_code", "size", "age")
     list_filter = (AgeFilter,)
@@ -42,12 +42,13 @@ class IdempotencyAdmin(ReadOnlyAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Find by one exact key."""
+        """Search for one complete key."""
         found = queryset.filter(key=search_term) if search_term else queryset
         return found, False
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Only the list: a row's own page would show the response."""
+        """Return whether the user sees the list. A row has no page, because that page
+        would show the response."""
         return obj is None and super().has_view_permission(request)
 
     @admin.display(description="key")
@@ -57,7 +58,7 @@ class IdempotencyAdmin(ReadOnlyAdmin):
 
     @admin.display(description="caller")
     def who(self, row: IdempotencyKey) -> SafeString:
-        """The caller of the key, of whom only a digest is stored."""
+        """The caller of the key, shown as the digest that is stored."""
         return display.mono(display.cut(row.caller, 24), row.caller)
 
     @admin.display(description="response")
@@ -67,5 +68,5 @@ class IdempotencyAdmin(ReadOnlyAdmin):
 
     @admin.display(description="age")
     def age(self, row: IdempotencyKey) -> SafeString:
-        """How long it has been stored."""
+        """How long ago the response was stored."""
         return display.age(row.created_at)

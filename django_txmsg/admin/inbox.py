@@ -1,4 +1,4 @@
-"""The inbox's list: what the stages here have received, and the outcome."""
+"""The inbox's list: what stages have received, and what has become of it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .received import is_held, is_overdue, shown_state, with_state
 
 
 class InboxStateFilter(StateFilter):
-    """Redelivering, blocked by order, overdue, in need of newer code, processed or
-    dead."""
+    """Filters by state: redelivering, blocked by order, overdue, in need of newer code,
+    processed or dead."""
 
     @staticmethod
     def conditions() -> dict[str, Q]:
@@ -39,13 +39,13 @@ class InboxStateFilter(StateFilter):
 
 
 class StageFilter(PlaceFilter):
-    """The stages declared here, and others that have received messages."""
+    """Filters by stage: those declared here, and others that have received messages."""
 
     title = parameter_name = "stage"
 
     @staticmethod
     def newest(using: str) -> dict[str, int]:
-        """Count each stage among the newest."""
+        """Count the newest rows of each stage."""
         declared = dict.fromkeys((one.name for one in all_stages()), 0)
         return declared | recent.stages(using)
 
@@ -58,7 +58,7 @@ class ReceivedFilter(AgeFilter):
 
 
 class ReceivedBetweenFilter(BetweenFilter):
-    """Filters by the time of the last delivery."""
+    """Filters by the time of the last delivery, between two instants."""
 
     title = "time of receipt"
     column = "last_received_at"
@@ -78,12 +78,12 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="state")
     def state(self, row: InboxMessage) -> SafeString:
-        """The row's state; parked messages are being redelivered."""
+        """The row's state. A parked message is being redelivered."""
         return display.badge(shown_state(row))
 
     @admin.display(description="stage")
     def place(self, row: Any) -> SafeString:
-        """The stage, and the name of the task, while the inbox has it."""
+        """The stage, and the name of the task while the inbox stores it."""
         return display.named(row.stage, row.task)
 
     @admin.display(description="next attempt")
@@ -99,7 +99,7 @@ class InboxAdmin(MessageAdmin):
         return "when resumed" if is_held(row) else display.ago(row.due_at)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[InboxMessage]:
-        """Add what other tables contribute to a row's state."""
+        """Add what a row's state needs from other tables."""
         return with_state(super().get_queryset(request))
 
     @admin.display(description="message")
@@ -118,17 +118,17 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="critical time")
     def critical(self, row: InboxMessage) -> str:
-        """From stored to processed."""
+        """The time from storing the message to processing it."""
         if row.processed_at is None or row.created_at is None:
             return "-"
         return display.duration(row.processed_at - row.created_at)
 
     @admin.display(description="received")
     def age(self, row: InboxMessage) -> SafeString:
-        """When it first arrived."""
+        """How long ago the message first arrived."""
         return display.age(row.first_received_at)
 
 
 def attempts_allowed() -> dict[str, int]:
-    """Return each stage's highest number of attempts."""
+    """Return the highest number of attempts of each stage."""
     return {one.name: one.policy.max_attempts for one in all_stages()}

@@ -1,7 +1,7 @@
-"""A message's own page: facts, timeline, attempts, headers, body, and its flow.
+"""A message's page: facts, timeline, attempts, headers, body, and related messages.
 
-One page for all tables: a message may be stored, received or dead here, or all three.
-The page's address contains the message's id.
+A message may be stored, received and dead here, in three tables; it has one page, whose
+address contains its id.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class MessagePages:
         )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Reschedule a pending message to leave in the entered number of minutes."""
+        """Reschedule a pending message. It will be sent in the entered number of
+        minutes."""
         user: Any = request.user
         if not user.has_perm("django_txmsg.reschedule_outboxmessage"):
             raise PermissionDenied
@@ -212,7 +213,8 @@ class MessagePages:
 
 
 def allowed(request: HttpRequest) -> dict[str, bool]:
-    """Return what this user may see and do. Raises PermissionDenied if nothing."""
+    """Return what this user may see and do. Raises PermissionDenied if that is
+    nothing."""
     user: Any = request.user
     may = {
         name: user.has_perm(f"django_txmsg.{permission}")
@@ -235,7 +237,8 @@ def allowed(request: HttpRequest) -> dict[str, bool]:
 
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
-    """Return the state of the message: the worst one, or else the latest."""
+    """Return the state of the message: the worst state that it has in a table, or else
+    the latest."""
     if any(letter.resolution == "open" for letter in letters):
         return "dead"
     for row in outbox:
@@ -250,7 +253,8 @@ def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
 
 
 def raw(rows: list[Any]) -> str:
-    """Return rows as text, without values that are long or shown elsewhere."""
+    """Return rows as text, without values that are long or that the page shows
+    elsewhere."""
     shown = []
     for row in rows:
         # Headers are shown elsewhere, masked.

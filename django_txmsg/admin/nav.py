@@ -28,7 +28,7 @@ _LISTS = (
 
 @dataclass(frozen=True)
 class Page:
-    """One of the pages, and whether it is the present one."""
+    """One of the pages, and whether it is the one that is shown."""
 
     title: str
     address: str

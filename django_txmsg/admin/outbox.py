@@ -1,4 +1,4 @@
-"""The outbox's list, and every message's own page, whose address is below it."""
+"""The outbox's list. The pages of all messages have addresses below it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .received import has
 
 
 def is_overdue() -> Holds:
-    """Return the condition that a row should have left by now."""
+    """Return the condition that a row should have been sent by now."""
     return Holds(outbox.DUE, now=Later(-OVERDUE.total_seconds()))
 
 
 class OutboxStateFilter(StateFilter):
-    """Pending, overdue, in flight, dispatched or dead."""
+    """Filters by state: pending, overdue, in flight, dispatched or dead."""
 
     labels: ClassVar[dict[str, str]] = {"dead": "refused or expired"}
 
@@ -58,7 +58,7 @@ class DestinationFilter(PlaceFilter):
 
 @admin.register(OutboxMessage)
 class OutboxAdmin(MessageAdmin):
-    """Messages stored here, newest first. Bodies are not in the list."""
+    """Messages stored here, newest first. The list does not load bodies."""
 
     list_display = (
         "state", "outcome", "age", "place", "message", "due", "tries", "flow",
@@ -68,7 +68,7 @@ class OutboxAdmin(MessageAdmin):
     found_by = ("correlation_id", "key")
 
     def get_urls(self) -> list[Any]:
-        """Add the message page, which is for all tables."""
+        """Add the address of a message's page, which shows rows of all tables."""
         pages = message.MessagePages(self)
         wrap = self.admin_site.admin_view
         return [
@@ -97,7 +97,7 @@ class OutboxAdmin(MessageAdmin):
         ]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[OutboxMessage]:
-        """Add whether a row should have left by now."""
+        """Add whether a row should have been sent by now."""
         rows: QuerySet[OutboxMessage] = super().get_queryset(request)
         here: Any = InboxMessage.objects.filter(message_id=OuterRef("message_id"))
         letters = DeadLetter.objects.filter(message_id=OuterRef("message_id"))
@@ -110,7 +110,7 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="at its stages")
     def outcome(self, row: Any) -> SafeString | str:
-        """The outcome after it left, as far as it is known here."""
+        """What became of the message after it was sent, as far as it is known here."""
         if row.died:
             return display.badge("dead")
         if row.waits:
@@ -130,14 +130,14 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="next attempt")
     def due(self, row: OutboxMessage) -> SafeString | str:
-        """When a pending message will leave."""
+        """When a pending message will be sent."""
         if row.dispatched_at is not None or row.dead_at is not None:
             return "-"
         return display.ago(row.due_at)
 
     @admin.display(description="message")
     def message(self, row: OutboxMessage) -> SafeString:
-        """The message's id; a message stored again says so."""
+        """The message's id, and whether it was stored again by a redelivery."""
         again = display.badge("again") if row.replay_id else ""
         return format_html("{} {}", display.short_id(row.message_id), again)
 
@@ -152,5 +152,5 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="age")
     def age(self, row: OutboxMessage) -> SafeString:
-        """How long it has been stored."""
+        """How long ago it was stored."""
         return display.age(row.created_at)

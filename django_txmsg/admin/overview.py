@@ -1,4 +1,4 @@
-"""The first page: alarms, waiting and dead messages, and live processes."""
+"""The overview: alarms, waiting and dead messages, and live processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TITLES = {
 
 @dataclass
 class Bar:
-    """One hour's bar of a chart."""
+    """The bar of one hour in a chart."""
 
     x: int
     y: float
@@ -69,7 +69,7 @@ class Line:
 
 
 def overview(request: HttpRequest) -> dict[str, Any]:
-    """Return the overview for this user: only tables that the user may see."""
+    """Return the overview for this user. It has only tables that the user may see."""
     using = router.db_for_write(OutboxMessage)
     picture = status.read()
     hours = periods.last_day(using, picture.now)
@@ -111,7 +111,7 @@ def _address(request: HttpRequest, alarm: Alarm) -> str:
 
 
 def _in_order(places: dict[str, Place]) -> tuple[list[Place], list[Place]]:
-    """Return places with something to see, the worst first, and all others."""
+    """Return the places with something to see, the worst first, and then all others."""
     ordered = sorted(
         places.values(), key=lambda one: (-one.waiting.overdue, -one.dead, one.name)
     )

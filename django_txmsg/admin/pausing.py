@@ -1,4 +1,4 @@
-"""Buttons that pause and resume the rows of a list: a stage, a recurring message."""
+"""Buttons that pause and resume a row of a list: a stage, or a recurring message."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class PausableAdmin(ReadOnlyAdmin):
         ] + super().get_urls()
 
     def pause(self, request: HttpRequest) -> HttpResponse:
-        """Pause: finish messages in progress, start no new ones."""
+        """Pause a stage or a recurring message."""
         return self._set(request, paused=True)
 
     def resume(self, request: HttpRequest) -> HttpResponse:
-        """Resume."""
+        """Resume a stage or a recurring message."""
         return self._set(request, paused=False)
 
     def _set(self, request: HttpRequest, *, paused: bool) -> HttpResponse:

@@ -1,4 +1,4 @@
-"""Runs of the data pipeline, and the archive's progress."""
+"""Runs of the data pipeline, the archive's positions, and what `follow` measures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import ReadOnlyAdmin
 
 
 class RecordAdmin(ReadOnlyAdmin):
-    """A record that cannot be deleted here."""
+    """A list of records that cannot be deleted here."""
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
         """Return False: these records are kept."""
@@ -26,7 +26,7 @@ class RecordAdmin(ReadOnlyAdmin):
 
 @admin.register(PipelineRun)
 class PipelineRunAdmin(RecordAdmin):
-    """Who ran which job, when, with which options, and the result."""
+    """The runs: who ran which job, when, with which options, and with which result."""
 
     list_display = ("job", "outcome", "service", "row_count", "took", "begun", "run_by")
     list_filter = ("job", "state")
@@ -39,17 +39,18 @@ class PipelineRunAdmin(RecordAdmin):
 
     @admin.display(description="outcome")
     def outcome(self, run: PipelineRun) -> str:
-        """How it ended. A killed run could not record it."""
+        """How the run ended. A run that was killed could not record that."""
         return "interrupted" if run.interrupted else run.get_state_display()
 
     @admin.display(description="rows")
     def row_count(self, run: PipelineRun) -> str:
-        """Rows that it moved, judged or stored."""
+        """The number of rows that the run moved, judged or stored."""
         return f"{run.rows:,}"
 
     @admin.display(description="took")
     def took(self, run: PipelineRun) -> str:
-        """How long it took, or has taken so far; unknown for a killed run."""
+        """How long the run took, or has taken so far. Unknown for a run that was
+        killed."""
         if run.interrupted:
             return "-"
         spent = (run.finished_at or timezone.now()) - run.started_at
@@ -62,7 +63,7 @@ class PipelineRunAdmin(RecordAdmin):
 
     @admin.display(description="options")
     def chosen(self, run: PipelineRun) -> SafeString:
-        """The options it was given."""
+        """The options of the run."""
         return format_html("<pre>{}</pre>", json.dumps(run.options, indent=2))
 
     @admin.display(description="counts")
@@ -86,12 +87,12 @@ class ArchiveMarkAdmin(RecordAdmin):
 
     @admin.display(description="rows")
     def row_count(self, mark: ArchiveMark) -> str:
-        """Rows that were moved from the database to this lake."""
+        """The number of rows that were moved from the database to this lake."""
         return f"{mark.rows:,}"
 
     @admin.display(description="moved")
     def changed(self, mark: ArchiveMark) -> SafeString:
-        """When it last advanced."""
+        """When the position last advanced."""
         return format_html("{} ago", display.age(mark.changed_at))
 
 

@@ -1,5 +1,5 @@
-"""The shown state of a received message, from the inbox, its stage and its dead
-letter."""
+"""The state that pages show for a received message. It depends on the inbox, the stage
+and the dead letter."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def is_overdue() -> Holds:
 
 
 def has(rows: QuerySet[Any]) -> Subquery:
-    """Return whether there is such a row, looked up for each row of a list. For
-    `Exists`, PostgreSQL may read the whole table: its planner does not count on a list
-    that shows only the first rows."""
+    """Return whether such a row exists, looked up for each row of a list. With
+    `Exists`, PostgreSQL may read the whole table, because its planner does not know
+    that a list shows only the first rows."""
     return Subquery(rows.order_by().values(found=Value(True))[:1])
 
 

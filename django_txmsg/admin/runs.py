@@ -1,4 +1,4 @@
-"""Runs of flows: the list, a page for each, and what an operator does to them."""
+"""Runs of flows: the list, a page for each run, and the operators' acts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COUNTED = frozenset({"open", "waiting", "undoing", "undo stuck"})
 
 
 class RunStateFilter(StateFilter):
-    """By state."""
+    """Filters by state."""
 
     @staticmethod
     def conditions() -> dict[str, Q]:
@@ -48,7 +48,7 @@ class RunStateFilter(StateFilter):
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the runs of the states that have an index."""
+        """Count the runs of each state that has an index."""
         rows = model_admin.get_queryset(request)
         for name, condition in self.conditions().items():
             counts = name in _COUNTED
@@ -56,14 +56,14 @@ class RunStateFilter(StateFilter):
 
 
 class FlowFilter(CountingFilter):
-    """By flow: those declared here, and others with open runs."""
+    """Filters by flow: flows declared here, and others with open runs."""
 
     title = parameter_name = "flow"
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the open runs of each."""
+        """Count the open runs of each flow."""
         found = dict.fromkeys((one.name for one in declarations()), 0)
         for one in runs.read(model_admin.get_queryset(request).db):
             found[one.flow] = one.open
@@ -76,7 +76,7 @@ class FlowFilter(CountingFilter):
 
 
 class StepFilter(admin.SimpleListFilter):
-    """By the step that runs next, of the flows declared here."""
+    """Filters by the step that runs next, of flows declared here."""
 
     title = parameter_name = "step"
 
@@ -94,14 +94,14 @@ class StepFilter(admin.SimpleListFilter):
 
 
 class SinceFilter(AgeFilter):
-    """By the last step."""
+    """Filters by the time of the last step."""
 
     title, column = "last step", "since"
 
 
 @admin.register(Run)
 class RunAdmin(ReadOnlyAdmin):
-    """Runs, newest first."""
+    """Runs of flows, newest first."""
 
     list_display = ("shown_state", "flow", "key", "step", "waits", "age", "deadline")
     list_display_links = ("shown_state", "flow")
@@ -118,7 +118,7 @@ class RunAdmin(ReadOnlyAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Find by one exact id, or by the key of a flow declared here."""
+        """Search for one complete id, or for the key of a flow declared here."""
         if not search_term:
             return queryset, False
         text = search_term.strip()
@@ -130,17 +130,18 @@ class RunAdmin(ReadOnlyAdmin):
 
     @admin.display(description="state")
     def shown_state(self, run: Run) -> SafeString:
-        """Waiting, undoing or ended. `state` is the column with the flow's own."""
+        """Waiting, undoing or ended. (`state` is the column with the flow's own
+        state.)"""
         return display.badge(word(run))
 
     @admin.display(description="waits for")
     def waits(self, run: Run) -> str:
-        """What continues it."""
+        """What the run waits for."""
         return waits(run)
 
     @admin.display(description="for")
     def age(self, run: Run) -> SafeString:
-        """How long it has waited, or since when it has ended."""
+        """How long the run has waited, or how long ago it ended."""
         return display.ago(run.ended_at) if run.ended_at else display.age(run.since)
 
     @admin.display(description="deadline")
@@ -239,7 +240,7 @@ def word(run: Run) -> str:
 
 
 def waits(run: Run) -> str:
-    """Return what continues a run."""
+    """Return what the run waits for, in words."""
     if run.ended_at is not None:
         return "-"
     return " of ".join(filter(None, (str(run.get_waits_for_display()), run.asked)))

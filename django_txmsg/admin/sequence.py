@@ -1,6 +1,6 @@
-"""A run as a sequence diagram: its caller on the left, the flow in the middle, and all
-participants on the right, so that it fits a phone however many there are. Each step is
-a box with what it has changed in the state."""
+"""A run as a sequence diagram. The caller is on the left, the flow in the middle, and
+all participants share the line on the right, so that the diagram fits a phone. Each
+step is a box that shows the change of the state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLER, FLOW, OTHERS = 12, 170, 328
 
 @dataclass
 class Arrow:
-    """A message between two of the three lines, or of the flow to itself."""
+    """A message between two of the three lines, or from the flow to itself."""
 
     y: int
     text: str
@@ -36,18 +36,18 @@ class Arrow:
 
     @property
     def label(self) -> str:
-        """The text, as short as there is room."""
+        """The text, shortened to the room that there is."""
         return display.cut(self.text, LABEL)
 
     @property
     def middle(self) -> float:
-        """Where its text is centred."""
+        """The horizontal centre of its text."""
         return (self.start + self.end) / 2
 
 
 @dataclass
 class Box:
-    """One step."""
+    """The box of one step."""
 
     y: int
     step: str
@@ -64,7 +64,7 @@ class Box:
 
     @property
     def texts(self) -> Iterator[tuple[int, str, str]]:
-        """Yield each line of the state's difference, and where it is."""
+        """Yield each line of the state's difference, with its position."""
         for number, (kind, text) in enumerate(self.lines, 1):
             yield self.y + HEAD + number * ROW - 4, kind, display.cut(text, LINE)
 

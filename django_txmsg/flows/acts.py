@@ -1,5 +1,8 @@
 """What an operator does to an open run, by a page or a command, in the caller's
-transaction. Each act returns what was done, for the audit, or raises FlowError."""
+transaction.
+
+Each act returns what was done, for the audit, or raises FlowError.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ BY_OPERATOR = "answered_as_failed"
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """An operator's input. `value` is the JSON of a step's argument; `type` names its
-    type if the step takes several; `to` is the name of a step, or the number of its row
-    in the history."""
+    """An operator's input. `value` is the JSON of a step's argument. `type` names its
+    type, if the step takes several. `to` is the name of a step, or the number of the
+    step's row in the history."""
 
     why: str = ""
     value: str = ""
@@ -103,8 +106,8 @@ def _go_back(run: Run, given: Given) -> str:
 
 @dataclass(frozen=True)
 class Act:
-    """One act: what it does, its permission, and what a run waits for to which it can
-    be done."""
+    """One act: what it does, its permission, and the kinds of wait in which a run
+    permits it."""
 
     do: Callable[[Run, Given], str]
     permission: str
@@ -129,10 +132,10 @@ ACTS = {
 
 def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
     """Do one of ACTS to the run as it is now, and return the text for the audit. `seen`
-    is the `since` of the run that the operator has looked at.
+    is the `since` of the run when the operator looked at it.
 
-    Raises FlowError if it cannot be done, or the run has gone on since then, and
-    DecodeError for a value that the step does not take.
+    Raises FlowError if the act is not possible, or if the run has gone on since then,
+    and DecodeError for a value that the step does not take.
     """
     now = Run.objects.db_manager(run._state.db).locked(run.run_id) or run
     if seen and seen != now.since.isoformat():
@@ -144,7 +147,7 @@ def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
 
 
 def refused(name: str, run: Run) -> str:
-    """Return why an act cannot be done to a run, or ""."""
+    """Return why an act cannot be done to a run; "" if it can."""
     if run.ended_at is not None or run.failing:
         how = "has ended" if run.ended_at else "is undoing its work"
         return (
@@ -165,7 +168,7 @@ def find(using: str, **by: Any) -> models.QuerySet[Run]:
 
 def _argument(step: Step, given: Given) -> tuple[Encoded, Any]:
     """Return a step's argument from its JSON, as bytes and as an object. Raises
-    FlowError without one, and DecodeError if it does not fit."""
+    FlowError if there is none, and DecodeError if it does not fit."""
     if not given.value:
         raise FlowError(f"Step {step.name!r} takes a value: give it as JSON.")
     reader: BodyReader = codecs.reader(step.annotation)
@@ -176,7 +179,7 @@ def _argument(step: Step, given: Given) -> tuple[Encoded, Any]:
 
 
 def _argument_of(declared: Declaration, row: FlowStep, given: Given) -> Encoded:
-    """Return the argument that a step gets again."""
+    """Return the argument that a step had before, and gets again."""
     step = declared.step(row.step)
     if step.joins:
         raise FlowError(

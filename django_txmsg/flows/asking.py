@@ -1,5 +1,8 @@
-"""`ask()` and `aask()`: start a run in a transaction of its own, and wait for its
-answer, as a view does. The run does not depend on who waits."""
+"""`ask()` and `aask()`: start a run in a transaction of its own, and wait for the run's
+answer, in a view for example.
+
+If the caller stops waiting, the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,10 @@ def ask(
     """Start a run, and return its answer. `within` is how long to wait, in seconds or
     as a timedelta.
 
-    Raises TimeoutError when the time is up; its `run_id` is the run's, which goes on.
-    Raises FlowError in an open transaction, in a request's or another outbox
-    session and in a stage: its message leaves only after them. Raises AlreadyRunning if
-    a run of this `key` is open, and InvalidMessage for a body that the flow does not
-    take.
+    Raises TimeoutError when the time is up; its `run_id` is that of the run, which goes
+    on. Raises FlowError inside a transaction, a session of the HTTP outbox and a stage:
+    the run's message is sent only when they have ended. Raises AlreadyRunning if a run
+    of this `key` is open, and InvalidMessage for a body that the flow does not take.
     """
     run = _started(flow, body, key)
     if (done := awaited(run, within)) is None:
@@ -62,7 +64,8 @@ async def aask(
     within: float | dt.timedelta,
     key: str | None = None,
 ) -> Out | TimedOut | Dead | Cancelled:
-    """The coroutine of ask(): the event loop goes on while it waits."""
+    """Start a run, and return its answer, like ask(). The event loop goes on
+    meanwhile."""
     run = await sync_to_async(_started)(flow, body, key)
     for pause in _pauses(within):
         await asyncio.sleep(pause)
@@ -90,8 +93,8 @@ def _started(flow: type[Flow[In, Any]], body: In, key: str | None) -> Run:
 
 
 def awaited(run: Run, within: float | dt.timedelta) -> Run | None:
-    """Wait until a run has ended, and return it as `ended()` does; None if it has not
-    ended in time."""
+    """Wait until a run has ended, and return what `ended()` returns for it; None if it
+    has not ended in time."""
     for pause in _pauses(within):
         threading.Event().wait(pause)
         if (done := ended(run)) is not None:
@@ -118,7 +121,8 @@ def _late(run: Run) -> TimeoutError:
 
 
 def ended(run: Run) -> Run | None:
-    """Return the run once it has ended, or the one that it has handed over to."""
+    """Return the run if it has ended, or the run that it has handed over to, if that
+    one has; else None."""
     runs = Run.objects.using(run._state.db)
     found = runs.filter(run_id=run.run_id).first()
     while found is not None and found.outcome == Outcome.HANDED_OVER:
@@ -127,8 +131,8 @@ def ended(run: Run) -> Run | None:
 
 
 def _answer(flow: type[Flow[Any, Any]], run: Run) -> Any:
-    """Return the answer of a run that has ended. Raises DecodeError if its type has
-    changed since, so that the flow cannot read it."""
+    """Return the answer of a run that has ended. Raises DecodeError if the flow cannot
+    read it, because the answer's type has changed since."""
     if run.answer == "null":
         return None
     body = Unread(run.answer.encode(), wire.JSON, run.answer_type or None)

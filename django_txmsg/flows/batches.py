@@ -1,5 +1,8 @@
-"""The flow of all flow batches of this service. Importing it declares it, as `ready()`
-does where `FLOWS["BATCHES"]` is set."""
+"""The flow that has the runs of all flow batches of this service.
+
+Importing this module declares it. The app's `ready()` does so if `FLOWS["BATCHES"]` is
+set.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,17 @@ class Batches(
     name=f"{conf.get().SERVICE}.batches",
     within=None,
 ):
-    """The flow of all flow batches of this service."""
+    """The flow that has the runs of all flow batches of this service."""
 
     @step
     def start(self, body: BatchEnded) -> Next[BatchEnded | Cancelled]:
-        """Refuse: `batch()` stores runs that have begun."""
+        """Raise an error, because no message starts this flow: `batch()` stores runs
+        that have begun."""
         raise FlowError("A flow batch is started by batch(), and not by a message.")
 
     @step
     def ended(self) -> Next[BatchEnded | Cancelled]:
-        """Tell how many have ended, and how."""
+        """Report how many messages were answered, were given up, and had no answer."""
         batches = Batch.objects.using(self._declaration.using)
         ended = batches.get(run__run_id=self._run_id).progress
         return BatchEnded(

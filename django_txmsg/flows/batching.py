@@ -1,7 +1,7 @@
-"""`batch()`: a join without a flow. A group of messages, and a message at its end.
+"""`batch()`: a group of messages, and a message at the end of all.
 
-A flow of this package, `Batches`, has the run of each flow batch. So deadlines,
-cancelling and retention work as for every run.
+Each batch is a run of the package's own flow `Batches`. So deadlines, cancelling and
+retention work as for every run.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def batch(
     enough: int | None = None,
     within: dt.timedelta | None = None,
 ) -> Batch:
-    """Store messages, dicts of send_message()'s arguments, in the caller's transaction,
-    and have `BatchEnded` sent to `then` when each was processed or given up, when
-    `enough` were processed, or after `within` (None: no deadline).
+    """Store messages, given as dicts of send_message()'s arguments, in the caller's
+    transaction. `BatchEnded` is sent to `then` when each message was processed or given
+    up, when `enough` were processed, or after `within` (None: no deadline).
 
-    The returned row's `progress` tells how far it is. The messages go to stages, whose
-    results are the answers, kept in the batch's rows.
+    The returned row's `progress` counts the messages by outcome. The messages go to
+    stages. Their results are the answers, which are kept in the batch's rows.
 
-    Raises TransactionRequired, InvalidMessage for what cannot be carried, and for
-    `unique` and `expires`; ConfigurationError for an `enough` that can never be
+    Raises TransactionRequired; InvalidMessage for a message that cannot be sent, and
+    for `unique` and `expires`; ConfigurationError for an `enough` that can never be
     reached; FlowError in a stage whose messages are not stored in its transaction.
     """
     if not conf.get().FLOWS.BATCHES:

@@ -1,7 +1,8 @@
 """Stores the time-outs of runs, in one thread of each `relay` process.
 
-A deadline is a column of the run's row, so an answered request needs no timer. Any
-number of processes may do this; the time-out of one turn always has the same id.
+A deadline is a column of the run's row, so it needs no timer that an answer would have
+to cancel. Any number of processes may do this, because the time-out of one turn always
+has the same id.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Deadlines(TimeLoop):
         return not any(one.using in self._using for one in declarations())
 
     def _keep(self, using: str) -> float:
-        """Store due time-outs. Returns the seconds until the next one."""
+        """Store due time-outs. Returns the seconds until the next deadline."""
         known = {one.name: one for one in declarations() if one.using == using}
         left = Run.objects.db_manager(using).next_due(conf.get().SERVICE, list(known))
         if left is None:

@@ -1,7 +1,7 @@
-"""The declaration in a flow's class, checked when the class is created: its state,
-steps and signals.
+"""What a flow's class declares: its state, steps and signals.
 
-Mistakes are errors here, not later, when a run reaches that step.
+The declaration is checked when the class is created, so that mistakes are errors then,
+and not when a run reaches that step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOTHING: Any = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Mark:
-    """What `@step` and `@signal` record about a method."""
+    """What `@step` or `@signal` records about a method."""
 
     is_signal: bool
     was: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Step:
-    """One method of a flow, and the type of its argument."""
+    """One step or signal of a flow, and the type of its argument."""
 
     name: str
     call: Callable[..., Any]
@@ -52,23 +52,23 @@ class Step:
 
     @property
     def takes_nothing(self) -> bool:
-        """Whether it is called without an argument."""
+        """Whether the method is called without an argument."""
         return self.annotation is NOTHING
 
     @cached_property
     def reader(self) -> BodyReader:
-        """The codec that turns a body into its argument."""
+        """The reader of its argument's bodies."""
         return codecs.reader(self.annotation)
 
     @cached_property
     def takes(self) -> str:
-        """The type headers of the bodies that it takes, one per line."""
+        """The type headers of the bodies that the method takes, one per line."""
         if self.takes_nothing:
             return ""
         return "\n".join(one.header for one in self.reader.types if one.name)
 
     def reads(self, name: str) -> bool:
-        """Return whether it takes bodies of the type with this name."""
+        """Return whether the method takes bodies of the type with this name."""
         if self.takes_nothing:
             return False
         return any(one.name == name for one in self.reader.types)
@@ -93,7 +93,7 @@ class Declaration:
 
     @property
     def steps_name(self) -> str:
-        """The destination of the messages that continue a run."""
+        """The destination of the messages that continue runs."""
         return self.name + STEPS
 
     @property
@@ -108,12 +108,12 @@ class Declaration:
         return list(known)
 
     def step(self, name: str) -> Step:
-        """Return the step with this name. Raises NewerCodeNeeded: the message waits for
-        code with that step."""
+        """Return the step with this name. Raises NewerCodeNeeded if there is none: the
+        message waits for code that has it."""
         return self._found(self.steps, name)
 
     def signal(self, name: str) -> Step:
-        """Return the signal of a name. Raises NewerCodeNeeded."""
+        """Return the signal with this name. Raises NewerCodeNeeded if there is none."""
         return self._found(self.signals, name)
 
     @property
@@ -123,7 +123,7 @@ class Declaration:
         return next(taking, None)
 
     def name_of(self, method: object, of: object) -> str:
-        """Return the name of a step, given as a method of a flow's object.
+        """Return the name of a step, which is given as a method of a flow's object.
 
         Raises ConfigurationError for anything else.
         """
@@ -139,7 +139,7 @@ class Declaration:
 
     def encode(self, flow: object) -> str:
         """Return a flow's state as JSON. Raises InvalidMessage if a value does not fit
-        its field, ConfigurationError if the JSON is too long."""
+        its field, and ConfigurationError if the JSON is too long."""
         values = {name: getattr(flow, name) for name in self.fields}
         text = codecs.body_type(self.state).encode(self.state(**values))
         if len(text) > MAX_STATE:
@@ -153,7 +153,8 @@ class Declaration:
     def decode(self, text: str, version: int) -> dict[str, Any]:
         """Return the values of the state's fields, upgraded to this version.
 
-        Raises NewerCodeNeeded, and DecodeError if a value does not fit.
+        Raises NewerCodeNeeded for a state of a newer version, and DecodeError if a
+        value does not fit.
         """
         header = str(TypeHeader(self.name, version, version))
         state = codecs.reader(self.state).read(text.encode(), wire.JSON, header)
@@ -188,7 +189,7 @@ def declarations() -> list[Declaration]:
 
 
 def forget(name: str) -> None:
-    """Remove a flow, as tests do with the ones they declare."""
+    """Remove a flow, for tests."""
     _declared.pop(name, None)
 
 
@@ -204,10 +205,10 @@ def check_name(name: str) -> None:
 def state_of(
     cls: type[Any], base: type[Any], name: str, version: int
 ) -> tuple[type[Any], tuple[str, ...]]:
-    """Return a dataclass of a flow's fields, and their names.
+    """Return a dataclass with a flow's fields, and their names.
 
-    Raises ConfigurationError for a field without a default, one that hides an attribute
-    of Flow, and one that JSON does not preserve.
+    Raises ConfigurationError for a field that has no default, that hides an attribute
+    of Flow, or that JSON does not preserve.
     """
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -287,7 +288,8 @@ def methods_of(
 
 
 def _annotation(call: Any, name: str) -> tuple[Any, bool]:
-    """Return the type that a step takes, and whether it takes many, as Answers."""
+    """Return the type that a step takes, and whether the step takes `Answers` of that
+    type."""
     if not inspect.isfunction(call) or inspect.iscoroutinefunction(call):
         raise ConfigurationError(
             f"{call!r} of flow {name!r} is not a plain method: a step runs in a "

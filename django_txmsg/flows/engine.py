@@ -1,8 +1,8 @@
 """Continues a run: one message, one transaction, one step.
 
-The stage's inbox drops copies of the message. Each message carries the turn of its
-run, and the run's row is locked only if that turn has not passed. So exactly one
-message, be it a reply, a deadline or another, can continue the run.
+The stage's inbox drops copies of the message. Each message names the turn of its run
+that it continues, and takes the run only if that turn has not passed. So exactly one
+message of several, a reply and a deadline for example, continues the run.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ MIN_PAUSE = dt.timedelta(seconds=1)
 
 
 def begin(declared: Declaration, message: Message) -> None:
-    """Start a run by a message: from a row that `start()` has stored, or with a new
-    one."""
+    """Begin a run by a message. `start()` has stored the run's row; without a row, the
+    run is a new one."""
     runs = Run.objects.db_manager(declared.using)
     run = runs.locked(message.id)
     if run is None:
@@ -150,7 +150,8 @@ def _signalled(declared: Declaration, message: Message) -> None:
 
 
 def _cancelled(declared: Declaration, message: Message) -> None:
-    """Cancel a run, for its caller, which is undoing, or for code of this service."""
+    """Cancel a run at the request of its caller, which is undoing its work, or of code
+    of this service."""
     try:
         undone = wire.Undone.parse(message.conversation[wire.UNDOES])
     except ValueError:
@@ -199,7 +200,8 @@ def _cancelled(declared: Declaration, message: Message) -> None:
 
 
 class Going:
-    """A run while one message continues it, until the transaction ends."""
+    """A run while one message continues it. It lives until the end of the
+    transaction."""
 
     def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
         self.declared, self.run, self._message = declared, run, message
@@ -222,8 +224,9 @@ class Going:
         return flow
 
     def call(self, step: Step, *values: Any) -> Any:
-        """Return the result of a step, whose undos of its own work are registered.
-        Raises FlowError if the step created another continuation."""
+        """Return the result of a step, after registering the undos of the step's own
+        work. Raises FlowError if the step created a continuation that it did not
+        return."""
         self._step = step.name
         arguments = () if step.takes_nothing else values
         result = step.call(self._flow, *arguments)
@@ -240,7 +243,7 @@ class Going:
         return result
 
     def continued(self) -> None:
-        """Call the step that the run waits for with the received value."""
+        """Call the step that the run waits for, with the value that has come."""
         run, body = self.run, self._message.body
         assert isinstance(body, Unread)
         assert run.turn is not None
@@ -272,8 +275,7 @@ class Going:
         return self.apply(self.call(step, body.read(step.reader)))
 
     def undone(self) -> None:
-        """Record that the current undo is confirmed, and continue with the previous
-        one."""
+        """Record that the current undo is confirmed, and begin the next older one."""
         undo = self._undoing()
         if self._message.body.type == "txmsg.Dead" and not undo.cancels:
             # A dead undo is not confirmed, because it must still be done. But a flow
@@ -286,7 +288,8 @@ class Going:
         return None
 
     def signalled(self, result: Any) -> None:
-        """Execute what a signal has returned; after None the run waits as before."""
+        """Do what a signal has returned. If it has returned None, the run waits as
+        before."""
         if result is None:
             return self.store()
         if self._turn is not None:
@@ -296,7 +299,7 @@ class Going:
     def go_back(
         self, step: str, argument: Encoded, kept: int, state: str, version: int
     ) -> None:
-        """Undo everything but the first `kept` undos, then call a step again, with this
+        """Undo all but the oldest `kept` undos, then call a step again, with this
         state."""
         run, self._flow = self.run, self._restored(state, version)
         if self._turn is not None:
@@ -308,7 +311,7 @@ class Going:
         self.store()
 
     def apply(self, result: Any) -> None:
-        """Execute what a step has returned, and store the run."""
+        """Do what a step has returned, and store the run."""
         run, turn = self.run, uuid.uuid4()
         match result:
             case Ask():
@@ -368,7 +371,7 @@ class Going:
         self.store()
 
     def store(self) -> None:
-        """Store what has changed of the run, and its history."""
+        """Store what has changed in the run, and its history."""
         run, using = self.run, self.declared.using
         run.state, run.version = self.declared.encode(self._flow), self.declared.version
         run.baggage, run.hop = _checked(self._flow.baggage), self._hop
@@ -410,7 +413,7 @@ class Going:
         undoes: str = "",
         expires: dt.timedelta | None = None,
     ) -> Message:
-        """Store a message that continues the run, or whose answer does."""
+        """Store a message that continues the run itself, or whose answer will."""
         given = self._headers()
         given[wire.TICKET] = wire.ticket(self.run.run_id, turn)
         if undoes:
@@ -435,8 +438,9 @@ class Going:
         return given
 
     def _answered(self) -> None:
-        """Record that a request was certainly executed. A called run that answered
-        first may still be undoing: cancelling it waits for that."""
+        """Record that a request was certainly executed. If the request was a flow that
+        has answered first, that flow may still be undoing its work: cancelling it waits
+        for that."""
         if self.run.undos:
             rows = self._open_undos().filter(request_id=self.run.request_id)
             rows.update(answered=True)
@@ -456,7 +460,7 @@ class Going:
         self.run.answer, self.run.answer_type = body.decode(), of
 
     def _deliver(self) -> None:
-        """Answer the caller, unless it was answered already."""
+        """Send the answer to the caller, unless it was sent already."""
         run = self.run
         if not run.caller:
             return
@@ -571,7 +575,7 @@ class Going:
             self._open_undos().delete()
 
     def _undo_next(self) -> None:
-        """Start the newest undo that is outstanding, or end."""
+        """Begin the newest undo that is not confirmed, or end the run."""
         row = self._undoing() if self.run.undos else None
         if row is None and self.run.kept_undos is not None:
             self._repeat()
@@ -595,7 +599,7 @@ class Going:
         )
 
     def _repeat(self) -> None:
-        """Call the step that the run has gone back to."""
+        """Call the step to which the run has gone back."""
         run, turn = self.run, uuid.uuid4()
         run.failing, run.kept_undos = False, None
         run.wait(WaitsFor.ITSELF, run.step, turn=turn, otherwise=run.step)
@@ -613,7 +617,7 @@ _WRITTEN = (
 
 
 def _late(declared: Declaration, message: Message, run_id: uuid.UUID | None) -> None:
-    """Drop a message that arrived after its run had continued."""
+    """Drop a message that arrived after its run had gone on."""
     log.info(
         "flow %s: message %s arrived after run %s had continued, and is dropped",
         declared.name,
@@ -631,7 +635,7 @@ def _then(run: Run) -> str:
 
 
 def _back(message: Message) -> dict[str, str]:
-    """Return the headers that lead the answer back to the caller."""
+    """Return the headers that the answer will carry back to the caller."""
     return {
         name: value
         for name, value in message.conversation.items()
@@ -648,8 +652,8 @@ def _baggage(message: Message) -> dict[str, str]:
 
 
 def _checked(baggage: dict[str, str]) -> dict[str, str]:
-    """Return the headers that travel along. Raises ConfigurationError for values that
-    no header can have."""
+    """Return the baggage, headers that all messages of the flow carry. Raises
+    ConfigurationError for values that no header can have."""
     for name, value in baggage.items():
         fits = isinstance(name, str) and isinstance(value, str)
         if not fits or not name.isascii() or not value.isprintable():

@@ -1,7 +1,7 @@
 """`Flow`, and the decorators of its methods: the API for users.
 
-A subclass declares two stages: `NAME` takes the messages that start runs, and
-`NAME.steps` those that continue them.
+A flow declares two stages: `NAME` takes the messages that start runs, and `NAME.steps`
+those that continue runs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def step(
 ) -> Callable[[Any], Any] | Any:
     """Make a method a step of its flow. It returns an answer, or how the run continues.
 
-    Its name is an address: runs wait for it. `was`: its former names.
+    Runs that wait for a step store its name. So if you rename a step, pass its former
+    names as `was`.
     """
     return _marked(method, is_signal=False, was=was)
 
@@ -73,8 +74,9 @@ def signal(*, was: str | tuple[str, ...]) -> Callable[[Method], Method]: ...
 def signal(
     method: Any = None, /, *, was: str | tuple[str, ...] = ()
 ) -> Callable[[Any], Any] | Any:
-    """Make a method a handler of signals of a type, at any time between two steps. Its
-    result replaces what the run waits for; None leaves that unchanged."""
+    """Make a method a handler of signals of one type. It runs whenever such a signal
+    comes, between two steps. Its result replaces what the run waits for; None leaves
+    that unchanged."""
     return _marked(method, is_signal=True, was=was)
 
 
@@ -91,14 +93,15 @@ def _marked(method: Any, *, is_signal: bool, was: str | tuple[str, ...]) -> Any:
 
 
 class Flow(Generic[In, Out]):
-    """A conversation of several steps between services; no process waits during it.
+    """A conversation of several steps between services. No process waits during it.
 
-    `class Checkout(Flow[PlaceOrder, Answer], name="orders.checkout")`: PlaceOrder
-    starts it, by the step `start`; Answer goes back to the caller. Its annotated fields
-    are its state: the JSON of one row, at most 64 KiB. `version` is the version of the
-    state, like that of a message type. `within` is the default deadline of an ask or a
-    wait; None is for ever. `using` and `broker` are those of its stages, `concurrency`
-    is the number of threads in each process for each of them.
+    `class Checkout(Flow[PlaceOrder, Answer], name="orders.checkout")`: a PlaceOrder
+    starts it, by the step `start`, and an Answer goes back to the caller. Its annotated
+    fields are its state: the JSON of one row, at most 64 KiB. `version` is the version
+    of the state, like that of a message type. `within` is the default deadline of an
+    ask or a wait; None means that there is none. `using` and `broker` are those of its
+    stages. `concurrency` is the number of threads in each process for each of the two
+    stages.
     """
 
     destination: ClassVar[Destination[Any, Any]]
@@ -156,7 +159,7 @@ class Flow(Generic[In, Out]):
             )
 
     def __init__(self, **state: Any) -> None:
-        """Create an object with this state, as a test of a step does."""
+        """Create an object with this state, to test a step."""
         values = self._declaration.state(**state)
         for one in self._declaration.fields:
             setattr(self, one, getattr(values, one))
@@ -170,8 +173,8 @@ class Flow(Generic[In, Out]):
     def signal(cls, key: str, body: object) -> None:
         """Store a signal for the open run of this key, in the caller's transaction.
 
-        The step that takes its type runs between two others. Raises InvalidMessage for
-        a body that no signal takes, TransactionRequired.
+        The method that takes the signal's type runs between two steps. Raises
+        InvalidMessage for a body that no signal takes, and TransactionRequired.
         """
         send_signal(cls._declaration, key, body)
 
@@ -190,11 +193,11 @@ class Flow(Generic[In, Out]):
     ) -> Ask:
         """Send a request, to a stage or a flow, and continue with its answer.
 
-        `undo` takes the same body, once, if the run fails and the request was executed.
-        `otherwise` gets TimedOut if the deadline commits first, and Dead if the request
-        is given up; without `otherwise`, the run then fails. Raises ConfigurationError
-        if `then` is not a step, without a deadline, and if the stage of `undo` undoes
-        other requests.
+        If the run fails and the request was executed, `undo` gets the same body, once.
+        If the deadline commits before the answer, `otherwise` gets TimedOut; if the
+        request is given up, it gets Dead. Without `otherwise`, the run then fails.
+        Raises ConfigurationError if `then` is not a step, if there is no deadline, and
+        if the stage of `undo` undoes other requests.
         """
         request = self.branch(destination, body, undo=undo, key=key)
         return self._note(
@@ -218,8 +221,8 @@ class Flow(Generic[In, Out]):
         undo: Destination[Body, Any] | None = None,
         key: str | None = None,
     ) -> Request[Reply]:
-        """Return a request for gather(), like that of ask(). Raises ConfigurationError
-        if the stage of `undo` undoes other requests."""
+        """Return a request for gather(). Its arguments are those of ask(). Raises
+        ConfigurationError if the stage of `undo` undoes other requests."""
         of_flow = isinstance(destination, type) and issubclass(destination, Flow)
         asked: Any = destination
         if of_flow:
@@ -238,14 +241,15 @@ class Flow(Generic[In, Out]):
         enough: int | None = None,
         within: dt.timedelta | EllipsisType | None = ...,
     ) -> Gather:
-        """Send several requests, and continue when each is answered or given up, when
-        `enough` are answered, or after the deadline. Of more than `at_once` requests,
-        each further one leaves when an earlier one is answered or given up.
+        """Send several requests. Continue when each is answered or given up, when
+        `enough` are answered, or after the deadline. At most `at_once` requests are
+        sent at first; each answer, or request given up, lets one more be sent.
 
-        `then` gets the answers in the order asked. What has no answer by then is undone
-        at once, if it has an `undo`, or cancelled, if it is a flow. Raises
-        ConfigurationError if `then` takes no `Answers`, without a deadline, for an
-        `enough` that can never be reached, and for `at_once` with a deadline of None.
+        `then` gets the answers in the order asked. A request without an answer by then
+        is undone at once, if it has an `undo`, or cancelled, if it went to a flow.
+        Raises ConfigurationError if `then` takes no `Answers`, if there is no deadline,
+        for an `enough` that can never be reached, and for `at_once` with a deadline of
+        None.
         """
         check_enough(enough, len(requests))
         deadline = self._deadline(within)
@@ -300,19 +304,19 @@ class Flow(Generic[In, Out]):
         return self._note(Later(self._step(then), value))
 
     def hand_over(self, flow: type[Flow[Body, Out]], body: Body) -> HandOver:
-        """End, and let another flow answer this one's caller. Registered undos are
-        dropped, as by an answer."""
+        """End this run, and let a run of another flow answer this one's caller.
+        Registered undos are dropped, as they are by an answer."""
         return self._note(HandOver(flow.destination, body))
 
     def undo(self, destination: Destination[Body, Any], body: Body) -> None:
-        """Register what undoes this step's own work, if the run fails."""
+        """Register the message that undoes this step's own work if the run fails."""
         self._undos.append((destination, body))
 
     def fail(
         self, value: Out | TimedOut | Dead | Cancelled, *, answer_first: bool = False
     ) -> Fail:
         """Undo everything, newest first and each confirmed, then answer. With
-        `answer_first` the answer leaves at once."""
+        `answer_first` the answer is sent at once."""
         return self._note(Fail(value, answer_first))
 
     def _step(self, method: object, *, joins: bool = False) -> str:

@@ -1,8 +1,8 @@
 """Joins: many requests at once, and one message that continues the run after them.
 
-Each answer is written to its branch, in a transaction of its own that does not hold the
-run. The one that may be the last stores a message to the run; that message ends the
-join, if it has ended by then. So does the deadline.
+Each answer is written to its branch, in a transaction of its own that does not lock the
+run. An answer that may be the last one also stores a message to the run. That message
+ends the join, if all answers are there by then. The deadline ends it in any case.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _BRANCH = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 class StoredAnswers(Answers[Any]):
-    """The answers of a batch, read from its rows. Raises DecodeError if the code has
-    changed since they came, and cannot read one."""
+    """The answers of a batch, read from its rows. Raises DecodeError for an answer that
+    this code cannot read, because the code has changed since the answer came."""
 
     def __init__(self, batch: Batch, reader: BodyReader | None) -> None:
         self._batch, self._reader = batch, reader
@@ -57,8 +57,8 @@ class StoredAnswers(Answers[Any]):
 
 
 def check_enough(enough: int | None, total: int) -> int:
-    """Return how many answers end a join. Raises ConfigurationError if it can never
-    have that many, or needs none."""
+    """Return how many answers end a join. Raises ConfigurationError if there are fewer
+    requests, or if the number is not positive."""
     if enough is None:
         return total
     if isinstance(enough, bool) or not 1 <= enough <= total:
@@ -78,10 +78,12 @@ def store(
     enough: int | None,
     at_once: int = 0,
 ) -> tuple[Batch, list[uuid.UUID]]:
-    """Store a batch that a run will wait for under `turn`, and its requests, given by
-    the arguments of send_message(). Returns the batch and the ids of the requests.
+    """Store a batch that a run will wait for under `turn`, and its requests. Each
+    request is a dict of send_message()'s arguments. Returns the batch and the ids of
+    the requests.
 
-    Each answer lets the request leave that comes `at_once` places after its own.
+    Requests beyond the first `at_once` are held back. Each answer lets the request be
+    sent that comes `at_once` places after its own.
     """
     using, broker = declared.using, declared.broker
     least = check_enough(enough, len(messages))
@@ -128,7 +130,7 @@ def answered(
     """Write an answer to its branch, and continue the run if that answer may be the
     last. Returns False if the answer is late, or is a copy.
 
-    Raises DecodeError for an answer that the step cannot read; the branch stays open.
+    Raises DecodeError for an answer that the step cannot read. Its branch stays open.
     """
     body, found = message.body, _BRANCH.fullmatch(branch)
     if found is None:
@@ -163,7 +165,7 @@ def answered(
 
 
 def _let_leave(batch: Batch, number: str | None) -> None:
-    """Let the request of a number leave that was held back, if there is one."""
+    """Let a request be sent that was held back, if there is one of this number."""
     for held in batch.rows().filter(number=number) if number else ():
         using = batch._state.db
         reschedule_message(held.request_id, delay=dt.timedelta(0), using=using)
@@ -178,9 +180,9 @@ def ended(
     timed_out: bool,
 ) -> Answers[Any] | None:
     """End the join that a run waits for, undo its unanswered requests, and return the
-    answers. The run does not wait for these undos. None if the join has not ended: an
-    answer was rolled back, and will be delivered again.
-    """
+    answers. The run does not wait for these undos. Returns None if the join has not
+    ended: the transaction of an answer was rolled back, and the answer will be
+    delivered again."""
     using = declared.using
     assert run.turn is not None  # it waits
     batch = Batch.objects.using(using).get(turn=run.turn)

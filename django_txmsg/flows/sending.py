@@ -1,4 +1,4 @@
-"""Messages to a flow from outside of its steps: start, signal, resume, cancel."""
+"""Messages to a flow from outside its steps: start, signal, resume, cancel."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def send_signal(
     since: dt.datetime | None = None,
     delay: dt.timedelta | None = None,
 ) -> None:
-    """Store a signal, to be delivered after `delay`. `since` is when it was first
-    stored, if it has waited for its run before."""
+    """Store a signal that is due after `delay`. If the signal has waited for its run
+    before, `since` is when it was first stored."""
     taking = {one.name: one for one in declared.signals.values()}.values()
     fitting = [
         one
@@ -106,8 +106,8 @@ def resume(token: str, value: object = None) -> None:
     """Continue the run that waits for this token, in the caller's transaction.
 
     `value` is the step's argument. Raises AlreadyResumed if the run was resumed before,
-    its deadline has passed or it has continued otherwise; InvalidMessage for another
-    type of value; FlowError in a stage whose messages are not stored in its
+    if its deadline has passed, or if it has gone on otherwise; InvalidMessage for a
+    value of another type; FlowError in a stage whose messages are not stored in its
     transaction.
     """
     try:
@@ -153,10 +153,10 @@ _RESUMED = (
 
 
 def cancel(run: Run, why: str = "") -> None:
-    """Cancel a run, in the caller's transaction. Its signal for `Cancelled` decides;
-    without one it fails, and undoes what it has done. A run that has ended does not
-    change. If it has handed over, and the other flow has to answer its caller, cancel
-    that flow's run."""
+    """Cancel a run, in the caller's transaction. The flow's signal for `Cancelled`
+    decides what follows. Without such a signal the run fails, and undoes what it has
+    done. A run that has ended does not change. If a run has handed over, the other flow
+    must answer its caller: cancel that flow's run."""
     declared = declaration_of(run)
     send_part(
         declared.steps_name,

@@ -1,4 +1,5 @@
-"""`start()`: a run, and the message that begins it, in the caller's transaction."""
+"""`start()`: stores a run, and the message that begins it, in the caller's
+transaction."""
 
 from __future__ import annotations
 

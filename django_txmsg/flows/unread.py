@@ -1,7 +1,7 @@
 """How the two stages of a flow read bodies.
 
 The stage that starts runs decodes a body at once. The stage of the other steps decodes
-it when the run's row shows its type.
+a body when it has read in the run's row which type it must have.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Unread:
 
     @property
     def type(self) -> str:
-        """The name of the body's type, "" if the headers name none."""
+        """The name of the body's type; "" if the headers name none."""
         return "" if self.header is None else TypeHeader.parse(self.header).name
 
     def read(self, reader: BodyReader) -> Any:
-        """Return the decoded object. Raises DecodeError."""
+        """Return the decoded body. Raises DecodeError."""
         return reader.read(self.body, self.content_type, self.header)
 
 
@@ -40,13 +40,14 @@ class UnreadReader(BodyReader):
 
     @property
     def types(self) -> tuple[BodyType, ...]:
-        """None: these messages are private to a flow and the flows and stages it
-        asks."""
+        """Return None: only the flow, and the flows and stages that it asks, exchange
+        these messages."""
         return ()
 
     @property
     def reads(self) -> tuple[tuple[str, int], ...]:
-        """The versions that code must be able to read for the waiting messages."""
+        """Return the versions that code must be able to read if messages wait for
+        it."""
         return tuple(self._reads())
 
     def read(self, body: bytes, content_type: str, header: str | None) -> Unread:
@@ -55,8 +56,8 @@ class UnreadReader(BodyReader):
 
 
 class StartReader(BodyReader):
-    """Reads the bodies that start runs. The run's row, which `start()` has stored, may
-    need newer code too."""
+    """Reads the bodies that start runs. `start()` has stored the run's row, and newer
+    code may be needed to read its state, too."""
 
     def __init__(
         self, annotation: Any, reads: Callable[[], Sequence[tuple[str, int]]]
@@ -66,5 +67,6 @@ class StartReader(BodyReader):
 
     @property
     def reads(self) -> tuple[tuple[str, int], ...]:
-        """The versions that code must be able to read for the waiting messages."""
+        """Return the versions that code must be able to read if messages wait for
+        it."""
         return (*super().reads, *self._declared())

@@ -1,7 +1,7 @@
-"""The values that a step returns: how its run continues. They have no effect
+"""The values that a step returns, which say how its run continues. They have no effect
 themselves.
 
-Equal values compare equal, so a step can be tested by calling it.
+Two values with the same content are equal, so a step can be tested by calling it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reply = TypeVar("Reply")
 @message_type("txmsg.TimedOut")
 @dataclass(frozen=True)
 class TimedOut:
-    """The argument of `otherwise` if the deadline committed first."""
+    """The argument of `otherwise` if the deadline committed before the answer."""
 
 
 @message_type("txmsg.Cancelled")
@@ -38,8 +38,9 @@ class Cancelled:
 @message_type("txmsg.BatchEnded")
 @dataclass(frozen=True)
 class BatchEnded:
-    """The message at the end of a batch: its run's id, how many messages it has had,
-    and how many of them were answered, were given up, and had no answer by then."""
+    """The message at the end of a batch. It has the run's id, and how many messages
+    there were, how many of them were answered and given up, and how many had no answer
+    by then."""
 
     run_id: str
     total: int
@@ -57,12 +58,12 @@ OURS: dict[str, Any] = {
 
 
 class Continuation:
-    """How a run continues, if it does not end."""
+    """How a run continues after a step, unless it ends."""
 
 
 @dataclass(frozen=True)
 class Ask(Continuation):
-    """Wait for the answer to a request. It refers to steps by name, like an address."""
+    """Wait for the answer to a request. Steps are given by their names."""
 
     destination: Destination[Any, Any]
     body: Any
@@ -99,10 +100,13 @@ class Gather(Continuation):
 
 
 class Answers(Generic[Reply]):
-    """The answers to a gather, in the order asked, one for each request: Dead where the
-    request was given up, TimedOut where the gather has ended without its answer, and
-    Cancelled where the flow that was asked was cancelled. Built from a list in a test
-    of a step; a run reads them from the database a thousand at a time."""
+    """The answers to a gather, one for each request, in the order asked. A request that
+    was given up has Dead, one without an answer by the end of the gather has TimedOut,
+    and a flow that was cancelled has Cancelled.
+
+    In a test of a step it is built from a list. A run reads the answers from the
+    database, a thousand at a time.
+    """
 
     def __init__(self, values: Collection[Reply | TimedOut | Dead | Cancelled]) -> None:
         self._values = values
@@ -126,8 +130,8 @@ class Wait(Continuation):
 
     @property
     def token(self) -> str:
-        """The token that resumes the run. Anyone who has it can do so: keep it like a
-        password."""
+        """The token that resumes the run. Anyone who has the token can resume the run:
+        keep it as secret as a password."""
         return wire.ticket(self.run_id, self.turn)
 
 

@@ -1,4 +1,4 @@
-"""`FlowView`: a run as JSON, for a page that waits for it."""
+"""`FlowView`: returns a run as JSON, for a page that waits for it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MAX_WAIT = 30.0
 class FlowView(View):
     """Answers GET with the JSON of a run: `run_id`, `key`, `step`, `waits_for`,
     `outcome` ("" while it is open) and `answer`. `?wait=20` waits up to 20 seconds for
-    its end; the most is 30.
+    the run's end; more than 30 count as 30.
 
-    `path("orders/<uuid:run_id>/", FlowView.as_view(flow=Checkout))`. All who know the
-    address see the answer: add a mixin such as LoginRequiredMixin, and narrow `runs()`
-    to those of `self.request.user`.
+    `path("orders/<uuid:run_id>/", FlowView.as_view(flow=Checkout))`. Everyone who knows
+    the address sees the answer. So add a mixin such as LoginRequiredMixin, and narrow
+    `runs()` to the runs of `self.request.user`.
     """
 
     flow: type[Flow[Any, Any]] | None = None
@@ -44,7 +44,8 @@ class FlowView(View):
         return cast("Callable[..., HttpResponseBase]", view)
 
     def runs(self) -> models.QuerySet[Run]:
-        """Return the runs that may be seen: by default, all of the flow."""
+        """Return the runs that may be seen. By default these are all runs of the
+        flow."""
         assert self.flow is not None, "Write FlowView.as_view(flow=…)."
         declared = self.flow._declaration
         runs: models.QuerySet[Run] = Run.objects.using(declared.using).filter(
@@ -53,7 +54,8 @@ class FlowView(View):
         return runs
 
     def get(self, request: HttpRequest, run_id: uuid.UUID) -> JsonResponse:
-        """Return the run; 404 if there is none, 400 if `wait` is not a number."""
+        """Return the run. The status is 404 if there is none, and 400 if `wait` is not
+        a number."""
         try:
             wait = min(float(request.GET.get("wait", 0)), MAX_WAIT)
         except ValueError:

@@ -12,11 +12,10 @@ from . import schedule
 
 
 def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | None:
-    """Pause a stage, or resume it: its consumers finish messages in progress and take
-    no new ones. Returns its row, or None if nothing changed.
+    """Pause a stage, or resume it. Consumers of a paused stage finish messages in
+    progress and take no new ones. Returns the stage's row, or None if nothing changed.
 
-    Raises LookupError for an unknown stage: a misspelt one must not be paused in
-    silence.
+    Raises LookupError for an unknown stage, because its name may be misspelt.
     """
     using = router.db_for_write(StageState)
     states = StageState.objects.db_manager(using)
@@ -27,8 +26,8 @@ def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | Non
 
 
 def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | None:
-    """Pause a recurring message, or let it continue with its next tick. Returns its
-    row, or None if nothing changed. Raises LookupError for an unknown name."""
+    """Pause a recurring message, or let it go on with its next tick. Returns its row,
+    or None if nothing changed. Raises LookupError for an unknown name."""
     service = conf.get().SERVICE
     rows = Schedule.objects.db_manager(database_of_recurring(name))
     changed = (
@@ -40,8 +39,8 @@ def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | N
 
 
 def database_of_recurring(name: str) -> str:
-    """Return the database that its messages are stored in. Raises LookupError for an
-    unknown name."""
+    """Return the database in which a recurring message is stored. Raises LookupError
+    for an unknown name."""
     using = schedule.database_of(name)
     if using is None:
         raise LookupError(name)
@@ -55,8 +54,8 @@ def said(what: str, *, paused: bool, why: str) -> str:
 
 
 def _is_known(name: str, using: str) -> bool:
-    """Return whether a stage is declared here, is consumed by another process, or has
-    rows."""
+    """Return whether a stage is known: it is declared here, another process consumes
+    it, or it has rows."""
     consumed = Worker.objects.using(using).values_list("stages", flat=True)
     return bool(name) and (
         any(one.name == name for one in all_stages())

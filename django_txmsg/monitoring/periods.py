@@ -1,6 +1,6 @@
 """How many messages were stored, dispatched, processed and buried in the last 24 hours.
 
-`relay` and `consume` aggregate finished periods once and store them (`PeriodCount`).
+`relay` and `consume` count finished periods once and store the counts (`PeriodCount`).
 Only later rows are counted live, so that a day of millions of messages costs little.
 Readers write nothing.
 """
@@ -68,8 +68,8 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
 def _not_remembered(
     using: str, since: dt.datetime, now: dt.datetime
 ) -> Counter[tuple[dt.datetime, str]]:
-    """Count the periods that are not stored, each finished one only once in this
-    process."""
+    """Count the periods whose counts are not stored. A process counts each finished
+    period only once."""
     known: Counter[tuple[dt.datetime, str]] = Counter()
     begin, end, counts = _unstored.get(using, (now, now, known))
     if begin <= since < end:
@@ -92,8 +92,8 @@ def forget() -> None:
 
 
 def remember(using: str, now: dt.datetime) -> None:
-    """Aggregate finished periods of the last 24 hours that have no `PeriodCount` row
-    yet."""
+    """Count and store the finished periods of the last 24 hours that have no
+    `PeriodCount` row yet."""
     _, start = _remembered(using, _first_hour(now))
     if start + PERIOD + GRACE > now:
         return
@@ -122,8 +122,8 @@ def _first_hour(now: dt.datetime) -> dt.datetime:
 def _remembered(
     using: str, first: dt.datetime
 ) -> tuple[dict[tuple[dt.datetime, str], int], dt.datetime]:
-    """Return the stored periods without a gap, and from when on rows must be
-    counted."""
+    """Return the stored periods up to the first gap, and the instant from which rows
+    must be counted."""
     counts: dict[tuple[dt.datetime, str], int] = {}
     starts = set()
     for start, series, count in (
@@ -143,7 +143,7 @@ def _remembered(
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
     """Return when each place last dispatched or processed a message in the last 24
-    hours, by series and place: exactly, or to the end of a stored period."""
+    hours, by series and place. For a stored period, that is the period's end."""
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)

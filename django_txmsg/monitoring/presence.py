@@ -19,8 +19,8 @@ from . import attendance, outages
 
 
 class Presence:
-    """Keeps this process's row and heartbeat. Never fails: a worker goes on if it
-    cannot be reported."""
+    """Keeps this process's row and heartbeat. Never fails, because a worker goes on
+    even if its row cannot be written."""
 
     def __init__(
         self, kind: str, using: str, stages: Sequence[str] = (), *, name: str = ""
@@ -57,9 +57,9 @@ class Presence:
 
     def refuse_rivals(self) -> None:
         """Check whether another service runs a stage of the same name in this database,
-        where the inbox distinguishes stages only by name.
+        where the inbox tells stages apart only by their names.
 
-        Raises ConfigurationError in the one of the two that started later.
+        Raises ConfigurationError in the process that started later.
         """
         workers = Worker.objects.using(self._using)
         found: list[tuple[Worker, set[str]]] = []
@@ -85,7 +85,7 @@ class Presence:
             )
 
     def leave(self) -> None:
-        """Delete the row: the process stops in an orderly way."""
+        """Delete the row, because the process stops in an orderly way."""
         workers = Worker.objects.using(self._using)
         self._quietly(lambda: workers.filter(name=self.name).delete())
 

@@ -16,7 +16,7 @@ from django.views.decorators.http import require_safe
 
 def probe(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
     """Decorate a view as a probe. Neither the middleware nor ATOMIC_REQUESTS begins a
-    transaction for it, in any database."""
+    transaction for it, on any database."""
     decorated: Any = require_safe(never_cache(view))
     for alias in connections:
         decorated = transaction.non_atomic_requests(using=alias)(decorated)

@@ -1,8 +1,8 @@
-"""The states of this host's worker processes, in a file for each.
+"""The states of this host's worker processes, in one file for each.
 
-A worker writes its own once a second. `manage.py txmsg alive` reads all of them, and
-the parent of `--processes` those of its children. No database is used: its outage must
-not kill the processes that wait for it.
+A worker writes its own file once a second. `manage.py txmsg alive` reads all files, and
+the parent of `--processes` those of its children. No database is used, because an
+outage of the database must not kill the processes that wait for it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ LENGTH = 1024
 
 
 def directory() -> Path:
-    """Return where processes of this service and user write their states."""
+    """Return the directory in which processes of this service and user write their
+    states."""
     folder = Path(tempfile.gettempdir()) / f"txmsg-{os.getuid()}"
     return folder / conf.get().SERVICE.replace("/", "_")
 
 
 def read(pid: int) -> State | None:
-    """Return what a process has written, aged by the time since; None if the process
-    does not run. The file of a killed process is removed."""
+    """Return the state that a process has written, with its ages as of now; None if the
+    process does not run. The file of a process that was killed is removed."""
     path = directory() / str(pid)
     try:
         with path.open() as file:
@@ -68,7 +69,7 @@ def running() -> dict[int, State]:
 
 @contextmanager
 def written() -> Iterator[None]:
-    """Write this process's state once a second for the duration of the block.
+    """Write this process's state once a second while the block runs.
 
     Raises OSError if there is no place to write to.
     """

@@ -1,6 +1,7 @@
-"""Automatic pruning, in a long-running process: `manage.py txmsg run`.
+"""Automatic pruning in a long-running process: `manage.py txmsg run`.
 
-Any number of processes may do so: each batch checks again whether its rows are settled.
+Any number of processes may prune, because each batch checks again whether its rows are
+settled.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ FIRST, EVERY = 300.0, 3600.0
 
 
 class Pruner:
-    """Deletes rows past TXMSG["RETENTION"]: the work of one thread, `run()`, until
+    """Deletes rows past TXMSG["RETENTION"]. `run()` is the work of one thread, until
     `stop` is set."""
 
     def __init__(self, databases: Sequence[str], stop: threading.Event) -> None:
         self._databases, self._stop = databases, stop
 
     def run(self) -> None:
-        """Prune every hour. Failures are retried the next time."""
+        """Prune every hour. After a failure, it is tried again an hour later."""
         pause = FIRST
         while not self._stop.wait(self._announced(pause)):
             pause = EVERY

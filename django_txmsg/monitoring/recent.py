@@ -1,4 +1,5 @@
-"""The latest activity of each destination and stage, from the newest rows only."""
+"""The latest activity of each destination and stage, as far as the newest rows show
+it."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
 def last_processed(
     using: str,
 ) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
-    """Return stage, last processing, and the 95th percentiles of processing and
-    critical time in seconds, from the newest rows."""
+    """Return each stage's last processing, and its 95th percentiles of processing time
+    and critical time in seconds, from the newest rows."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT stage, processed_at, started_at, created_at"

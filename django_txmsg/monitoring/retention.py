@@ -1,9 +1,9 @@
-"""After the last hop: deletes settled rows past TXMSG["RETENTION"].
+"""Deletes settled rows past TXMSG["RETENTION"].
 
-In bounded batches, each a short transaction, by the database's clock. Unsettled rows
-stay whatever their age: pending messages, parked ones, and everything about an open
-dead letter. If TXMSG["LAKE"] is set, `manage.py pipeline archive` deletes rows of the
-message log instead, when it has proved that they are in the lake.
+It deletes in bounded batches, each in a short transaction, by the database's clock.
+Unsettled rows stay whatever their age: pending messages, parked ones, and everything
+about an open dead letter. If TXMSG["LAKE"] is set, `manage.py pipeline archive` deletes
+rows of the message log instead, after proving that they are in the lake.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OnBatch = Callable[["Kind", int], None]
 class Kind:
     """One table from which settled rows are deleted.
 
-    `clock` is a column that grows with the primary key, if there is one: reading can
+    If there is a column that grows with the primary key, it is `clock`: reading can
     stop at the first row younger than the cutoff. `by` is the order in which the table
     is read.
     """
@@ -69,7 +69,8 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """Return what is kept for how long, by the settings in force."""
+    """Return the tables to prune, and for how long their rows are kept by the present
+    settings."""
     keep = conf.get().RETENTION
     return [
         Kind(
@@ -181,7 +182,8 @@ def prune(
 
 
 def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q]:
-    """Split the table into pages of `size` rows, settled or not, each read by index."""
+    """Yield pages of `size` rows of the table, settled or not. Each is read by an
+    index."""
     rows: QuerySet[Any] = kind.model._default_manager.using(using)
     if kind.by != "pk":
         rows = rows.filter(**{f"{kind.by}__lt": cutoff})
@@ -234,8 +236,7 @@ def _cutoff(kind: Kind, using: str) -> dt.datetime:
 
 
 def _by(rule: Rule) -> Callable[[dt.datetime], Q]:
-    """Return a condition on rows from a rule that the pipeline's archive uses as
-    well."""
+    """Return a condition on rows from a rule, which the pipeline's archive uses too."""
 
     def settled(cutoff: dt.datetime) -> Q:
         instant = Value(cutoff, output_field=models.DateTimeField())

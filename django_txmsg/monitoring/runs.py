@@ -1,7 +1,7 @@
 """Runs of flows: their states, and how many are open, undoing and stuck.
 
 A run is *stuck* if the undo that it waits for is an open dead letter here, or has not
-been confirmed for an hour, as where the participant is another service.
+been confirmed for an hour, for example because the participant is another service.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _TABLE = "django_txmsg_run"
 
 @dataclass(frozen=True)
 class Runs:
-    """The open runs of one flow: their number up to CAP, and of these, how many are
-    undoing their work, and how many are stuck at it."""
+    """The open runs of one flow. All numbers are counted up to CAP: of the runs, of
+    those that are undoing their work, and of those that are stuck at an undo."""
 
     service: str
     flow: str

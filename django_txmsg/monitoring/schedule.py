@@ -47,8 +47,8 @@ def read() -> list[Timing]:
 
 
 def in_database(using: str, now: dt.datetime) -> list[Timing]:
-    """Return the messages that are declared here for one database, and in the outbox's
-    own also those that only this service's table has."""
+    """Return the messages that are declared here for one database. For the outbox's
+    database, add those that only this service's table has."""
     declared = {one.name: one for one in recurring()}
     home = router.db_for_write(Schedule)
     if using != home and all(one.alias != using for one in declared.values()):
@@ -72,7 +72,7 @@ def late(using: str, now: dt.datetime) -> list[Timing]:
 
 
 def database_of(name: str) -> str | None:
-    """Return the database of a recurring message; None for an unknown name."""
+    """Return the database of a recurring message; None if the name is unknown."""
     for one in read():
         if one.name == name:
             return one.recurring.alias if one.recurring else one.row._state.db  # type: ignore[union-attr]  # one of them is there

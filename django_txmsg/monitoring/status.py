@@ -1,7 +1,7 @@
 """The state of messaging: counts and oldest ages of every state, in few queries.
 
-The overview, `manage.py message_status`, the alarms and the metrics all use it, for
-every database in use. The health view uses the same functions, and counts less.
+The overview, `manage.py message_status`, the alarms and the metrics use it for every
+database in use. The health view uses the same functions, and counts less.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ def unconsumed(
     consumed: Iterable[str],
     now: dt.datetime,
 ) -> dict[str, str]:
-    """Return the destinations that recently received messages and are neither consumed
-    here nor known to be consumed elsewhere, each with the name that was perhaps meant.
+    """Return the destinations that recently received messages, and that have a consumer
+    neither here nor elsewhere, as far as that is known. Each has the name that was
+    perhaps meant.
 
-    `dispatched` has the last dispatch to each, `consumed` the destinations of stages
-    here. Without TXMSG["KNOWN_DESTINATIONS"], only names that look misspelt are
-    returned.
+    `dispatched` has the last dispatch to each destination, `consumed` the destinations
+    of stages here. Without TXMSG["KNOWN_DESTINATIONS"], only names that look misspelt
+    are returned.
     """
     known = conf.get().KNOWN_DESTINATIONS
     here = {_letters(name): name for name in consumed}
@@ -82,15 +83,16 @@ def unconsumed(
 
 
 def _letters(name: str) -> str:
-    """Return a key that a name shares with its misspellings: the same letters in
-    another order, or with another separator. An additional letter makes another word:
-    "placed" is not "place"."""
+    """Return a key that a name shares with its misspellings, which have the same
+    letters in another order, or another separator. A name with one more letter is
+    another word: "placed" is not "place"."""
     return "".join(sorted(filter(str.isalnum, name.lower())))
 
 
 @dataclass
 class Place:
-    """A destination or a stage: waiting and dead messages, and the last activity."""
+    """A destination or a stage, with its waiting and dead messages and its last
+    activity."""
 
     name: str
     database: str = ""
@@ -122,7 +124,7 @@ class Place:
 
     @property
     def label(self) -> str:
-        """The name, with the database if that is not the outbox's own."""
+        """The name, with the database unless that is the outbox's own."""
         return labelled(self.name, self.database)
 
 
@@ -130,8 +132,8 @@ class Place:
 class Status:
     """The complete state at one instant of the database's clock.
 
-    Places and queues are identified by their names. In a database other than that of
-    the outbox, `labelled()` adds the alias, since two databases may use the same name.
+    Places and queues are identified by their names. `labelled()` adds the alias of a
+    database other than the outbox's, since two databases may use the same name.
     """
 
     now: dt.datetime
@@ -181,17 +183,17 @@ class Status:
 
     @property
     def dead(self) -> int:
-        """All open dead letters with errors that are not muted."""
+        """All open dead letters whose errors are not muted."""
         return sum(place.dead for place in self._places)
 
     @property
     def muted(self) -> int:
-        """All open dead letters of muted errors."""
+        """All open dead letters whose errors are muted."""
         return sum(place.muted for place in self._places)
 
     @property
     def oldest_dead(self) -> dt.datetime | None:
-        """Since when there have been open dead letters that are not muted."""
+        """Since when there have been open dead letters of errors that are not muted."""
         found = (place.oldest_dead for place in self._places if place.oldest_dead)
         return min(found, default=None)
 
@@ -203,12 +205,12 @@ class Status:
 
     @property
     def outages(self) -> list[Known]:
-        """What live processes cannot use."""
+        """What live processes cannot use now."""
         return outages.read(self.attendance.living)
 
     @property
     def late_outages(self) -> list[Known]:
-        """The outages that have lasted for too long."""
+        """The outages that have lasted too long."""
         return outages.late(self.outages, self.now)
 
     @property
@@ -219,7 +221,8 @@ class Status:
 
     @property
     def unrelayed(self) -> dict[str, Waiting]:
-        """Services with overdue messages in the outbox and no running relay."""
+        """The services that have overdue messages in the outbox and no running
+        relay."""
         relayed = self.attendance.relayed_services
         return {
             name: waiting
@@ -234,8 +237,8 @@ class Status:
 
     @property
     def full(self) -> list[Place]:
-        """The ordered stages that receive nothing, because too many messages wait
-        there."""
+        """The ordered stages that receive nothing, because too many of their messages
+        wait."""
         return [place for place in self.stages.values() if place.full_since]
 
     @property
@@ -251,7 +254,7 @@ class Status:
 
     @property
     def stuck(self) -> list[Runs]:
-        """The flows with runs that are stuck at an undo."""
+        """The flows with runs that are stuck."""
         return [one for one in self.runs if one.stuck]
 
     @property
@@ -261,13 +264,13 @@ class Status:
 
     @property
     def oldest_due(self) -> dt.datetime | None:
-        """Since when the oldest due message has been due."""
+        """Since when the message that is due longest has been due."""
         ages = (self.outbox, self.parked, self.queued, *self.deadlines.values())
         return min((one.oldest_due for one in ages if one.oldest_due), default=None)
 
     @property
     def lag(self) -> dt.timedelta:
-        """How long the oldest due message has been waiting."""
+        """For how long the message that is due longest has been due."""
         oldest = self.oldest_due
         return max(self.now - oldest, dt.timedelta()) if oldest else dt.timedelta()
 
@@ -298,7 +301,7 @@ class Status:
 
 def read(*aliases: str) -> Status:
     """Return the complete state of these databases, or of all in use, in a dozen
-    queries each. Workers and pauses are stored in the outbox's own."""
+    queries each. Workers and paused stages are in the outbox's database."""
     home = router.db_for_write(OutboxMessage)
     status = Status(clock(home), list(aliases) or databases.with_tables())
     paused = list(
@@ -401,7 +404,7 @@ def _find_consumers(status: Status) -> None:
 
 def consumers_of_queues() -> dict[str, list[str]]:
     """Return the embedded broker's queues that stages declared here consume, each with
-    its stages."""
+    these stages."""
     found: dict[str, list[str]] = {}
     for one in all_stages():
         queue = queue_name(one.destination, one.subscriber)
@@ -410,7 +413,7 @@ def consumers_of_queues() -> dict[str, list[str]]:
 
 
 def held_queues(paused: Collection[str]) -> set[str]:
-    """Return the queues all of whose stages are paused."""
+    """Return the queues whose stages are all paused."""
     return {
         queue
         for queue, stages in consumers_of_queues().items()
@@ -419,7 +422,7 @@ def held_queues(paused: Collection[str]) -> set[str]:
 
 
 def labelled(name: str, database: str) -> str:
-    """Return a place's name, with its database if that is not the outbox's own."""
+    """Return a place's name, with its database unless that is the outbox's own."""
     home = router.db_for_write(OutboxMessage)
     return name if database == home else f"{name} in {database}"
 

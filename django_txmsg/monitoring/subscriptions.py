@@ -1,8 +1,8 @@
 """The subscribers of the embedded broker's topics, and whether their stages still
 exist.
 
-A subscription receives copies from its beginning until it is ended. The subscription of
-a renamed or removed stage grows until an operator ends it.
+A subscription receives copies until it is ended. If a stage is renamed or removed, its
+subscription's queue grows until an operator ends the subscription.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..stages import all_stages
 @dataclass(frozen=True)
 class Subscription:
     """One subscriber of a topic. `abandoned` means that it belonged to a stage of this
-    service that no longer exists. Nothing is known here about another service's
-    stages."""
+    service that no longer exists. Whether another service's stage exists is not known
+    here."""
 
     topic: str
     subscriber: str
@@ -29,13 +29,13 @@ class Subscription:
 
     @property
     def queue(self) -> str:
-        """The queue of its copies."""
+        """The queue with its copies."""
         return queue_name(self.topic, self.subscriber)
 
 
 def read(using: str, living: Collection[Worker]) -> list[Subscription]:
-    """Return all subscriptions, in one query. `living` are the live processes: they may
-    run stages that are not declared here, as during a deployment."""
+    """Return all subscriptions, in one query. `living` are the live processes, which
+    may run stages that are not declared here (during a deployment, say)."""
     declared = {
         one.subscriber: one.destination for one in all_stages() if one.subscriber
     }

@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True)
 class HeldKey:
-    """A key of an ordered stage whose messages have waited for long."""
+    """A key of an ordered stage whose messages have waited long."""
 
     stage: str
     key: str
@@ -56,7 +56,7 @@ class HeldKey:
 
 
 def lines(using: str) -> dict[str, Line]:
-    """Return the waiting messages by stage, each counted up to CAP."""
+    """Return the waiting messages of each stage, counted up to CAP."""
     connection: Any = connections[using]
     table = InboxMessage._meta.db_table
     counts = array_sql(
@@ -86,7 +86,7 @@ def lines(using: str) -> dict[str, Line]:
 
 
 def at_least(line: Line) -> str:
-    """Return the bytes of waiting messages in words, with a plus if not all were
+    """Return the size of the waiting messages in words, with a plus if not all were
     counted."""
     return f"{amount(line.size)}{' and more' * (line.count > CAP)}"
 
@@ -95,8 +95,8 @@ def held(
     using: str, stages: Collection[str] | None = None, *, after: float | None = None
 ) -> list[HeldKey]:
     """Return the keys whose messages have waited for `after` seconds (by default
-    TXMSG["ORDER_PATIENCE"]), the longest first: at most NAMED, of these stages or of
-    all."""
+    TXMSG["ORDER_PATIENCE"]), the longest wait first: at most NAMED keys, of these
+    stages or of all."""
     connection: Any = connections[using]
     patience = conf.get().ORDER_PATIENCE if after is None else after
     found: list[tuple[str, str, int, Any]] = []
@@ -126,7 +126,7 @@ def behind(letter: DeadLetter) -> int:
 
 def note(letter: DeadLetter) -> str:
     """Return what an operator should know before resolving a dead letter of an ordered
-    stage; empty for any other."""
+    stage; "" for other stages."""
     waiting = behind(letter)
     if waiting:
         verb = "waits" if waiting == 1 else "wait"

@@ -1,8 +1,8 @@
-"""Messages waiting for their next step: in the outbox, the inbox and the queues; and
-runs of flows waiting for a deadline.
+"""Messages that wait for their next step, in the outbox, the inbox and the queues; and
+runs of flows that wait for a deadline.
 
-Each place is counted separately, up to CAP rows: counting stays cheap, and a place with
-many messages hides nothing of another.
+Each place is counted separately, up to CAP rows. So counting stays cheap, and a place
+with many messages does not hide another place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEPLOYED = dt.timedelta(minutes=15)
 
 @dataclass
 class Waiting:
-    """Messages that wait in one place for their next step."""
+    """The messages that wait in one place."""
 
     count: int = 0
     due: int = 0
@@ -52,14 +52,14 @@ class Waiting:
 
     @property
     def capped(self) -> bool:
-        """Whether there are more than were counted."""
+        """Whether there are more messages than were counted."""
         return self.count > CAP
 
 
 @dataclass(frozen=True)
 class NeedsNewerCode:
-    """Messages of one stage that wait for newer code: how many, since when, and a type
-    and version that is needed."""
+    """Messages of one stage that wait for newer code: how many, since when, and one of
+    the types and versions that are needed."""
 
     count: int
     since: dt.datetime | None
@@ -91,7 +91,8 @@ def total(parts: Iterable[Waiting]) -> Waiting:
 def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
     """Return the pending messages, by destination and by the service that stored them.
 
-    At most `most` rows of each place are counted, those due the longest first (CAP).
+    At most `most` rows (by default CAP) of each place are counted, those that are due
+    longest first.
     """
     return _by_place(
         using,
@@ -108,9 +109,9 @@ def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
 def in_inbox(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
-    """Return the messages that wait for another attempt, by stage: neither those that
-    need newer code, nor those behind others of their key. At a stage in `held`, paused
-    by an operator, none is due."""
+    """Return the messages that wait for another attempt, by stage. Messages that need
+    newer code, and those that wait behind others of their key, do not count. At the
+    stages in `held`, which an operator has paused, no message counts as due."""
     found = _by_place(
         using,
         "django_txmsg_inboxmessage",
@@ -127,8 +128,8 @@ def in_inbox(
 def in_queues(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
-    """Return the messages in the embedded broker, by queue; in the `held` queues, whose
-    stages are all paused, none is due."""
+    """Return the messages in the embedded broker, by queue. In the queues in `held`,
+    whose stages are all paused, no message counts as due."""
     found = _by_place(
         using,
         "django_txmsg_queuemessage",
@@ -143,8 +144,8 @@ def in_queues(
 
 
 def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
-    """Return the runs of flows that wait for a deadline, by service. A relay of the
-    service, in which the flow is declared, stores their time-outs."""
+    """Return the runs of flows that wait for a deadline, by service. A relay of that
+    service stores their time-outs."""
     return _by_place(
         using,
         "django_txmsg_run",
@@ -158,7 +159,7 @@ def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
 
 
 def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
-    """Return messages that no code so far could read, by stage."""
+    """Return the messages that no code so far could read, by stage."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"  # noqa: S608 - constants only
@@ -173,9 +174,9 @@ def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
 
 
 def places_sql(table: str, columns: tuple[str, ...], rule: Rule) -> str:
-    """Return a CTE `places (id)`: one row that satisfies the rule for each place, as
-    `columns` identify it. An index that begins with the columns is scanned from place
-    to place, so a place with many rows costs no more than one with a single row."""
+    """Return a CTE `places (id)` with one row that satisfies the rule for each place,
+    as `columns` identify it. An index that begins with the columns is scanned from
+    place to place, so a place with many rows costs no more than a place with one."""
     place = ", ".join(columns)
     after = ", ".join(f"n.{name}" for name in columns)
     last = ", ".join(f"o.{name}" for name in columns)
@@ -194,7 +195,7 @@ def array_sql(connection: Any, *values: str) -> str:
 
 
 def instant_sql(connection: Any, value: str) -> str:
-    """Return SQL for an instant in JSON, as `read_instant()` takes it."""
+    """Return SQL for an instant in JSON, in the form that `read_instant()` reads."""
     if connection.vendor == "postgresql":
         return f"EXTRACT(EPOCH FROM {value})::float8"
     return value
@@ -211,8 +212,8 @@ def _by_place(
     leased: str,
     most: int | None,
 ) -> list[Waiting]:
-    """Count each place separately, the longest due rows first, so that many messages at
-    one place do not change the numbers of the others."""
+    """Count each place separately, the rows that are due longest first, so that a place
+    with many messages does not change the counts of the others."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1
