@@ -80,8 +80,8 @@ class Sequence:
 
 
 def sequence(run: Run, *, signals: Collection[str], states: bool) -> Sequence:
-    """Return the drawing of a run. `signals` are the names of the flow's signals;
-    without `states`, the boxes show no state."""
+    """Return the drawing of a run. `signals` are the names of the flow's signals.
+    Without `states`, the boxes do not show the state."""
     using = run._state.db
     rows = FlowStep.objects.using(using).filter(run=run).order_by("-pk")
     newest = list(rows[: MOST + 1])
@@ -171,7 +171,7 @@ def _came(
 
 
 def _leaves(then: str) -> tuple[int, str]:
-    """Return where a step's own message goes, and what it is."""
+    """Return where the message that a step sends goes, and what it is."""
     kind, _, place = then.partition(" ")
     return {
         "answer": (OTHERS, f"asks {place}"),

@@ -1,4 +1,4 @@
-"""The stages: their state, and the buttons that pause and resume them."""
+"""The stages, with their state, and the buttons that pause and resume them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StageAdmin(PausableAdmin):
     change = staticmethod(pausing.set_stage)
 
     def get_urls(self) -> list[Any]:
-        """Add the contract's address."""
+        """Add the address of the contract's page."""
         wrap = self.admin_site.admin_view
         return [
             path(
@@ -83,7 +83,8 @@ class StageAdmin(PausableAdmin):
         return render(request, "admin/django_txmsg/stages.html", context)
 
     def limit(self, request: HttpRequest) -> HttpResponse:
-        """Give a stage another rate for an hour; without one, its own again."""
+        """Give a stage another rate for an hour. If no rate is entered, restore the
+        declared rate."""
         if not request.user.has_perm("django_txmsg.limit_stage"):
             raise PermissionDenied
         name = plain(request.POST.get("stage", ""))

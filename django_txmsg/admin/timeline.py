@@ -1,6 +1,6 @@
 """A message's history from the tables: stored, dispatched, received, processed.
 
-Each event shows the gap since the one before, so that the slow step stands out.
+Each event shows the time since the event before, so that the slow step stands out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 
 @dataclass
 class Event:
-    """One event, where it happened, and how long after the last."""
+    """One event: where it happened, and how long after the event before."""
 
     at: dt.datetime
     what: str

@@ -15,7 +15,7 @@ from .base import ReadOnlyAdmin
 
 @admin.register(Worker)
 class WorkerAdmin(ReadOnlyAdmin):
-    """Running processes; one that stopped in an orderly way is no longer listed."""
+    """The running processes. A process that stopped in an orderly way is not listed."""
 
     list_display = (
         "state", "kind", "service", "version", "host", "pid", "consumes", "in_flight",
@@ -37,7 +37,7 @@ class WorkerAdmin(ReadOnlyAdmin):
 
     @admin.display(description="stages")
     def consumes(self, worker: Worker) -> SafeString | str:
-        """The stages it consumes."""
+        """The stages that the process consumes."""
         if not worker.stages:
             return "-"
         names = ((name,) for name in worker.stages)

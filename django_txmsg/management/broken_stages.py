@@ -1,4 +1,4 @@
-"""Tells of a module of stages that cannot be imported in a few lines."""
+"""Reports a module of stages that cannot be imported, in a few lines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def tell_briefly(error: Exception) -> None:
-    """Let a command end with the line that has to be mended, if nothing catches
-    `error`, which was raised while Django started.
+    """Let a command end with the line that must be mended, if nothing catches `error`,
+    which was raised while Django started.
 
-    Python's whole traceback stays with `--traceback`, in servers and tests, and where
-    another tool, such as Sentry, reports uncaught errors.
+    Python's whole traceback is still shown with `--traceback`, in servers and tests,
+    and where another tool, such as Sentry, reports uncaught errors.
     """
     starts_command = any(
         frame.f_globals.get("__name__") == "django.core.management"
@@ -50,7 +50,8 @@ def tell_briefly(error: Exception) -> None:
 
 
 def _report(error: Exception) -> str:
-    """Return the last line of the project that ran, the error, and what to do."""
+    """Return the last line of the project's code that ran, the error, and what to
+    do."""
     paths = sysconfig.get_paths()
     others = ("<", _PACKAGE, paths["stdlib"], paths["purelib"], paths["platlib"])
     own = [

@@ -51,7 +51,7 @@ DRIVERS = ("psycopg", "psycopg2", "stomp.py", "amqp", "celery", "pyspark")
 
 @dataclass(frozen=True)
 class Examined:
-    """One test, its result, and the cure if it failed."""
+    """One test, its result, and what to do if it failed."""
 
     subject: str
     state: str
@@ -97,7 +97,8 @@ class Command(BaseCommand):
 
 
 def examine() -> Iterator[Examined]:
-    """Test everything, the settings first: without them nothing else can be tested."""
+    """Test everything. The settings come first, because nothing else can be tested
+    without them."""
     yield _versions()
     yield from _settings()
     if conf.problems():

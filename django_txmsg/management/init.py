@@ -46,7 +46,7 @@ class Command(BaseCommand):
     help = "Prints what to add to this project, by its settings. Changes nothing."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """It takes no arguments of its own."""
+        """Add nothing: the command has no arguments of its own."""
 
     def handle(self, *args: Any, **options: Any) -> None:
         for number, (title, why, text) in enumerate(_steps(), 1):
@@ -57,7 +57,7 @@ class Command(BaseCommand):
 
 
 def _steps() -> Iterator[tuple[str, str, str]]:
-    """Yield a title, a reason and the lines of each remaining step."""
+    """Yield a title, a reason and the lines to add for each step that remains."""
     where = _path(getattr(settings, "SETTINGS_MODULE", ""))
     urls = getattr(settings, "ROOT_URLCONF", None)  # a project of workers has none
     project = (urls or "project").partition(".")[0]

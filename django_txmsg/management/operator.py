@@ -1,4 +1,4 @@
-"""Who runs a command, and the record of what they did with it."""
+"""Who runs a command, and the audit entry of what they did with it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ..models import AuditEntry
 
 
 def name() -> str:
-    """Return the user of the operating system, "unknown" if it has no name for them (a
-    container with a user id of its own)."""
+    """Return the name of the operating system's user; "unknown" if the user id has no
+    name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

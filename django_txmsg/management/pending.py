@@ -1,5 +1,5 @@
-"""`manage.py txmsg cancel`, `reschedule` and `stop`: messages that have not left yet,
-and those that a handler is processing."""
+"""`manage.py txmsg cancel`, `reschedule`, `stop` and `bulk`: messages that have not
+been sent yet, messages that a handler is processing, and bulk operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("django_txmsg.pending")
 
 
 class _PerMessage(BaseCommand):
-    """An action on messages, one by one, each in a statement of its own."""
+    """An action on messages. Each message has its own statement."""
 
     done = ""
     unless = "no longer pending, being sent now, or unknown"
@@ -56,12 +56,12 @@ class _PerMessage(BaseCommand):
             )
 
     def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
-        """Change one message; False if that is not possible."""
+        """Change one message. Returns False if that is not possible."""
         raise NotImplementedError
 
 
 class Cancel(_PerMessage):
-    """Keep pending messages from leaving."""
+    """Cancel pending messages, so that they are never sent."""
 
     help = "Keeps pending messages from leaving. Exit code 1 when one was not pending."
     done = "cancelled"
@@ -75,7 +75,7 @@ class Cancel(_PerMessage):
 
 
 class Stop(_PerMessage):
-    """Take back messages that handlers are processing."""
+    """Stop messages that handlers are processing."""
 
     help = (
         "Stops messages that handlers are processing, at stages with a timeout; they "
@@ -99,7 +99,7 @@ def _why(options: dict[str, Any]) -> str:
 
 
 class Reschedule(_PerMessage):
-    """Let pending messages leave at another time."""
+    """Change when pending messages are sent."""
 
     help = (
         "Lets pending messages leave at another time. Exit code 1 when one was not "

@@ -13,8 +13,8 @@ from ..models import OutboxMessage
 
 
 def printable(text: str) -> str:
-    """Return a text that moves no cursor, clears no screen and forges no line: control
-    characters are written as Python writes them."""
+    """Return a text that cannot move the cursor, clear the screen or forge a line:
+    control characters are escaped as in Python."""
     return "".join(
         one
         if one.isprintable() or one == " "
@@ -24,7 +24,8 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines likewise, with its line ends and tabs."""
+    """Return a text of several lines without control characters, except line ends and
+    tabs."""
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join("\t".join(map(printable, line.split("\t"))) for line in lines)
 
@@ -42,8 +43,8 @@ AWAY = 3
 
 def require_tables(*aliases: str, waits: bool = False) -> None:
     """Raise CommandError if a database is unknown, does not answer (exit code AWAY), or
-    has not been migrated. A command that `waits` for its database goes on without one
-    that does not answer."""
+    has not been migrated. If `waits`, a database that does not answer is no error,
+    because the command waits for it."""
     for alias in aliases:
         if alias not in connections:
             known = ", ".join(connections)

@@ -1,4 +1,4 @@
-"""The parser of a verb: options after the verb may be Django's own."""
+"""The parser of a verb. After the verb, it accepts Django's own options, too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class VerbParser(CommandParser):
     """Accepts --settings, --verbosity and so on after the verb too, like `manage.py
     COMMAND`.
 
-    Options that are not given there keep the value from before the verb. The parsers of
-    a verb's own verbs are of this class, too.
+    An option that is not given there keeps the value from before the verb. A verb's own
+    verbs have parsers of this class, too.
     """
 
     def __init__(self, *, parents: Any = (), **options: Any) -> None:
@@ -22,7 +22,7 @@ class VerbParser(CommandParser):
 
 
 class _Own(BaseCommand):
-    """Only Django's own options, each without a default."""
+    """Django's own options, each without a default."""
 
     requires_system_checks = ()
 

@@ -22,7 +22,8 @@ NAMED, LINES = 4, 8
 class Alarm:
     """One problem: `what`, and details.
 
-    `table` is where it is shown (a model's name), and `query` selects the rows.
+    `table` is the model's name in whose list the problem is shown, and `query` selects
+    the rows there.
     """
 
     tone: Literal["bad", "warn"]
@@ -40,7 +41,7 @@ class Alarm:
 
 
 def of(status: Status) -> list[Alarm]:
-    """Return the problems, worst first; empty if there are none."""
+    """Return the problems, the worst first."""
     return [
         replace(alarm, kind=kind) for kind, find in _FINDERS for alarm in find(status)
     ]
@@ -297,8 +298,8 @@ def _dead(status: Status) -> Iterator[Alarm]:
 
 
 def _in(status: Status) -> str:
-    """Return the dead letters by database, as text; "" if all are in the outbox's
-    own."""
+    """Return the number of dead letters by database, as text; "" if all are in the
+    outbox's own."""
     found: dict[str, int] = {}
     for place in [*status.stages.values(), *status.destinations.values()]:
         if place.dead:
@@ -394,7 +395,8 @@ def _since(waiting: Waiting, now: dt.datetime) -> str:
 
 
 def _late(places: Mapping[str, Waiting]) -> str:
-    """Return the names of places with overdue messages, the most first."""
+    """Return the names of places with overdue messages, the place with the most
+    first."""
     late = sorted(
         ((one.overdue, name) for name, one in places.items() if one.overdue),
         key=lambda pair: (-pair[0], pair[1]),

@@ -1,8 +1,9 @@
-"""Raises alarms outside of the console, and ends them: once each, in whatever process.
+"""Reports alarms outside the console when they begin and end, once each, whichever
+process does it.
 
 It runs in one thread of each `relay` process. An alert is a row, written before it is
-delivered; the delivery is recorded afterwards. So it is delivered at least once, with
-the same id.
+delivered. The delivery is recorded afterwards, so an alert is delivered at least once,
+with the same id.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ MOST_DEAD = 50
 
 
 def wanted(picture: Status, kinds: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the alarms of these kinds: kind and text by name. Each error at a place is
-    one alarm, so that a new error is reported beside an old one."""
+    """Return the text of each alarm of these kinds, by the alarm's name. Each error at
+    a place is an alarm of its own, so that a new error is reported although an old one
+    is open."""
     found = {}
     for alarm in alarms.of(picture):
         bad = alarm.tone == "bad" and BAD in kinds
@@ -68,7 +70,7 @@ def _dead(picture: Status) -> dict[str, tuple[str, str]]:
 
 
 class Alerting(TimeLoop):
-    """Raises, ends and delivers the alerts of this service, until stopped."""
+    """Opens, ends and delivers the alerts of this service, until stopped."""
 
     longest_wait: ClassVar[float] = EVERY
     refused = "alerts cannot be raised"
@@ -89,7 +91,8 @@ class Alerting(TimeLoop):
         return Webhook.from_environment(conf.get().ALERTS.WEBHOOK_ENV)
 
     def _keep(self, using: str) -> float:
-        """Compare alarms and alerts once. Returns the seconds until the next look."""
+        """Compare alarms and alerts once. Returns the seconds until the next
+        comparison."""
         home = router.db_for_write(Alert)
         if using == home and not self.idle:
             self._compare(home)

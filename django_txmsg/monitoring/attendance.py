@@ -34,9 +34,10 @@ class Attendance:
 
     @property
     def lost(self) -> list[Worker]:
-        """Workers that became silent and that no process has replaced. A replacement is
-        of the same kind, runs its stages, and started after the last heartbeat or up to
-        REPLACED before it, as in a rolling update; it replaces one process."""
+        """The workers that became silent and that no process has replaced. A
+        replacement is of the same kind and runs the same stages. It started after the
+        last heartbeat of the silent worker or up to REPLACED before it, as in a rolling
+        update. A process replaces one worker."""
         missing = []
         younger = sorted(self.living, key=lambda one: one.started_at)
         for one in sorted(self.workers, key=lambda worker: worker.heartbeat_at):
@@ -61,7 +62,7 @@ class Attendance:
     @property
     def relayed_services(self) -> set[str]:
         """The services whose stored messages a running relay sends, as far as this
-        process knows: only another service itself knows its former names."""
+        process knows. Only a service itself knows its former names."""
         found = {one.service for one in self.living if one.kind == "relay"}
         return found | set(conf.get().FORMER_SERVICES if self.relayed else ())
 
@@ -72,8 +73,8 @@ class Attendance:
 
     @property
     def serving(self) -> Counter[str]:
-        """How many live processes run each stage: a stage whose subscription its broker
-        has long refused does not count as run."""
+        """How many live processes run each stage. A stage whose subscription the broker
+        has refused for long does not count as running."""
         return Counter(
             name
             for one in self.living

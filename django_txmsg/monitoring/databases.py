@@ -1,7 +1,7 @@
-"""Which databases hold messages, according to the settings and the stages.
+"""The databases that hold messages, according to the settings and the stages.
 
-The single source for everything that works on all of them: relay, pruning, bulk
-operations, checks.
+Everything that works on all of them uses this module: relay, pruning, bulk operations,
+checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VENDORS = ("postgresql", "sqlite")
 
 
 def in_use() -> dict[str, str]:
-    """Return the aliases in which messages are stored, and what uses each."""
+    """Return the aliases in which messages are stored, each with what uses it."""
     asking = {router.db_for_write(OutboxMessage): "the outbox"}
     asking.setdefault(conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]')
     for one in recurring():
@@ -41,8 +41,8 @@ def with_tables() -> list[str]:
 
 
 def left_out() -> list[str]:
-    """Return other aliases that may have our tables: any code can store a message there
-    with `using=`, which cannot be known beforehand."""
+    """Return the other aliases that may have our tables. Any code can store a message
+    there with `using=`, so whether they hold messages cannot be known beforehand."""
     known = {*in_use(), conf.get().LISTEN_DATABASE}  # the last: another route to one
     return [
         alias

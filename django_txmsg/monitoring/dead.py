@@ -1,7 +1,7 @@
-"""The open dead letters by place and error, all of them counted.
+"""The open dead letters by place and error. All of them are counted.
 
-The single source for the overview, `message_status`, the metrics, the alarms, and the
-groups and filters of the admin.
+The overview, `message_status`, the metrics, the alarms, and the groups and filters of
+the admin use this module only.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class Dead:
 
     @property
     def place(self) -> str:
-        """The stage that gave up, or the relay that could not send them."""
+        """The stage that has given up, or the relay that could not send the
+        messages."""
         return self.stage or f"relay to {self.destination}"
 
 
 def by_error(using: str) -> list[Dead]:
-    """Return all open dead letters. Reads only an index, no rows: on PostgreSQL, a
-    second for each million of them."""
+    """Return all open dead letters. Reads only an index and no rows: on PostgreSQL, a
+    million of them takes a second."""
     connection: Any = connections[using]
     with connection.cursor() as cursor:
         cursor.execute(

@@ -50,7 +50,7 @@ TEXTS = {
 
 
 class Gauges:
-    """Gauges by name, each always with the same labels; `family` creates them."""
+    """Gauges by name. Each always has the same labels; `family` creates a gauge."""
 
     def __init__(self, family: Any) -> None:
         self._family = family
@@ -67,14 +67,15 @@ class Gauges:
     def waiting(
         self, kind: str, what: Waiting, now: dt.datetime, /, **labels: str
     ) -> None:
-        """Set how many wait, how many are overdue, and the oldest's age."""
+        """Set how many messages wait, how many of them are overdue, and the age of the
+        oldest."""
         age = (now - what.oldest_due).total_seconds() if what.oldest_due else 0.0
         self.set(f"{kind}_waiting", what.count, **labels)
         self.set(f"{kind}_overdue", what.overdue, **labels)
         self.set(f"{kind}_oldest_due_age_seconds", max(age, 0.0), **labels)
 
     def line(self, place: Place, now: dt.datetime, /, **labels: str) -> None:
-        """For an ordered stage: set the messages that wait for their predecessors."""
+        """Set how many messages of an ordered stage wait for their predecessors."""
         line = place.line
         age = (now - line.since).total_seconds() if line.since else 0.0
         self.set("stage_blocked", line.count, **labels)

@@ -35,8 +35,8 @@ class Known:
 
 
 def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
-    """Return the outages for the worker's row: the seconds that each had lasted at the
-    heartbeat. From those the database's clock gives its beginning."""
+    """Return the outages for the worker's row. Each has the seconds that it had lasted
+    at the heartbeat; with the heartbeat, the database's clock shows when it began."""
     return [
         {
             "kind": one.kind,
@@ -50,8 +50,8 @@ def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
 
 
 def read(workers: Iterable[Worker]) -> list[Known]:
-    """Return the outages of these processes, each once, the longest first. Unreadable
-    entries, written by other code, are left out."""
+    """Return the outages of these processes, each once, the longest first. Entries that
+    other code has written, and that are unreadable here, are left out."""
     found: dict[tuple[str, str], Known] = {}
     for worker in workers:
         for given in worker.outages or ():
@@ -69,10 +69,11 @@ def read(workers: Iterable[Worker]) -> list[Known]:
 
 
 def refused(worker: Worker, now: dt.datetime) -> set[str]:
-    """Return the stages that a process has been unable to subscribe to for `LATE`."""
+    """Return the stages to which a process has not been able to subscribe for
+    `LATE`."""
     return {one.name for one in late(read([worker]), now) if one.kind == SUBSCRIPTION}
 
 
 def late(outages: Iterable[Known], now: dt.datetime) -> list[Known]:
-    """Return those that have lasted for too long."""
+    """Return the outages that have lasted too long."""
     return [one for one in outages if now - one.since >= LATE]

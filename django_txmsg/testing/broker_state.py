@@ -49,7 +49,8 @@ class Record:
         self.changed.notify_all()
 
     def check(self) -> None:
-        """Raise the first error of the broker's thread, once."""
+        """Raise the first error of the broker's thread. Later calls do not raise it
+        again."""
         with self.changed:
             if self.errors:
                 raise self.errors.pop(0)
@@ -61,7 +62,7 @@ class Record:
         destination: str | None = None,
         where: Callable[[ReceivedFrame], bool] | None = None,
     ) -> list[ReceivedFrame]:
-        """The frames of that command so far; "*" is every command."""
+        """The frames of that command received so far; "*" is every command."""
         with self.changed:
             return [
                 frame for frame in self.frames
@@ -79,9 +80,9 @@ class Record:
         destination: str | None = None,
         where: Callable[[ReceivedFrame], bool] | None = None,
     ) -> list[ReceivedFrame]:
-        """Wait for `count` such frames, and return all received by then.
+        """Wait for `count` such frames, and return all that were received by then.
 
-        Raises ``AssertionError`` that lists what did arrive.
+        Raises ``AssertionError`` that lists the frames that did arrive.
         """
 
         def found() -> list[ReceivedFrame]:

@@ -20,7 +20,7 @@ from .store import StoredMessage, Subscription
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A frame that is executed at COMMIT, and the rule that modifies its answer."""
+    """A frame that is handled at COMMIT, and the rule that modifies its answer."""
 
     frame: Frame
     rule: Rule | None
@@ -65,7 +65,8 @@ class Session:
         self.replay: list[Kept] = []
 
     def ended(self) -> None:
-        """Abort open transactions and release unacknowledged messages to others."""
+        """End the session: abort open transactions, and release unacknowledged messages
+        to other clients."""
         self.transactions.clear()
         subscriptions, self.subscriptions = self.subscriptions, {}
         for subscription in [*subscriptions.values(), *self.ended_subscriptions]:
@@ -306,7 +307,7 @@ def _abort(talk: Session, frame: Frame) -> None:
 
 
 def _disconnect(talk: Session, frame: Frame) -> None:
-    """Nothing to do before the receipt; after it the conversation hangs up."""
+    """Do nothing before the receipt; after it the conversation hangs up."""
 
 
 COMMANDS: dict[str, Callable[[Session, Frame], None]] = {

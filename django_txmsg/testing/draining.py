@@ -60,7 +60,7 @@ _UNSENT = "django_txmsg.testing.unsent.Unsent"
 class Drained:
     """The result of `drain()`: counts, and the exceptions that handlers raised.
 
-    `tasks` are rows for Celery's workers: they are stored, but not executed.
+    `tasks` are rows for Celery's workers. They are stored, and not executed.
     """
 
     dispatched: int = 0
@@ -73,7 +73,8 @@ class Drained:
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Record exceptions raised inside, except Refuse and Redeliver."""
+        """Record the exceptions that are raised inside the block, except Refuse and
+        Redeliver."""
         try:
             yield
         except (Refuse, Redeliver, DecodeError):
@@ -103,13 +104,13 @@ def drain(
 ) -> Drained:
     """Dispatch stored messages and run the stages until nothing is left.
 
-    `stages` names the ones to run (default: all). `ahead`: delays, redeliveries and
-    deadlines of flows due within that time happen now, as if it had passed. `raises`:
-    raise the first exception of a handler at the end, except Refuse and Redeliver,
-    which are verdicts. More than `limit` outcomes count as an endless loop, and raise
-    AssertionError.
+    `stages` names the stages to run (default: all). With `ahead`, delays, redeliveries
+    and deadlines of flows that are due within that time happen now, as if it had
+    passed. With `raises`, the first exception of a handler is raised at the end, except
+    Refuse and Redeliver, which are decisions of the handler. More than `limit` outcomes
+    count as an endless loop, and raise AssertionError.
 
-    A `TestCase` never commits, so on_commit hooks of handlers do not run; wrap the call
+    A `TestCase` never commits, so on_commit hooks of handlers do not run. Wrap the call
     in `captureOnCommitCallbacks(execute=True)` if they matter.
     """
     drained = Drained()
@@ -185,7 +186,7 @@ class _Outside:
 
 
 class _Worker:
-    """One stage, run in this thread; exceptions of its handler are recorded."""
+    """One stage, run in this thread. The exceptions of its handler are recorded."""
 
     def __init__(self, stage: Stage, drained: Drained) -> None:
         def handler(message: Message) -> None:
@@ -219,7 +220,7 @@ class _Worker:
             yield
 
     def work(self, limit: int) -> int:
-        """Process everything that has arrived with the stage."""
+        """Process everything that has arrived for the stage."""
         before = self._outcomes
         rows = InboxMessage.objects.db_manager(self.using)
         while deliveries := self._receive():
@@ -272,7 +273,8 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
     nothing after a commit, or as `dispatch_on_commit` says. Other processes are not
     notified.
 
-    A Celery app keeps its broker: a called task is stored as a row, and not sent.
+    A Celery app keeps its broker: a task that is called is stored as a row, and not
+    sent.
     """
     brokers = {}
     for alias, options in conf.get().BROKERS.items():
@@ -331,9 +333,9 @@ Reply = TypeVar("Reply")
 def answers(
     destination: Destination[Body, Reply], reply: Reply | Exception
 ) -> Iterator[list[Body]]:
-    """Answer each request to a destination with `reply` for the duration of the block,
-    in place of its stage, or raise it if it is an exception. Yields a list of the
-    requests that came. For `drain()` inside the block."""
+    """Answer each request to a destination with `reply` while the block runs, in place
+    of its stage. If `reply` is an exception, raise it. Yields a list of the requests
+    that came. Call `drain()` inside the block."""
     real = [one for one in stages.all_stages() if one.destination == destination.name]
     for one in real:
         stages.unregister(one.name)

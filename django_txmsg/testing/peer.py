@@ -91,7 +91,7 @@ class Peer:
     # -- calls of the loop, with the lock held -------------------------------------
 
     def wanted(self) -> int:
-        """Return what the loop must wait for."""
+        """Return what the loop must wait for: READ, WRITE, both or 0."""
         if self._handshaking:
             return self._tls_wants
         reads = READ if not (self.stalled or self.frozen) or self._draining else 0
@@ -146,7 +146,7 @@ class Peer:
         self.broker.changed.notify_all()
 
     def work(self) -> None:
-        """Handle the frames that have arrived, until one of them stops it."""
+        """Handle the frames that have arrived, until one of them stops the handling."""
         while self._backlog and not (self.stalled or self.ending):
             self.conversation.arrive(self._backlog.popleft())
 

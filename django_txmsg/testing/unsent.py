@@ -1,4 +1,4 @@
-"""Replaces Celery's broker in tests: a called task is stored as a row."""
+"""Replaces Celery's broker in tests: a task that is called is stored as a row."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ TIMEOUT = 10.0
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Answers for the process, or for the parent of several.
+    """Answers for one process, or for the parent of several.
 
-    `alive` is called with a number of seconds, and returns a loop that has not run for
-    that long, or nothing. `folder` is the directory in which several processes count
-    for Prometheus.
+    `alive` is called with a number of seconds. It returns the name of a loop that has
+    not run for that long, if any. `folder` is the directory in which several processes
+    count for Prometheus.
     """
 
     daemon_threads = True
@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: a probe comes every few seconds."""
+        """Log nothing, because a probe comes every few seconds."""
 
     def _alive(self, query: str) -> None:
         try:
@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Return host and port. Raises CommandError if it is not HOST:PORT."""
+    """Return host and port of a text. Raises CommandError if it is not HOST:PORT."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise CommandError(

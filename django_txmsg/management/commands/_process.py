@@ -1,9 +1,10 @@
 """A long-running command as a process: signals and a heartbeat.
 
-A stop finishes the messages in progress, and ends. A handler may take as long as it
-needs. A thread that waits for a server has `PATIENCE` seconds: otherwise a database
-that does not answer, a lock that is not released or a broker that sends no receipts
-would keep the process for ever. Other processes take over its unfinished messages.
+When the process is stopped, it finishes the messages in progress, and ends. A handler
+may take as long as it needs. A thread that waits for a server has `PATIENCE` seconds:
+otherwise a database that does not answer, a lock that is not released or a broker that
+sends no receipts would keep the process for ever. Other processes take over its
+unfinished messages.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Busy(Protocol):
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
-    """Call `stop` on the first SIGTERM or SIGINT; end the process on the second. A
-    child obeys only SIGTERM, and ends with its parent."""
+    """Call `stop` on the first SIGTERM or SIGINT, and end the process on the second. A
+    child process obeys only SIGTERM, and ends with its parent."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -97,8 +98,8 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
 
 
 def _insist(ended: threading.Event, reading: socket.socket, stderr: Any) -> None:
-    """End the process on the second signal, or if only missing answers of servers keep
-    it running."""
+    """End the process on the second signal, or if nothing keeps it running but servers
+    that do not answer."""
     since, signals = time.monotonic(), 0
     while not ended.wait(0.2):
         with contextlib.suppress(OSError):  # nothing to read
@@ -119,8 +120,8 @@ def _insist(ended: threading.Event, reading: socket.socket, stderr: Any) -> None
 
 
 def say(stream: Any, text: str) -> None:
-    """Write a line, if the output is still open: the terminal may be gone, but the
-    messages are not."""
+    """Write a line. If the output is closed, do nothing: the terminal may be gone, but
+    the messages are not."""
     try:
         stream.write(text)
         stream.flush()
@@ -134,10 +135,10 @@ def say(stream: Any, text: str) -> None:
 
 
 def stay_light() -> None:
-    """Exclude everything loaded by now from garbage collection: traversing it takes a
-    third of the time that a busy relay spends on a message. A batch creates no
-    reference cycles, and searching for them after every 700 objects takes a tenth of
-    the remaining time."""
+    """Exclude everything loaded by now from garbage collection, and collect less often.
+    Traversing it takes a third of the time that a busy relay spends on a message. A
+    batch creates no reference cycles, and searching for them after every 700 objects
+    takes a tenth of the remaining time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, *gc.get_threshold()[1:])
@@ -146,7 +147,7 @@ def stay_light() -> None:
 def return_memory() -> None:
     """Return the memory of large bodies to the system as soon as it is free.
 
-    After it has freed a few, glibc keeps such blocks instead, in each thread: a
+    By default, glibc keeps such blocks in each thread after it has freed a few: a
     consumer of four threads kept 250 MiB. Other C libraries, and a user's own limit,
     are left alone.
     """
@@ -159,9 +160,9 @@ def return_memory() -> None:
 def heartbeat(
     presence: Presence, busy: Busy, databases: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Send heartbeats for the duration of the block. If that fails, stops the process,
-    and raises. Meanwhile, also aggregates the counts for the admin's charts of
-    `databases`."""
+    """Send heartbeats while the block runs, and aggregate the counts for the admin's
+    charts of `databases`. If a heartbeat fails, the process stops, and the error is
+    raised."""
     done = threading.Event()
 
     def beat() -> None:
@@ -189,7 +190,7 @@ def heartbeat(
 
 
 def _count(using: str) -> None:
-    """Aggregate the counts; if it fails now, a later run does it."""
+    """Aggregate the counts. If that fails, a later run does it."""
     counting = database_health.retry(
         using, f"the charts of database {using!r} are not updated"
     )

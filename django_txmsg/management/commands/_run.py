@@ -53,7 +53,7 @@ _FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
 
 
 class Reloader:
-    """The parent: `run()` until a signal arrives."""
+    """The parent of `--reload`: `run()` until a signal arrives."""
 
     def __init__(self, stderr: Any) -> None:
         self._stderr = stderr
@@ -64,7 +64,8 @@ class Reloader:
         self._read, self._write = os.pipe()
 
     def run(self) -> int:
-        """Return the exit code: the child's, once a signal has ended it."""
+        """Return the exit code, which is the child's, once a signal has ended the
+        child."""
         before = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -138,8 +139,9 @@ class Reloader:
 
 
 def files() -> Iterator[tuple[str, float]]:
-    """Return the project's own Python files, each with its modification time: those of
-    its applications, of its settings, and other imported modules of the project."""
+    """Return the project's own Python files, each with its modification time. These are
+    the files of its applications and settings, and other imported modules of the
+    project."""
     found: set[str] = set()
     for root in _roots():
         for folder, folders, names in os.walk(root):
@@ -184,8 +186,8 @@ class Lines:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Print for the duration of the block, except events that the log prints to the
-        same place."""
+        """Print lines while the block runs. An event that the log prints to the same
+        place is left out."""
         receivers = (
             (signals.message_dispatched, self._dispatched),
             (signals.message_processed, self._processed),
@@ -246,7 +248,7 @@ class Lines:
 
 
 class Service:
-    """A relay with its schedule, a consumer of all stages, and pruning, which end
+    """A relay with its schedule, a consumer of all stages, and pruning. They end
     together."""
 
     def __init__(
@@ -284,7 +286,7 @@ class Service:
         self.consumer.stop()
 
     def run(self) -> None:
-        """Run until stopped. Raises the error that ended a part of it, if any."""
+        """Run until stopped. Raises the error that ended one of its parts, if any."""
         self._group.start()
         self._group.join()
 

@@ -1,9 +1,10 @@
 """`--processes N`: a parent that starts children, restarts those that end, and forwards
-signals. It opens no connection, and loads nothing that a child must load again.
+signals.
 
-SIGTERM and SIGINT drain and end all children, a second one ends them at once. SIGHUP
-replaces them one after the other: the next one ends when a working process has replaced
-the one before.
+It opens no connection, and loads nothing that a child must load again. SIGTERM and
+SIGINT drain and end all children; a second one ends them at once. SIGHUP replaces the
+children one after the other: the next one ends when a working process has replaced the
+one before.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 @dataclass
 class Slot:
-    """The place of one child, and of its replacements."""
+    """The place of one child, which its replacements take over."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -121,8 +122,8 @@ class Supervisor:
         self._pipe, self._never_written = os.pipe()
 
     def run(self) -> int:
-        """Return the exit code, once a signal has ended all children: the highest of
-        theirs."""
+        """Return the exit code, once a signal has ended all children. It is the highest
+        exit code of a child."""
         liveness.begin("txmsg-supervisor")
         with self._signals() as reading:
             while True:
@@ -141,7 +142,8 @@ class Supervisor:
         return self._code
 
     def alive(self, within: float) -> str:
-        """Return which child has not run within that many seconds, or nothing."""
+        """Return the child that has not run within that many seconds, if any, in
+        words."""
         now = time.monotonic()
         for slot in self.slots:
             process = slot.process
@@ -157,7 +159,7 @@ class Supervisor:
 
     @property
     def ready(self) -> bool:
-        """Whether any child works and the parent is not stopping."""
+        """Whether a child works, and the parent is not stopping."""
         return not self._stops and any(slot.works for slot in self.slots)
 
     def _look(self, slot: Slot) -> None:
@@ -206,7 +208,7 @@ class Supervisor:
         log.error("%s ended with %d after %.0f s%s", slot, code, lived, then)
 
     def _replace(self) -> None:
-        """Let the next child end that must be replaced, if the others work."""
+        """End the next child that must be replaced, if the others work."""
         if not self._replacing:
             return
         if any(slot.failures for slot in self.slots):
@@ -241,8 +243,8 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[socket.socket]:
-        """Yield a socket on which the numbers of the signals arrive. No signal handler
-        interrupts the loop's work."""
+        """Yield a socket on which the numbers of the signals arrive, so that no signal
+        handler interrupts the loop's work."""
         reading, writing = socket.socketpair()
         reading.setblocking(False)
         writing.setblocking(False)
@@ -259,8 +261,8 @@ class Supervisor:
 
 
 def cores() -> int:
-    """Return how many processor cores this process may use: by its affinity, and by its
-    container's quota."""
+    """Return how many processor cores this process may use, according to its affinity
+    and its container's quota."""
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
     else:

@@ -79,8 +79,8 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
 
 @contextmanager
 def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
-    """Answer liveness probes for the duration of the block: by the process's state
-    file, and with `--http` by HTTP. The parent answers for a child."""
+    """Answer liveness probes while the block runs, by the process's state file, and
+    with `--http` by HTTP. The parent answers for its children."""
     with ExitStack() as stack:
         stack.enter_context(_state_written(needed=_supervisor.is_child()))
         if options["http"]:
@@ -95,8 +95,8 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
 
 
 def alive(within: float) -> str:
-    """Return which loop of this process has not run within that many seconds, or
-    nothing."""
+    """Return the loop of this process that has not run within that many seconds, if
+    any, in words."""
     state = liveness.state()
     if state.silent <= within:
         return ""

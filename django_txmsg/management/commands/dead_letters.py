@@ -1,7 +1,7 @@
 """`manage.py dead_letters`: lists, shows, redelivers, discards and annotates dead
 letters.
 
-It calls the same functions as the admin, for the terminal and for scripts.
+It calls the same functions as the admin.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Report:
         self._out, self._as_json = out, as_json
 
     def letters(self, letters: Any, limit: int) -> None:
-        """Print the newest open dead letters, one a line."""
+        """Print the newest open dead letters, one per line."""
         rows = list(letters.defer("body", "traceback").order_by("-pk")[:limit])
         if self._as_json:
             self._print([_facts(one) for one in rows])
@@ -91,7 +91,8 @@ class Report:
             )
 
     def shown(self, letters: Iterable[DeadLetter]) -> None:
-        """Print dead letters whole; as JSON one object, or an array of several."""
+        """Print dead letters completely: as JSON, one object, or an array of
+        several."""
         if not self._as_json:
             for letter in letters:
                 for name, value in self._facts(letter).items():
@@ -163,7 +164,7 @@ def _json(value: Any, **options: Any) -> str:
 
 
 def _first(error: str) -> str:
-    """Return the first line of an error, as far as a list shows it."""
+    """Return the first line of an error, shortened for a list."""
     return printable(error.partition("\n")[0][:80])
 
 
@@ -294,7 +295,8 @@ class Command(BaseCommand):
         return filters
 
     def _require_stage(self, name: str, using: str) -> None:
-        """A misspelt name must not look like a stage without dead letters."""
+        """Raise CommandError for an unknown stage: a misspelt name must not look like a
+        stage without dead letters."""
         letters = DeadLetter.objects.using(using)
         known = {one.name for one in all_stages()}
         if name in known or letters.filter(stage=name).exists():

@@ -1,4 +1,5 @@
-"""`manage.py message_status`: counts and ages; exit 1 when messages do not move."""
+"""`manage.py message_status`: prints counts and ages, and exits with 1 if messages do
+not move."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def job_spec(alias: str) -> Any:
 
 
 def _read_by(source: Any, reader: str) -> Any:
-    """Return a service's database with the replica that is read instead."""
+    """Return a service's database with the replica from which its rows are read."""
     if "://" in reader:
         return replace(source, reader_url=reader)
     there = source_spec(reader, f"{source.service}_reader")
@@ -199,8 +199,9 @@ def source_spec(alias: str, service: str) -> Any:
 
 
 def _libpq(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the OPTIONS of an alias for libpq and the server: TLS, the schema, the
-    role. No secrets, because a specification is written to files."""
+    """Return those OPTIONS of an alias that libpq and the server understand: TLS, the
+    schema, the role. Secrets are left out, because a specification is written to
+    files."""
     from psycopg.pq import Conninfo
 
     known = {one.keyword.decode() for one in Conninfo.get_defaults()}

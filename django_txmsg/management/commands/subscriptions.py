@@ -25,7 +25,7 @@ from ..verb_parser import VerbParser
 
 
 class Command(BaseCommand):
-    """List and end subscriptions that removed stages have left behind."""
+    """List and end the subscriptions of stages that were removed."""
 
     help = "Lists the embedded broker's subscriptions; ends one, at any broker."
 
@@ -134,5 +134,6 @@ class Command(BaseCommand):
 
 
 def _tables_of(broker: Broker) -> str | None:
-    """Return the database whose tables list the broker's subscriptions, if any."""
+    """Return the database whose tables list the broker's subscriptions, if there is
+    one."""
     return broker.stored_in if broker.kind == "database" else None

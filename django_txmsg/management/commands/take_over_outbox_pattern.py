@@ -52,8 +52,8 @@ class Published(models.Model):
 
 
 class Received(models.Model):
-    """The table of messages that django-outbox-pattern processed; copies of them must
-    not be processed again."""
+    """The table of messages that django-outbox-pattern has processed. Copies of them
+    must not be processed again."""
 
     id = models.UUIDField(primary_key=True)
     msg_id = models.CharField(max_length=100, null=True)  # noqa: DJ001 - as it is
@@ -199,7 +199,7 @@ class Command(BaseCommand):
         return True
 
     def _remember(self, using: str, options: dict[str, Any]) -> int:
-        """Record processed ids for each stage that consumes their destination."""
+        """Record the processed ids at each stage that consumes their destination."""
         stages: dict[str, list[str]] = {}
         for stage in all_stages():
             stages.setdefault(stage.destination, []).append(stage.name)
@@ -247,7 +247,7 @@ class Command(BaseCommand):
 
 
 def _headers(row: Any) -> dict[str, str]:
-    """Return a row's headers as text: the JSON may contain numbers and nulls."""
+    """Return a row's headers as text. The JSON may contain numbers and nulls."""
     given = row.headers if isinstance(row.headers, dict) else {}
     return {name: str(value) for name, value in given.items() if value is not None}
 

@@ -26,7 +26,7 @@ from ._run import Command as Run
 
 
 class Command(BaseCommand):
-    """Run one of the package's commands by its name alone."""
+    """Run a command of the package: the verb is its name."""
 
     help = "All commands of django_txmsg: manage.py txmsg VERB."
 

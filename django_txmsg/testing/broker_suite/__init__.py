@@ -32,8 +32,8 @@ __all__ = ["SOON", "BrokerSuite", "bodies", "take"]
 
 
 class BrokerSuite(Capabilities, Sending, Receiving, Together, Transactions, Topics):
-    """The contract of `django_txmsg.brokers.Broker` and `.Session`, for a broker that
-    `broker()` creates a new one at each call, also from several threads."""
+    """The contract of `django_txmsg.brokers.Broker` and `.Session`, as tests.
+    `broker()` creates a new broker at each call, also from several threads."""
 
     @pytest.fixture
     def destination(self) -> str:

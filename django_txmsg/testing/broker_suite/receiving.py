@@ -180,7 +180,7 @@ class Receiving(Talk):
 
 
 class Topics(Talk):
-    """Tests that each subscriber gets a copy, and of delayed messages."""
+    """Tests that each subscriber gets a copy, and tests of delayed messages."""
 
     #: Whether the broker delays messages by their `delay`, which is optional.
     holds_back = True
@@ -255,8 +255,8 @@ class Topics(Talk):
     def test_a_delayed_message_comes_when_its_time_has_come(
         self, destination: str
     ) -> None:
-        """A long delay before a short one blocks nothing; also in a transacted session,
-        outside of its transaction."""
+        """A long delay before a short one delays neither. In a transacted session,
+        delayed messages are not part of the transaction."""
         with self.open(transacted=True) as session:
             sent = time.monotonic()
             delayed = [
@@ -283,7 +283,7 @@ T = TypeVar("T")
 
 
 class Together(Talk):
-    """Sessions in threads of their own, and a slow one."""
+    """Several sessions in threads of their own, and a session that is slow."""
 
     #: How many sessions send, or receive, at once.
     sessions = 4
@@ -292,7 +292,8 @@ class Together(Talk):
     held_for = 40.0
 
     def at_once(self, work: Callable[[int, threading.Barrier], T]) -> list[T]:
-        """Call `work(number, start)` in that many threads; each waits for `start`."""
+        """Call `work(number, start)` in that many threads. Each waits for `start`
+        before it begins."""
         start = threading.Barrier(self.sessions)
 
         def run(number: int) -> T:
@@ -358,7 +359,8 @@ class Together(Talk):
     def test_what_a_slow_session_holds_comes_to_nobody_else(
         self, destination: str
     ) -> None:
-        """The session is not called while its handler runs: a lease needs a thread."""
+        """While a handler runs, nobody calls the session, so a lease needs a thread
+        that renews it."""
         self.send(*numbered(destination, 1))
         with self.consumer(destination, prefetch=1) as slow:
             [delivery] = take(slow, 1)

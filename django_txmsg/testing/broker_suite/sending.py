@@ -18,7 +18,7 @@ from .talk import Talk, numbered, numbers, take
 
 
 class Sending(Talk):
-    """Messages that are sent."""
+    """Tests of sending."""
 
     @pytest.mark.parametrize("count", [0, 1, 3, 600])
     def test_a_batch_is_stored_in_order_and_every_outcome_is_a_receipt(
@@ -32,8 +32,7 @@ class Sending(Talk):
     def test_what_is_proven_is_there_while_its_sender_goes_on(
         self, destination: str
     ) -> None:
-        """A proof is about a stored message, not about one that will be stored if all
-        goes well."""
+        """A receipt proves that the message is stored already."""
         with self.open() as session:
             assert session.send(numbered(destination, 3)) == [None] * 3
             assert self.rest(destination) == numbers(3)
@@ -101,8 +100,8 @@ class Sending(Talk):
 
     def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
         """Return a context manager in which the destination takes no messages, because
-        it is full or forbidden, while others do; None if your broker has no such
-        state."""
+        it is full or forbidden, while other destinations do. Return None if your broker
+        has no such state."""
         return None
 
     def test_a_destination_that_takes_nothing_says_so_and_others_go_on(
@@ -137,8 +136,8 @@ class Sending(Talk):
         assert self.rest(destination) == [b"again"]
 
     def refused(self, destination: str) -> Outgoing | None:
-        """Return a message to `destination` that the broker refuses, or hangs up on, if
-        yours does so; the next test uses it."""
+        """Return a message to `destination` that the broker refuses, or on which it
+        hangs up. The next test uses it."""
         return None
 
     def test_isolated_messages_show_on_which_one_a_broker_hangs_up(
@@ -205,8 +204,8 @@ class Transactions(Talk):
     def test_a_message_can_be_acknowledged_alone_after_a_rollback(
         self, destination: str
     ) -> None:
-        """The consumer does this with a failed message that the database has taken
-        over."""
+        """The consumer does this with a failed message after the database has stored
+        it."""
         self.send(*numbered(destination, 2))
         with self.consumer(destination, transacted=True, prefetch=1) as session:
             for _ in range(2):

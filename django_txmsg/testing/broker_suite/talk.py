@@ -1,5 +1,5 @@
-"""How the suite uses a broker: sessions that end with their test, and helpers for
-messages."""
+"""How the suite uses a broker: sessions that are closed at the end of their test, and
+helpers for messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Talk:
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> Session:
-        """Return a session that ends with the test, unless it is closed before."""
+        """Return a session that is closed at the end of the test, if not before."""
         session = self.broker().open(transacted=transacted, subscriber=subscriber)
         return self.stack.enter_context(session)
 
@@ -58,13 +58,13 @@ class Talk:
         return session
 
     def send(self, *messages: Outgoing) -> None:
-        """Send with a new session, and insist on every receipt."""
+        """Send with a new session, and fail unless each message has a receipt."""
         with self.broker().open() as session:
             assert session.send(messages) == [None] * len(messages)
 
     def rest(self, destination: str) -> list[bytes]:
-        """Receive and acknowledge all waiting messages; a last message of ours marks
-        the end."""
+        """Receive and acknowledge all waiting messages. A last message, sent by this
+        function, marks the end."""
         end = uuid.uuid4().bytes
         self.send(Outgoing(destination, {}, end))
         found: list[bytes] = []
@@ -81,8 +81,8 @@ class Talk:
 
     @contextmanager
     def held_elsewhere(self, destination: str) -> Iterator[None]:
-        """Let another process receive two messages and hold them; kill it at the
-        end."""
+        """Let another process receive two messages and hold them; kill the process at
+        the end."""
         broker = self.broker()
         kind = type(broker)
         code = _HOLDER.format(soon=SOON)
@@ -142,8 +142,8 @@ class Capabilities(Talk):
     def test_what_is_stored_in_a_database_belongs_to_its_transaction(
         self, destination: str
     ) -> None:
-        """A session that is about to commit stores its control message with the data,
-        so nothing else would dispatch its messages."""
+        """A session that is about to commit stores its control message in its own
+        transaction, because nothing else would dispatch its messages."""
         alias = self.broker().stored_in
         if alias is None:
             return
