@@ -1,9 +1,9 @@
 """Alerts of the pipeline: measures compared with their bounds, stored in the database.
 
-Each alert is a row, so that a killed process resumes, the metrics of any web process
-show it, and a webhook is called at each beginning and each end. It is called after the
-row is written, and the call is recorded afterwards: at least once, with the same id.
-The measures are how late a service's messages are, and how many die.
+Each alert is a row, so that they survive a killed process, and the metrics of any web
+process show them. A webhook is called at each beginning and each end: after the row is
+written. The call is recorded afterwards, so the webhook gets each at least once, with
+the same id. The measures are how late a service's messages are, and how many die.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UTC = dt.timezone.utc
 @dataclass(frozen=True)
 class Alert:
     """One measure, and whether it is above its bound. `told` is the state that the
-    webhook last accepted: none, "firing" or "resolved"."""
+    webhook has accepted last: none, "firing" or "resolved"."""
 
     service: str
     name: str
@@ -91,10 +91,10 @@ class Alerts:
     def weigh(
         self, name: str, value: float, bound: float, summary: str, *, hold: bool = False
     ) -> None:
-        """Record a measure. It fires above its bound.
+        """Record a measure. Its alert fires while the measure is above its bound.
 
-        If it fires again before its end was delivered to the webhook, it is the same
-        alert. With `hold` it does not end before its beginning was delivered.
+        If it fires again before the webhook has accepted its end, it is the same alert.
+        With `hold` it does not end before the webhook has accepted its beginning.
         """
         firing, now = value > bound, self._parameter(dt.datetime.now(UTC))
         self.connection.execute(
@@ -126,8 +126,8 @@ class Alerts:
 
 
 class Telling:
-    """Delivers a service's alerts. `say` takes a line for a person; `stop`, once set,
-    ends waiting for the webhook."""
+    """Delivers a service's alerts. `say` gets a line for a person; once `stop` is set,
+    waiting for the webhook ends."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Telling:
         self._away: Alert | None = None
 
     def tell(self, connection: Connection) -> None:
-        """Deliver the changes that were not delivered yet."""
+        """Deliver the beginnings and ends that were not delivered yet."""
         alerts = Alerts(connection, self.service)
         found = alerts.read()
         self.firing = [one for one in found if one.firing]
@@ -191,9 +191,9 @@ class Telling:
 
 
 def lag(connection: Connection, source: SourceSpec) -> float:
-    """Return for how many seconds the oldest message has been due: to leave the outbox,
-    or for another attempt. Messages that are held back are not due, like in the app's
-    overview."""
+    """Return for how many seconds the message that is due longest has been due, in the
+    outbox or for another attempt. As in the app's overview, messages that are held back
+    are not due."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [
@@ -236,8 +236,8 @@ def lost(
     connection: Connection, source: SourceSpec, verdicts: Sequence[str]
 ) -> dict[str, int] | None:
     """Return how many messages with each of these verdicts runs of `reconcile` have
-    found since the last check, without acknowledged ones. None if there was no check
-    yet."""
+    found since the last check, without acknowledged ones. None if this is the first
+    check."""
     # By the run's instant, not by its report: it may end while `follow` is not running.
     weighed = connection.value(
         "SELECT checked_at FROM django_txmsg_pipelinealert WHERE service = %s"

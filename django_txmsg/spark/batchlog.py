@@ -1,9 +1,9 @@
 """The archive's ledger: its numbered entries in the log of a table of the lake.
 
-Batch n is the entry with n as the Delta transaction version of this service's archive.
-An entry can be made only on top of the previous one, which is the fence: an archiver
-that has lost its lock can make none after another has made one. Before an archive the
-log is compared with the database's marks: both must know the same batches.
+Batch n is the log entry with n as the Delta transaction version of this service's
+archive. An entry can be made only on top of the previous one. So an archiver that has
+lost its lock can make no entry after another archiver has made one. Before an archive,
+the log is compared with the database's marks: both must know the same batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BatchLog:
         self.last = 0
 
     def identity(self) -> str:
-        """Return the table's id from its creation, or nothing if there is no table."""
+        """Return the table's id from its creation; "" if there is no table."""
         delta = self.place.load()
         return "" if delta is None else str(delta.metadata().id)
 
@@ -91,8 +91,9 @@ class Agreement:
     def reach(self) -> tuple[BatchLog, Mark]:
         """Return the lake's log, read to its end, and the database's mark for it.
 
-        Batches of the log above the mark must be settled. Raises EnvironmentFault if
-        the lake has lost batches, or if another lake has batches in progress.
+        If the log has batches above the mark, the caller must settle them. Raises
+        EnvironmentFault if the lake has lost batches, or if another lake has batches in
+        progress.
         """
         marks = self.marks.read()
         try:
@@ -146,7 +147,8 @@ class Agreement:
         )
 
     def _insist_on_one_lake(self, marks: Sequence[Mark], own: Mark) -> None:
-        """A batch in progress for another lake would be archived into both."""
+        """Raise EnvironmentFault if a batch is in progress for another lake: it would
+        be archived into both."""
         for one in marks:
             if one.lake_id == own.lake_id:
                 continue

@@ -68,8 +68,8 @@ class Connection:
             cursor.executemany(sql, lines)
 
     def given(self, value: Any) -> Any:
-        """Return a value in Django's storage format: in SQLite ids and instants are
-        texts."""
+        """Return a value in the form in which Django stores it. In SQLite, ids and
+        instants are texts."""
         if self.vendor == "sqlite":
             if isinstance(value, uuid.UUID):
                 return value.hex

@@ -1,4 +1,5 @@
-"""Where a session's tasks run, and how many at once, also for Spark Connect."""
+"""Where a session's tasks run, and how many run at once. It works with Spark Connect,
+too."""
 
 from __future__ import annotations
 

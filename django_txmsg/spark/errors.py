@@ -60,7 +60,7 @@ _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 @contextmanager
 def full_disk_told() -> Iterator[None]:
-    """Raise EnvironmentFault, with what helps, if the block finds a disk full."""
+    """Raise EnvironmentFault, with advice, if the block finds a disk full."""
     try:
         yield
     except Exception as error:
@@ -75,8 +75,8 @@ def full_disk_told() -> Iterator[None]:
 
 
 def from_spark(error: Exception) -> PipelineError:
-    """Return the meaning of an error from a Spark job: an error of ours that a task has
-    raised, wherever it ran, or a fault of Spark's environment."""
+    """Return an error of a Spark job as one of ours: the error that a task of ours has
+    raised, wherever it ran, or EnvironmentFault."""
     text = str(error)
     # Spark's own reader names the file, and why further below.
     if file := re.search(r"FAILED_READ_FILE\S* .*?reading file (\S+?)\.? ", text):

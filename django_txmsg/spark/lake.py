@@ -1,7 +1,7 @@
-"""The lake: a marked place with tables in it.
+"""The lake: a directory with a mark, and tables in it.
 
-An empty mount point looks like a lake that was not created yet: the marks of the
-databases tell that one is missing.
+An empty mount point looks like a lake that was not created yet. The marks in the
+databases show whether a lake is missing.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Lake:
 
 
 class NotMounted(EnvironmentFault):
-    """A lake with rows of ours is missing."""
+    """A lake that contains rows of a service is not at its address."""
 
 
 def is_mounted(spec: JobSpec) -> bool:
     """Return whether there is a lake at the specification's address. Raises NotMounted
-    if there is none, and rows of its services were archived into it."""
+    if there is none although rows of its services were archived into it."""
     lake = spec.lake_spec()
     try:
         Lake(lake)

@@ -62,10 +62,13 @@ def directory_of(service: str, day: dt.date | None = None) -> str:
 
 
 class DayFiles:
-    """Writes batches of one service to one file a day; `clock` is the column with the
-    day. `complete` adds columns to the rows of many batches at once, and `ready` is
-    called before a file is created. Rows in which the column `apart` is true go to
-    files of their own, which contain their counts."""
+    """Writes batches of one service to one file per day; `clock` is the column with the
+    day.
+
+    `complete` adds columns to the rows of many batches at once. `ready` is called
+    before a file is created. Rows in which the column `apart` is true go to separate
+    files, which contain their counts.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class DayFiles:
         self._waiting_rows = self._waiting_bytes = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Write a batch, now or with those that follow."""
+        """Write a batch, at once or together with the next ones."""
         self.rows += batch.num_rows
         # A batch may itself be larger than a row group should be.
         step = max(1, batch.num_rows * GROUP_BYTES // max(batch.nbytes, GROUP_BYTES))
@@ -184,8 +187,8 @@ def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _repetitive(schema: pa.Schema) -> list[str]:
-    """Return the columns that profit from a dictionary. Ids, headers and bodies are
-    mostly all different."""
+    """Return the columns that become smaller with a dictionary. Ids, headers and bodies
+    are mostly all different."""
     return [name for name in schema.names if name not in _UNIQUE]
 
 
@@ -196,7 +199,7 @@ _UNIQUE = frozenset(
 
 @dataclass(frozen=True)
 class Proof:
-    """A file's contents, by reading it again: rows and the sum of their checksums."""
+    """What reading a file again has shown: its rows, and the sum of their checksums."""
 
     rows: int
     checksum: int

@@ -32,8 +32,8 @@ class Named:
 
 
 def added(file: LakeFile, *, same_rows: bool = False) -> AddAction:
-    """Return the log's action for a new file; `same_rows` if its rows come from
-    replaced files."""
+    """Return the log's action for a new file. `same_rows` means that its rows come from
+    files that it replaces."""
     return AddAction(
         path=file.path,
         size=file.size,
@@ -75,7 +75,7 @@ def named_by(delta: DeltaTable) -> list[Named]:
 
 
 def touched(files: Iterable[Named]) -> list[list[int]]:
-    """Return the ranges of batches whose rows the files contain, for the log."""
+    """Return the ranges of batches whose rows the files contain, in the log's form."""
     return [list(one) for one in sorted({f.batches for f in files if f.batches})]
 
 
@@ -84,8 +84,8 @@ def _partition(file: LakeFile | Named) -> dict[str, str | None]:
 
 
 def _stats(file: LakeFile) -> dict[str, Any]:
-    """Return the statistics of a file's rows for the log. Readers skip files by
-    them."""
+    """Return the statistics of a file's rows for the log, by which readers skip
+    files."""
     stats: dict[str, Any] = {"numRecords": file.rows}
     if file.batches is not None:
         low, high = file.batches

@@ -1,8 +1,7 @@
-"""Reads a table of the lake in tasks, if Spark has no client for its store.
+"""Reads a table of the lake in tasks, for stores that Spark has no client for.
 
-PySpark from PyPI has no file system for `s3://` and the like. The same library that
-wrote the files reads them: pyarrow, file by file, into batches of the table's present
-schema.
+PySpark from PyPI has no file system for `s3://` and the like. The library that wrote
+the files, pyarrow, reads them file by file, into batches of the table's present schema.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class LakeRows:
                 yield from self.of(self.work[number])
 
     def of(self, named: Named) -> Iterator[pa.RecordBatch]:
-        """Yield a file's rows. Columns newer than the file are null; service and day
-        come from the log."""
+        """Yield a file's rows. A column that is newer than the file is null; service
+        and day come from the log."""
         schema = arrow_schema(self.struct)
         constants = {"service": named.service, "day": named.day}
         wanted = [name for name in schema.names if name not in PARTITIONS]
@@ -59,7 +58,7 @@ class LakeRows:
 
 
 def in_parts(named: Sequence[Named], parts: int) -> list[Named]:
-    """Return files in an order in which `parts` equal slices have about the same
-    size."""
+    """Return the files in an order in which `parts` slices of equal length have about
+    the same size."""
     by_size = sorted(named, key=lambda one: -one.size)
     return [one for first in range(parts) for one in by_size[first::parts]]

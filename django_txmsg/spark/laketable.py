@@ -1,6 +1,7 @@
-"""A table of the lake: Parquet files, of which only those named in its Delta log count.
+"""A table of the lake: Parquet files, of which only those count that its Delta log
+names.
 
-Tasks write files under unique names (`lakefile`); the driver then names them in one
+Tasks write files under unique names (`lakefile`). The driver then names them in one
 atomic log entry. Readers use the log, never a directory listing.
 """
 
@@ -70,7 +71,8 @@ class LakeTable:
         return delta
 
     def ensure(self) -> DeltaTable:
-        """Return the table, created if necessary, with all columns of its schema."""
+        """Return the table, after creating it if necessary, with all columns of its
+        schema."""
         delta = self.load()
         wanted = arrow_schema(self.struct)
         if delta is None:
@@ -252,9 +254,9 @@ class LakeTable:
         )
 
     def orphans(self, service: str, before: dt.datetime) -> list[str]:
-        """Return a service's files older than `before` that the log has never named:
-        those that the Delta library itself would vacuum. Those of another service may
-        belong to a job that is still running."""
+        """Return a service's files older than `before` that the log has never named,
+        which the Delta library itself would vacuum. Files of another service may belong
+        to a job that is still running."""
         delta = self.load()
         if delta is None:
             return []

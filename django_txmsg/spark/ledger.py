@@ -34,7 +34,7 @@ Row = tuple[int, str]
 
 
 def whose(rows: pa.RecordBatch) -> list[str]:
-    """Return each row's message and, if the table has stages, its stage."""
+    """Return the message of each row and, if the table has stages, the stage."""
     messages: list[str] = rows.column(
         rows.schema.get_field_index("message_id")
     ).to_pylist()
@@ -46,7 +46,7 @@ def whose(rows: pa.RecordBatch) -> list[str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A fixed range of one table's settled rows, to become commit `number`."""
+    """A range of one table's settled rows, which becomes commit `number`."""
 
     number: int
     first_id: int
@@ -59,9 +59,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Horizon:
-    """Transaction ids of PostgreSQL: every transaction below `oldest` has ended, and
+    """Transaction ids of PostgreSQL. Every transaction below `oldest` has ended, and
     `next` is not assigned yet. A row with a later id comes from another cluster, by a
-    dump: no transaction of this one has changed it."""
+    dump: no transaction of this cluster has changed it."""
 
     oldest: int
     next: int
@@ -111,8 +111,8 @@ class Ledger:
         return int(found)
 
     def held(self, cutoff: dt.datetime, horizon: Horizon | None) -> Held:
-        """Return how many settled rows the horizon holds back, and because of which
-        transaction."""
+        """Return how many settled rows must wait for an open transaction, and which
+        transaction that is."""
         if horizon is None or not self.table.tracked:
             return Held(0)
         rows = self.connection.value(
@@ -155,10 +155,10 @@ class Ledger:
         advance: Callable[[Connection], None],
     ) -> bool:
         """Delete a batch's rows in the transaction that proves that they equal the
-        lake's and advances the mark. Returns False, with nothing deleted, if the sums
-        differ.
+        lake's rows and that advances the mark. Returns False, with nothing deleted, if
+        the sums differ.
 
-        On PostgreSQL, and on a connection of its own: several may run at once.
+        On PostgreSQL with a connection of its own, several of these may run at once.
         """
         connection = connect_plain(self.spec)
         try:
@@ -180,10 +180,10 @@ class Ledger:
     def settle(
         self, archived: pa.RecordBatch, hashes: Sequence[int], columns: Sequence[Column]
     ) -> tuple[int, list[Row]]:
-        """Delete the rows that equal the lake's, each with its own proof. Returns how
-        many, and the rows that differ from the lake's. A row that no longer exists here
-        is only in the lake. A row with the same id and another message, or of another
-        stage, is not part of the batch."""
+        """Delete the rows that equal the lake's rows, each with its own proof. Returns
+        how many, and the rows that differ from the lake's. A row that no longer exists
+        here is only in the lake. A row with the same id but another message or stage is
+        not part of the batch."""
         ids = archived.column(archived.schema.get_field_index("id")).to_pylist()
         messages = whose(archived)
         if self.spec.vendor == "sqlite":
@@ -260,4 +260,4 @@ class Ledger:
 
 
 class Different(Exception):
-    """The deleted rows are not the batch's. Ends the transaction."""
+    """The deleted rows are not those of the batch. This error ends the transaction."""

@@ -1,8 +1,8 @@
 """Up to which batch a lake is settled in a database: one mark for each table and lake.
 
 The lake's log is the ledger: batch n is its commit n. Batches up to `purged_through`
-are settled, and it advances in the transaction that deletes. Plain SQL on the table of
-`models.py`, for PostgreSQL and SQLite.
+are settled. The mark advances in the transaction that deletes their rows. It is plain
+SQL on the table of `models.py`, for PostgreSQL and SQLite.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Marks:
         return next(one for one in self.read() if one.lake_id == lake_id)
 
     def begin(self, lake_id: str, number: int) -> None:
-        """Record that batches up to `number` are being written to a lake: until they
-        are settled, no other lake gets their rows."""
+        """Record that batches up to `number` are being written to a lake. Until they
+        are settled, their rows go to no other lake."""
         self.connection.execute(
             f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
             " AND lake_id = %s AND begun_through < %s",

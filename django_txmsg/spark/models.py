@@ -148,8 +148,8 @@ class PipelineRun(models.Model):
 
     @property
     def interrupted(self) -> bool:
-        """Whether its process has died: the lock that a run holds while it is alive is
-        free (`runs.py`)."""
+        """Return whether the run's process has died. A run holds a lock while it is
+        alive (`runs.py`); of a dead run the lock is free."""
         if self.state != RunState.RUNNING:
             return False
         connection = connections[self._state.db or DEFAULT_DB_ALIAS]
@@ -177,7 +177,8 @@ class PipelineRun(models.Model):
 
 
 class StagedMessage(models.Model):
-    """A message that a Spark task has staged, not yet merged into the outbox."""
+    """A message that a Spark task has staged, and that is not merged into the outbox
+    yet."""
 
     id = models.BigAutoField(primary_key=True)
     run = models.CharField(max_length=64)
@@ -204,8 +205,9 @@ class StagedMessage(models.Model):
 
 
 class StoredRun(models.Model):
-    """A replay, a send or a write that has stored its messages, in the same
-    transaction: its name stays bound to these, whatever happens to their rows."""
+    """A replay, a send or a write that has stored its messages. The row commits with
+    the messages, so that the name stays bound to them, whatever happens to their
+    rows."""
 
     name = models.CharField(max_length=64, primary_key=True)
     messages = models.BigIntegerField()

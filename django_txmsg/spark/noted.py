@@ -34,7 +34,7 @@ _INSTANTS = frozenset(name for name in COLUMNS if name.endswith("_at"))
 
 @dataclass(frozen=True)
 class Which:
-    """Which findings: those that match all of these."""
+    """A selection of findings: those that match all of these values."""
 
     verdict: str = ""
     destination: str = ""
@@ -84,8 +84,8 @@ class Noted:
         seen_at: dt.datetime,
         since: dt.datetime | None,
     ) -> None:
-        """Store a run's findings, of messages sent since an instant. Unacknowledged
-        findings that it has not found again are deleted."""
+        """Store a run's findings about messages sent since an instant. Unacknowledged
+        findings of earlier runs that this run has not found are deleted."""
         names = ("id", "service", *COLUMNS[:8])
         update = "sender", "sent_at", "seen_at"
         with closing(connect_plain(self.source)) as connection:
@@ -122,14 +122,14 @@ class Noted:
                 connection.execute(gone, *map(connection.given, values))
 
     def acknowledge(self, which: Which, by: str, note: str) -> int:
-        """Acknowledge findings with a note; return how many. Raises UsageError without
+        """Acknowledge findings with a note. Returns how many. Raises UsageError without
         a note."""
         if not note.strip():
             raise UsageError("Say why: an acknowledgement needs a note.")
         return self._set(which, False, dt.datetime.now(dt.timezone.utc), by, note)
 
     def reopen(self, which: Which) -> int:
-        """Remove acknowledgements; return how many."""
+        """Remove acknowledgements. Returns how many."""
         return self._set(which, True, None, "", "")
 
     def last_run(self) -> tuple[dt.datetime, dict[str, int]] | None:

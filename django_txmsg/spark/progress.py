@@ -1,6 +1,5 @@
-"""How far a job is: a progress bar on the error stream, silent where that is not a
-terminal; and the steps of a protocol, between which the tests kill it.
-"""
+"""How far a job is: a progress bar on the error stream, if that is a terminal. Also the
+steps of a protocol, between which the tests kill a process."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ WIDTH = 24
 
 
 class Progress:
-    """The amount done and to do, with a rate; redrawn in place."""
+    """The amount that is done and the whole amount, with a rate, redrawn in place."""
 
     def __init__(self, label: str, stream: TextIO | None, unit: str = "rows") -> None:
         self.label, self.stream, self.unit = label, stream, unit
@@ -47,7 +46,7 @@ class Progress:
         self._draw()
 
     def advance(self, count: int) -> None:
-        """Count some that are done."""
+        """Add to the amount that is done."""
         self.done += count
         self._draw()
 
@@ -58,7 +57,7 @@ class Progress:
 
     @contextmanager
     def following(self, spark: SparkSession) -> Iterator[None]:
-        """Show the tasks of Spark's running stages for the duration of the block."""
+        """Show the tasks of Spark's running stages while the block runs."""
         if self.stream is None or is_remote(spark):
             # No terminal, or Spark Connect, which shows no stages.
             yield
@@ -74,7 +73,7 @@ class Progress:
             self.stop()
 
     def stop(self) -> None:
-        """Clear the line for what comes next."""
+        """Remove the bar from the terminal, so that the next line has its place."""
         if self.stream is not None:
             self.stream.write("\r\x1b[K")
             self.stream.flush()

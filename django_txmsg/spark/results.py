@@ -63,8 +63,8 @@ class Results:
     def save(
         self, name: str, struct: t.StructType, frame: DataFrame, *, few: bool = False
     ) -> int:
-        """Write a DataFrame, which becomes visible all at once; `few` rows from the
-        driver, which needs no workers."""
+        """Write a DataFrame, which becomes visible all at once. `few` rows are written
+        by the driver, without workers."""
         Lake(self.lake, create=self.makes_lake)
         if not few:
             return self._commit(name, struct, self.write(name, struct, frame))
@@ -127,7 +127,7 @@ class Results:
 
 @dataclass
 class ResultTask:
-    """The work of an executor on its part of the results."""
+    """The work of an executor: to write its part of the results."""
 
     results: Results
     name: str

@@ -1,6 +1,6 @@
 """The record of a run: who, when, with which options, and the result.
 
-In the database, where the admin shows it, and in the lake if there is one.
+It is in the database, where the admin shows it, and in the lake if there is one.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _note(
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
     """Record the run in the lake as well. A run that changes nothing, or has failed,
-    does not create a lake in an empty place, and no run does while our lake is
-    missing."""
+    does not create a lake in an empty place. While a lake with our rows is missing, no
+    run creates one."""
     changes = "dry_run" not in run.options and run.state not in ("failed", "refused")
     try:
         run.makes_lake = not is_mounted(spec)

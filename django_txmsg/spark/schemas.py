@@ -94,8 +94,9 @@ class Table:
     """A table of the message log: its relation, columns, clock and settled rows.
 
     `clock` is the instant for ranges and the lake's days. `settled` rows will not
-    change any more. `outcome` is how a row ended: a column to copy, or words, each with
-    the column that is set in that case; the last word is for all other rows.
+    change any more. `outcome` says how a row ended. It is a column to copy, or a list
+    of words, each with the column that is set in that case; the last word is for all
+    other rows.
     """
 
     name: str

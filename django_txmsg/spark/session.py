@@ -34,8 +34,8 @@ SETTINGS = {
 
 
 def local_settings() -> dict[str, str]:
-    """Settings for one machine: nothing listens on the network, few shuffle
-    partitions."""
+    """Return settings for one machine: no port is open to the network, and there are
+    few shuffle partitions."""
     return {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
@@ -49,8 +49,8 @@ def local_settings() -> dict[str, str]:
 def session(
     job: str, settings: Mapping[str, str] | None = None
 ) -> Iterator[SparkSession]:
-    """Yield a session with the data source registered; stop it if it was created here.
-    Another session keeps its own settings.
+    """Yield a session with the data source registered. A session that is created here
+    is stopped; another one keeps its own settings.
 
     Raises EnvironmentFault if Spark does not start, mostly because Java is missing.
     """
@@ -125,21 +125,22 @@ def _connected(
 
 
 def running() -> bool:
-    """Return whether Spark is running, or was started or named for this process."""
+    """Return whether Spark runs in this process, or was chosen for it in another
+    way."""
     known = SparkSession.getActiveSession() is not None
     return known or _submitted() or bool(os.environ.get("SPARK_REMOTE"))
 
 
 def _submitted() -> bool:
-    """Return whether spark-submit started this process, or its options are given
-    otherwise."""
+    """Return whether spark-submit started this process, or passed its options in
+    another way."""
     arguments = os.environ.get("PYSPARK_SUBMIT_ARGS", "")
     return "--master" in arguments or "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def _show_the_package_to_workers() -> None:
-    """Local workers are fresh interpreters: they inherit the environment, not
-    sys.path."""
+    """Add the package's directory to PYTHONPATH: local workers are new interpreters,
+    which inherit the environment, but not sys.path."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     home = str(Path(__file__).resolve().parents[2])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -50,8 +50,8 @@ _TEXT = re.compile(r"""(['"])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 
 
 def recordable(condition: str) -> str:
-    """Return a condition as it may be recorded: if it looks at a column that may name
-    a person, with digests for its texts."""
+    """Return a condition in the form in which it may be recorded. If it uses a column
+    that may name a person, its texts are replaced by digests."""
     if not _PERSONAL.search(condition):
         return condition
     return _TEXT.sub(lambda text: f"'{digest(text[2])}'", condition)
@@ -102,14 +102,14 @@ class SourceSpec:
         return hidden(self.url)
 
     def reading(self) -> SourceSpec:
-        """Return the source to read: the replica, or this."""
+        """Return the source to read: the replica, or this source."""
         if not self.reader_url:
             return self
         return SourceSpec(self.service, self.reader_url, self.reader_password_env)
 
     def public(self) -> SourceSpec:
-        """Return this without a password: if the address contains one, with the name of
-        the variable that should hold it."""
+        """Return this source without a password. If the address contains one, the
+        result names the variable that should hold it."""
         shown, named = self.shown, self.password_env
         if shown != self.url and not named:
             named = password_variable(self.service)
@@ -135,7 +135,8 @@ class SourceSpec:
         return make_conninfo(self.url, connect_timeout=10, options=options, **more)
 
     def resolved(self) -> SourceSpec:
-        """Return this with its password, for a task without our environment."""
+        """Return this source with its password, for a task that does not have this
+        environment."""
         if not self.password_env or self.password is not None:
             return self
         password = os.environ.get(self.password_env)
@@ -157,7 +158,7 @@ class LakeSpec:
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def public(self) -> LakeSpec:
-        """Return this without secrets: object stores can also take them from the
+        """Return this without secrets. Object stores can take them from the
         environment."""
         options = {
             name: value

@@ -1,12 +1,12 @@
 """Stores many messages at once, each once: staging, then one merge into the outbox.
 
 A task stages its rows under a key of its own attempt. One transaction then merges the
-successful attempts, records the run's name and clears the staging table. COPY has no ON
-CONFLICT; the merge has.
+successful attempts, records the run's name and clears the staging table. The merge can
+skip messages that are stored already; COPY could not.
 
-Dead letters are not stored again: the app is asked to redeliver them. It knows each
-one's stage and what was processed already; it limits the rate, can be paused, and
-records who asked.
+Dead letters are not stored again. The app redelivers them, because it knows each one's
+stage and what was processed already, limits the rate, can be paused, and records who
+asked.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ _QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
 
 @dataclass(frozen=True)
 class Brought:
-    """The staged rows of one task attempt: how many messages, and their ids' sum."""
+    """The staged rows of one task attempt: how many messages, and the sum of their
+    ids."""
 
     task: str
     rows: int
@@ -91,7 +92,7 @@ class Merged:
 
     @property
     def known(self) -> int:
-        """Messages that a run of this name had stored before."""
+        """How many messages a run of this name had stored before."""
         return self.staged - self.stored
 
 
@@ -219,7 +220,8 @@ class Staging:
         return rows
 
     def _drop_void_attempts(self, connection: Connection, tasks: list[str]) -> None:
-        """Failed, repeated and speculative attempts were never reported."""
+        """Delete the staged rows of attempts that failed, were repeated or were
+        speculative. Spark does not report these attempts."""
         if self.spec.vendor == "postgresql":
             connection.execute(
                 f"DELETE FROM {_STAGED} WHERE run = %s AND NOT task = ANY(%s)",
@@ -274,11 +276,12 @@ Letter = tuple[int, str]
 def ask_to_redeliver(
     spec: SourceSpec, name: str, letters: Sequence[Letter], *, rate: float, why: str
 ) -> int | None:
-    """Have a service redeliver dead letters, and return the id of its bulk operation;
-    None if there are none, or if a request with this name exists.
+    """Request that a service redelivers dead letters, and return the id of its bulk
+    operation. Returns None if there are no dead letters, or if a request with this name
+    exists.
 
-    Raises UsageError if that request was for others, and for a rate that no worker can
-    keep.
+    Raises UsageError if that request was for other dead letters, and for a rate that no
+    worker can keep.
     """
     if wrong := dead_letters.wrong_rate(rate or None):
         raise UsageError(wrong)

@@ -33,9 +33,10 @@ class Held:
 
 
 def held(connection: Connection, rows: int) -> Held:
-    """Return the number of `rows` with the transaction that they wait for: the oldest
-    one in the PostgreSQL cluster that has written anything. Every role sees that there
-    is one. If there is none, the rows' has ended since they were counted."""
+    """Return how many `rows` wait, and for which transaction: the oldest one in the
+    PostgreSQL cluster that has written anything. Every role sees that such a
+    transaction exists. If there is none, the one that the rows waited for has ended
+    since they were counted."""
     if not rows:
         return Held(0)
     found = connection.rows(

@@ -1,7 +1,7 @@
-"""The location of a lake: file systems by URI, and syncing to disk.
+"""Where a lake is: file systems by URI, and syncing to disk.
 
-Two clients use one lake, pyarrow for data files and the Delta library for the log. An
-address that they might interpret differently is refused before anything is written.
+Two clients use one lake: pyarrow for data files, and the Delta library for the log. An
+address that the two might interpret differently is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Place:
         return f"{self.uri}/{name}"
 
     def insist(self) -> None:
-        """Check that the lake exists before something is created in it: below an
-        unmounted mount point it would never be found again. Raises EnvironmentFault."""
+        """Raise EnvironmentFault unless the lake exists. Call it before something is
+        created in the lake: below an unmounted mount point it would never be found
+        again."""
         if self.files.get_file_info(f"{self.root}/{MARKER}").type != fs.FileType.File:
             raise EnvironmentFault(
                 f"The lake at {self.uri} has disappeared during the run: mount it, "

@@ -1,4 +1,5 @@
-"""The counts of a file of finished journeys, so that it need not be read to count them.
+"""The counts of a file of finished journeys, which can be counted without reading its
+rows.
 
 They are in the file's own footer. If the rows are rewritten, or files are joined, the
 new file's footer has no counts, or counts that do not match its rows.
@@ -28,7 +29,8 @@ _DAY = 86_400_000_000
 
 @dataclass(frozen=True)
 class Line:
-    """Journeys of a day to a destination; instants in microseconds since 1970."""
+    """Journeys of one day to one destination. Instants are in microseconds since
+    1970."""
 
     sent_on: dt.date
     destination: str

@@ -1,6 +1,6 @@
 """The interface of a database for the pipeline: batches, samples, literals.
 
-An implementation is small and picklable: executors get it with its address inside, and
+An implementation is small and picklable. Executors get it with the address inside, and
 open a connection of their own for every read.
 """
 
@@ -46,7 +46,7 @@ class Database(Protocol):
         ...
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a literal to compare a column with: `upper` for < and <=."""
+        """Return a literal to compare a column with. `upper` is for < and <=."""
         ...
 
     def uuid(self, value: str) -> str:
@@ -60,7 +60,7 @@ def schema_of(columns: Sequence[Column]) -> pa.Schema:
 
 
 def utc(value: dt.datetime) -> dt.datetime:
-    """Return an instant in UTC. Spark passes naive ones that mean UTC."""
+    """Return an instant in UTC. Spark passes naive instants, which mean UTC."""
     if value.tzinfo is None:
         return value.replace(tzinfo=dt.timezone.utc)
     return value.astimezone(dt.timezone.utc)

@@ -79,7 +79,7 @@ class Postgres:
         return [one for (one,) in rows]
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a timestamptz literal; exact, so `upper` makes no difference."""
+        """Return a timestamptz literal. It is exact, so `upper` makes no difference."""
         return f"'{utc(value).isoformat(timespec='microseconds')}'::timestamptz"
 
     def uuid(self, value: str) -> str:
@@ -165,7 +165,7 @@ def _numbers(values: pa.Array) -> pa.Array:
 
 
 def _bytes_of(values: pa.Array, width: int) -> memoryview:
-    """Return the bytes of fixed-size values; for nulls, any bytes."""
+    """Return the bytes of fixed-size values. Null values have arbitrary bytes."""
     fixed = _bare(values)
     if fixed.type != pa.binary(width):
         fixed = fixed.cast(pa.binary(width))

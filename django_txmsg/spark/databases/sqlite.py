@@ -1,7 +1,7 @@
 """Reads from SQLite with the standard library, for trials and small sites.
 
-Django stores a uuid there as 32 hexadecimal digits and an instant as text in UTC; both
-are converted to the usual types here.
+Django stores a uuid there as 32 hexadecimal digits and an instant as text in UTC. Both
+are converted to the types that PostgreSQL gives.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sqlite:
             yield SqliteReader(connection)
 
     def sample(self, table: Table) -> list[int]:
-        """Return all ids of a table: an index has them."""
+        """Return all ids of a table, from an index."""
         with closing(self._connect()) as connection:
             rows = connection.execute(f"SELECT id FROM {table.relation}").fetchall()
         return [one for (one,) in rows]

@@ -1,1 +1,1 @@
-"""The jobs: each reads, transforms and writes, and decides nothing else."""
+"""The jobs. Each reads, transforms and writes."""

@@ -3,8 +3,8 @@ database.
 
 A row is deleted only in a transaction that has proved that the bytes of this very row
 are in a committed lake file. One Spark task writes one batch: plan → write and read
-back → one log entry → delete, compare and advance the mark in one transaction. The next
-run settles entries above the mark row by row, whatever the reason for them.
+back → one log entry → delete, compare and advance the mark in one transaction. If a run
+is killed, the next run settles the entries above the mark row by row.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def cores_of(spark: SparkSession | None) -> int:
 
 
 def tasks_on(spark: SparkSession | None) -> int:
-    """Return the number of parallel writers, including those that wait for a core: two
-    for each core, and no more than a database has connections to spare. On one machine
-    it is half its cores, because the database that is read needs the others."""
+    """Return the number of parallel writers, including those that wait for a core. It
+    is two for each core, and no more than a database has connections to spare. On one
+    machine it is half its cores, because the database needs the others."""
     cores = cores_of(spark)
     if spark is None or on_one_machine(spark):
         return max(1, cores // 2)
@@ -100,7 +100,7 @@ class ArchiveResult:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def spent(self, step: str, since: float) -> None:
-        """Add the time since `since` to a step's."""
+        """Add the time since `since` to the time of a step."""
         self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - since
 
 
@@ -133,7 +133,7 @@ class Archiver:
         self.ledger = Ledger(source, table)
 
     def run(self) -> ArchiveResult:
-        """Settle what an earlier run left, then archive all settled rows."""
+        """Settle what an earlier run has left, then archive all settled rows."""
         try:
             with self.ledger.lock():
                 agreement = Agreement(
@@ -161,9 +161,10 @@ class Archiver:
     def _work(
         self, cutoff: datetime, horizon: Horizon | None, beside: ThreadPoolExecutor
     ) -> None:
-        """Complete wave after wave. With `overlap` the files of the next wave are
-        written while this one's rows are deleted. They are not visible before their
-        turn; if the run is killed, they are orphans like those of any killed run."""
+        """Complete wave after wave. With `overlap`, the files of the next wave are
+        written while the rows of this wave are deleted. No log entry names these files
+        before their turn. If the run is killed, they are files of a failed attempt,
+        like others."""
         ahead: Future[list[Row]] | None = None
         wave = self._planned(-(2**62), cutoff, horizon)
         while wave:
@@ -241,7 +242,7 @@ class Archiver:
         return wave
 
     def _write(self, batches: Sequence[Batch]) -> list[Row]:
-        """Write batches and prove their files, which are not visible yet."""
+        """Write batches and prove their files, which no log entry names yet."""
         started = time.monotonic()
         work = [(one, self.ledger.members(one)) for one in batches]
         task = BatchTask(
@@ -324,7 +325,7 @@ class Archiver:
     def _purge_one(
         self, one: Written, through: int | None, before: Future[bool] | None
     ) -> bool:
-        """Delete a batch at once, if its rows are unchanged; return whether they
+        """Delete a batch at once, if its rows are unchanged. Returns whether they
         were."""
         if self.source.vendor == "sqlite":
             return False  # in slices: every other writer waits for us

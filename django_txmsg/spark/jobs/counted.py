@@ -1,4 +1,5 @@
-"""Counts journeys without reading them: their files' footers have the totals."""
+"""Counts journeys without reading them, because their files' footers have the
+totals."""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, T
 def usable(
     known: Mapping[Named, Tally], late_after: dt.timedelta, since: dt.datetime | None
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files that need not be read for a judgement, and their counts: none of
-    their messages took longer than `late_after`, and all of them or none were sent
-    after `since`."""
+    """Return the files that need not be read for a judgement, and their counts: in
+    each, no message took longer than `late_after`, and either all messages or none were
+    sent after `since`."""
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else (since - _EPOCH) // _MICROSECOND
     found: dict[Named, Sequence[Line]] = {}
@@ -72,9 +73,9 @@ def usable(
 
 
 def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -> bool:
-    """Return whether exactly the listeners that listened have received what `lines`
-    count as sent to topics. If a listener came or went meanwhile, nobody knows without
-    reading."""
+    """Return whether exactly the listeners that listened have received the messages
+    which `lines` count as sent to topics. If a listener came or went meanwhile, the
+    files must be read to know."""
     for line in lines:
         if line.receivers is None:
             continue
@@ -90,7 +91,7 @@ def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -
 
 
 def as_outcome(spark: SparkSession, lines: Iterable[Line]) -> DataFrame:
-    """Return OUTCOME: the verdicts of the counted messages, without reading these."""
+    """Return OUTCOME: the verdicts of the counted messages."""
     summed: dict[_Group, tuple[int, int, int]] = {}
     for line in lines:
         if line.receivers is not None:

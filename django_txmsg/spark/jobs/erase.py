@@ -86,8 +86,8 @@ def messages_named(
 def erase_rows(
     source: SourceSpec, name: str, ids: Sequence[str], *, dry_run: bool
 ) -> dict[str, int]:
-    """Delete the rows of messages that belong to a table of the lake, or count them,
-    and return the numbers by relation."""
+    """Delete the rows of messages that belong to a table of the lake, or count them.
+    Returns the numbers by relation."""
     counts: dict[str, int] = {}
     with closing(connect_plain(source)) as connection:
         for relation in _RELATIONS.get(name, ()):
@@ -108,8 +108,8 @@ def erase_rows(
 
 
 def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> int:
-    """Delete the relay's records of keys, or count them: those keys start a new
-    order."""
+    """Delete the relay's records of keys, or count them. Messages of such a key then
+    start a new order."""
     verb = "SELECT count(*)" if dry_run else "DELETE"
     found = 0
     with closing(connect_plain(source)) as connection:
@@ -120,8 +120,9 @@ def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> in
 
 
 def _let_go(connection: Connection, erased: str) -> None:
-    """Release the messages that wait in an ordered stage for an erased one. A worker
-    that has claimed one of them, and is about to park it again, loses its claim."""
+    """Release the messages that wait in an ordered stage for an erased message. A
+    worker that has claimed one of them, and is about to park it again, loses its
+    claim."""
     postgresql = connection.vendor == "postgresql"
     now = "now()" if postgresql else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
     headers = (
@@ -154,8 +155,7 @@ def erase_responses(
     source: SourceSpec, sessions: Sequence[str], *, dry_run: bool
 ) -> int:
     """Empty the responses stored under an Idempotency-Key for requests of these
-    sessions, and return how many. The keys stay, so that no request is executed
-    again."""
+    sessions. Returns how many. The keys stay, so that no request is executed again."""
     count = 0
     with closing(connect_plain(source)) as connection:
         for start in range(0, len(sessions), _SLICE):
@@ -183,8 +183,8 @@ def _ids(connection: Connection, relation: str, column: str, value: str) -> set[
 
 
 def _queued(connection: Connection, header: str, value: str) -> set[str]:
-    """Return the ids of messages in the embedded broker's queues: another service has
-    sent them, or their outbox rows are pruned."""
+    """Return the ids of messages in the embedded broker's queues. Their outbox rows may
+    be another service's, or may be pruned."""
     rows = connection.rows(
         f"SELECT {_header(connection, wire.MESSAGE_ID)} FROM {_QUEUE}"
         f" WHERE {_header(connection, header)} = %s",
@@ -235,9 +235,9 @@ _REWRITTEN = t.StructType(
 
 @dataclass(frozen=True)
 class EraseOptions:
-    """Which messages: any that one of these values identifies. Raises UsageError if
-    there are none, and for an empty one, which would mean all messages without a
-    key."""
+    """Which messages to erase: those that one of these values identifies. Raises
+    UsageError if there is no value, and for an empty value, which would mean all
+    messages without a key."""
 
     message_ids: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
@@ -372,8 +372,9 @@ def _from_lake(
     options: EraseOptions,
     done: Erased,
 ) -> None:
-    """Rewrite the files that contain such rows, and remove all files that the log does
-    not name: those left by compaction and killed runs contain the rows as well."""
+    """Rewrite the files that contain rows of these messages, and remove all files that
+    the log does not name. Files left by compaction and killed runs contain the rows as
+    well."""
     place = lake.table(name, t.StructType([]))
     delta = place.load()
     if delta is None:
@@ -422,7 +423,7 @@ def _rewritten(
 
 @dataclass
 class EraseTask:
-    """The work of an executor: rewrite its files that contain messages to erase."""
+    """The work of an executor: to rewrite the files that contain messages to erase."""
 
     lake: LakeSpec
     name: str

@@ -1,5 +1,7 @@
-"""`findings`: what runs of `reconcile` have found, as stored in the lake and the
-database, with operators' notes. Listing and acknowledging do not start Spark.
+"""`findings`: what runs of `reconcile` have found, with operators' notes.
+
+The findings are in the lake and in the database. Listing and acknowledging them do not
+start Spark.
 """
 
 from __future__ import annotations
@@ -46,12 +48,12 @@ def known_findings(log: WholeLog) -> DataFrame:
 
 
 def standing_findings(log: WholeLog) -> DataFrame:
-    """Return the FINDING rows that stand since the last run of this service."""
+    """Return the FINDING rows that stand after the last run of this service."""
     return standing(kept_by(log, "verdicts", CHANGE))
 
 
 def judged_by(log: WholeLog, run: str = "") -> str:
-    """Return the id of a run of `reconcile`, or of the last one that has stored its
+    """Return the id of a run of `reconcile`, or of the last run that has stored its
     results. Raises UsageError if the lake has none."""
     runs = kept_by(log, "reconciliation", SUMMARY)
     if run:
@@ -67,8 +69,8 @@ def judged_by(log: WholeLog, run: str = "") -> str:
 
 
 def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
-    """Return the ids of messages for which a run has found `verdict`, without
-    acknowledged findings: those need no action."""
+    """Return the ids of messages for which a run has found `verdict`. Acknowledged
+    findings are left out, because they need no action."""
     judged = kept_by(log, "reconciliation", SUMMARY).where(sf.col("run_id") == run)
     ended = judged.agg(sf.max("recorded_at").alias("ended_at"))
     journal = kept_by(log, "verdicts", CHANGE).where(sf.col("verdict") == verdict)
@@ -90,8 +92,8 @@ SHOWN = 50
 
 
 def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """List findings, acknowledge them, or reopen them. Raises UsageError if a change
-    selects none."""
+    """List findings, acknowledge them, or reopen them. Raises UsageError if no finding
+    is selected for a change."""
     noted = Noted(spec.service())
     which = Which(given.verdict, given.destination, tuple(given.message_id))
     changes = given.reopen or given.acknowledge is not None

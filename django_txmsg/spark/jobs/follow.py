@@ -62,7 +62,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Outage:
-    """The outage of one resource. `count` is how often there was one."""
+    """The outage of one resource. `count` is the number of its outages so far."""
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self.what, self._say = what, say
@@ -72,12 +72,12 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """How long it has been away."""
+        """For how long the outage has lasted, in seconds."""
         return time.monotonic() - self._since if self.tries else 0.0
 
     @property
     def pause(self) -> float:
-        """Seconds until the next try: doubled each time."""
+        """Return the seconds until the next try, which double with each try."""
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(10, max(0, self.tries - 1)))
 
     def failed(self, error: Exception) -> None:
@@ -91,7 +91,7 @@ class Outage:
         self.tries += 1
 
     def over(self) -> None:
-        """Record that it is back."""
+        """Record that the outage has ended."""
         if self.tries:
             self._say(
                 f"{self.what} is back after {self.seconds:,.0f} s, {self.tries} tries."
@@ -106,12 +106,13 @@ PATIENCE = 20.0
 def run_until_stopped(
     work: Callable[[], None], stop: threading.Event, last: Callable[[], None]
 ) -> None:
-    """Work until it is done. The first SIGTERM or SIGINT sets `stop`; the second ends
-    the process. If a server does not answer for PATIENCE seconds, the process exits
-    with code 0 after calling `last`.
+    """Run `work` until it is done. The first SIGTERM or SIGINT sets `stop`; the second
+    ends the process. If a server does not answer for PATIENCE seconds, the process
+    exits with code 0 after calling `last`.
 
     The work has a thread of its own, so that signals are handled while it waits for a
-    server. Outside of the main thread there are no signals, and the caller sets `stop`.
+    server. In a thread other than the main one there are no signals, and the caller
+    sets `stop`.
     """
     if threading.current_thread() is not threading.main_thread():
         work()
@@ -148,7 +149,7 @@ def _end(done: Future[None], last: Callable[[], None]) -> None:
 
 
 class Stopped(Exception):
-    """Ends the round at a point where no step is half done."""
+    """Ends the round at a point where each step is either done or not begun."""
 
 
 @dataclass
@@ -163,7 +164,7 @@ class Round:
 
 class Follower:
     """Follows one service's database. `on_step` is called between the steps of the
-    archive, like in `Archiver`, and `say` with a line for a person."""
+    archive, as in `Archiver`; `say` gets lines for a person."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class Follower:
 
     def work(self) -> None:
         """Follow until stopped, or for one round. Raises UsageError; with `once` also
-        the error with which a round fails."""
+        the error by which a round fails."""
         try:
             while not self.stop.is_set():
                 try:
@@ -385,8 +386,8 @@ class Follower:
             self.reconciling.start()
 
     def _lost(self, connection: Connection, found_by: str = "") -> None:
-        """Compare the number of lost messages with its bound, when `reconcile` has
-        ended, or for runs while `follow` was not running."""
+        """Compare the number of lost messages with its bound, when a run of `reconcile`
+        has ended. Runs that ended while `follow` was not running count, too."""
         new = alerts.lost(connection, self.source, LOST + STUCK)
         if not (found_by or new or new is None):
             return

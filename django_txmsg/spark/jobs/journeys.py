@@ -6,8 +6,9 @@ batches, removes the files that these replace, and records the last batches: a k
 run has done all of that or nothing. Days without new rows are left unchanged.
 
 A settled batch does not change, unless its lake or its database is restored from a
-backup: then rows may leave it (`amended`), or other rows may have its number. What
-`erase` and `sweep --keep` remove from the archive they remove from the journeys, too.
+backup. Then rows may leave it (`amended`), or other rows may have its number. When
+`erase` and `sweep --keep` remove rows from the archive, they remove them from the
+journeys, too.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Standing(Enum):
 
 @dataclass(frozen=True)
 class Looked:
-    """A table of the archive at one version of its log. `batches` has the last batch of
-    each service whose rows are in the lake only."""
+    """A table of the archive at one version of its log. `batches` has, for each
+    service, the last batch whose rows are in the lake only."""
 
     lake_id: str
     version: int
@@ -97,8 +98,9 @@ def batches(tables: Tables) -> dict[str, list[int]]:
 
 
 def looked_at(log: WholeLog, name: str) -> Looked:
-    """Read a table of the archive. For a service whose files do not all name their
-    batches, or whose marks cannot be read, no batch counts as only in the lake."""
+    """Read a table of the archive. If some files of a service do not name their
+    batches, or if its marks cannot be read, none of its batches counts as being only in
+    the lake."""
     delta, named = log.files_of(name)
     services = [one.service for one in log.live]
     if delta is None:
@@ -125,8 +127,9 @@ def log_entry(service: str, tables: Tables) -> dict[str, Any]:
 
 
 def brought(delta: DeltaTable, service: str) -> Tables:
-    """Return the contents of a service's journeys, by the table's log; nothing if it
-    has no entry, or if something else has changed them since."""
+    """Return the contents of a service's journeys, according to the table's log.
+    Nothing is returned if the log has no entry about them, or if something else has
+    changed them since."""
     for entry in _newest_first(delta):
         noted = _noted(entry)
         if noted is None and entry["operation"] not in _HARMLESS:
@@ -139,8 +142,8 @@ def brought(delta: DeltaTable, service: str) -> Tables:
 
 
 def _newest_first(delta: DeltaTable) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a log, of which mostly the first few are needed: each is a
-    file of its own."""
+    """Yield the entries of a log, the newest first. Mostly the first few are needed,
+    and each is a file of its own."""
     seen, wanted = 0, 8
     while True:
         entries = delta.history(wanted)
@@ -193,7 +196,7 @@ def _changes(entry: Mapping[str, Any], seen: Mapping[str, int]) -> bool:
 
 
 def _noted(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata that our own code added to the entry, or None."""
+    """Return the metadata that this package has added to the entry, or None."""
     return json.loads(entry["txmsg"]) if entry.get("txmsg") else None
 
 
@@ -217,10 +220,12 @@ _SIDES = {"outbox": SENT, "inbox": RECEIVED, "dead_letters": LETTERS}
 
 
 class Journeys:
-    """The journeys of the services of a log, from the lake of the first service. They
-    are read from one version of the table, even if it changes meanwhile. `keep` says
-    whether to add new batches; none are added while another run has the lock. Without a
-    lake there are no journeys."""
+    """The journeys of the services of a log, from the lake of the first service.
+
+    They are read from one version of the table, even if it changes meanwhile. `keep`
+    says whether to add new batches; none are added while another run has the lock.
+    Without a lake there are no journeys.
+    """
 
     def __init__(
         self,
@@ -278,7 +283,7 @@ class Journeys:
         self._count(())
 
     def _count(self, fresh: Sequence[Named]) -> None:
-        """Read the files' own counts: again, if others are read."""
+        """Read the counts in the files' footers, again if other files are read."""
         if self.large:
             known, named = self.known, set(self.named)
             looked = fresh if known else self.named
@@ -296,8 +301,8 @@ class Journeys:
         return True
 
     def read(self, but: Container[Named] = ()) -> DataFrame | None:
-        """Return JOURNEY, a row for each of its keys, or None if there are none;
-        without the contents of some files."""
+        """Return JOURNEY, a row for each key, or None if there are none. The contents
+        of the files `but` are left out."""
         if not self.through:
             return None
         named = [one for one in self.named if one not in but]
@@ -308,14 +313,15 @@ class Journeys:
 
     @property
     def large(self) -> bool:
-        """Whether there are so many journeys that it pays to leave some unchanged."""
+        """Return whether there are so many journeys that leaving files unchanged saves
+        time."""
         rows = sum(one.rows for one in self.named)
         return bool(self.through) and rows >= self.many
 
     def rest(self, since: dt.datetime | None = None) -> DataFrame:
         """Return the steps that will be in no journey after `catch_up()`: steps in the
-        databases, and in unsettled batches; with `since`, those that show the outcome
-        of the messages sent since then."""
+        databases, and in unsettled batches. With `since`, return those that show what
+        became of the messages sent since then."""
         if since is not None:
             return steps(*self._recent(since))
         return steps(
@@ -329,8 +335,8 @@ class Journeys:
         return self.log.read(table, struct, since=since, above=above)
 
     def _recent(self, since: dt.datetime) -> list[DataFrame]:
-        """Return the messages sent since an instant, and their outcomes. A message that
-        was sent again may have been received long before."""
+        """Return the messages sent since an instant, and what became of them. A message
+        that was sent again may have been received long before."""
         day, start = _day_of(since), timestamp(since)
         again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
         sent = self._unsettled("outbox", again, day).where(
@@ -353,15 +359,15 @@ class Journeys:
         return [sent, received.where(own).unionByName(earlier), letters]
 
     def listening(self, since: dt.datetime | None) -> DataFrame | None:
-        """Return the steps that `rest(since)` leaves out, and which show who listens;
-        None if it leaves out none."""
+        """Return the steps that `rest(since)` leaves out and that show which stages
+        listen to topics; None if it leaves out none."""
         if since is None:
             return None
         return arrivals(self.log.listening(RECEIVED, _day_of(since)))
 
     def fresh(self) -> DataFrame | None:
-        """Return JOURNEY: what the batches settled after the last run say, or None if
-        there are none."""
+        """Return JOURNEY for the batches that were settled after the last run, or None
+        if there are none."""
         if batches(self.goal) == batches(self.through):
             return None
         if self._fresh is None:
@@ -380,8 +386,8 @@ class Journeys:
         return self._fresh
 
     def catch_up(self, listening: Sequence[Listener] = ()) -> int:
-        """Add the batches that were settled after the last run, while these are the
-        listeners of topics; return how many rows of journeys were written. Raises
+        """Add the batches that were settled after the last run, if `listening` are the
+        listeners of topics. Returns how many rows of journeys were written. Raises
         EnvironmentFault if another run has changed the table meanwhile."""
         fresh = self.fresh()
         if fresh is None:
@@ -486,8 +492,8 @@ def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
 
 
 def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
-    """Return the rows of the marked messages, and all others. If two messages share a
-    mark by chance, that only costs one more row."""
+    """Return two frames: the rows of the marked messages, and all others. Two messages
+    may have the same mark by chance; then a row is read without need."""
     marked, names = rows.withColumn("mark", mark()), rows.columns
     return (
         marked.join(sf.broadcast(marks.frame), "mark", "left_semi").select(*names),
@@ -496,5 +502,6 @@ def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
 
 
 def _day_of(since: dt.datetime) -> dt.date:
-    """Return the day from which on rows are read: clocks may differ."""
+    """Return the first day from which rows are read. It is earlier than `since`,
+    because clocks may differ."""
     return (since - dt.timedelta(days=1)).date()

@@ -1,8 +1,9 @@
-"""Where messages go: the destinations of a log, their listeners, and how long it takes.
+"""Where messages go: the destinations of a log, their listeners, and how long messages
+take.
 
-They are few, and so they are Python's: the listeners of topics are compared here with
-those that the lake's table `subscriptions` knows, and that the services declare.
-The job `listeners` lists and retires them, without Spark.
+There are few of them, so they are handled in Python and not by Spark. The listeners of
+topics are compared with those that the lake's table `subscriptions` has, and that the
+services declare. The job `listeners` lists and retires them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _MICROSECOND = dt.timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class Place:
-    """A destination, one of its senders and its receivers, and the times between."""
+    """A destination with one of its senders and its receivers, and the times from one
+    to the others."""
 
     destination: str
     consumer: str
@@ -52,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Listener:
-    """A stage that receives from a topic, since when, and until when if it no longer
+    """A stage that receives from a topic: since when, and until when if it no longer
     does."""
 
     destination: str
@@ -126,10 +128,10 @@ def listeners(
     is from earlier runs, `found` from the logs, `declared` from the services.
 
     A stage that has received from a topic is expected to do so since its first message.
-    So is a declared stage: since the beginning if its service declares stages for the
-    first time, else from now on. A stage that its service no longer declares is
-    retired: at the first message of the stage in its place, or now. A stage that no run
-    has seen declared has listened until its last message.
+    A declared stage is expected to do so since the beginning if its service declares
+    stages for the first time, else from now on. A stage that its service no longer
+    declares is retired, at the first message of the stage that replaces it, or now. A
+    stage that no run has seen declared has listened until its last message.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):
@@ -192,7 +194,8 @@ def listeners(
 
 
 def known_listeners(rows: Iterable[Listener]) -> list[Listener]:
-    """Return each interval once: a row that ends one is written after it."""
+    """Return each interval once. A row that ends an interval is written after the row
+    that began it."""
     ends: dict[tuple[str, str, dt.datetime], dt.datetime | None] = {}
     for one in rows:
         key = _known_by(one)
@@ -216,7 +219,7 @@ def _service(pair: _Pair) -> str:
 
 
 def _same(one: _Pair, other: _Pair) -> bool:
-    """Return whether two listeners are of one service, at one topic."""
+    """Return whether two listeners are of one service and listen to one topic."""
     return one[0] == other[0] and _service(one) == _service(other)
 
 
@@ -234,7 +237,7 @@ def _received(found: Iterable[Place]) -> dict[_Pair, tuple[dt.datetime, dt.datet
 def _apart(
     ends: dict[dt.datetime, dt.datetime | None],
 ) -> list[tuple[dt.datetime, dt.datetime | None]]:
-    """Return intervals so that none overlaps another one."""
+    """Return the intervals, shortened so that none overlaps another."""
     apart: list[tuple[dt.datetime, dt.datetime | None]] = []
     for since in sorted(ends):
         until = ends[since]
@@ -250,8 +253,8 @@ _NAMES = EXPECTED.fieldNames()
 
 
 def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """List the listeners that the lake knows, or record that one no longer listens.
-    Raises UsageError if it is not a listener of a topic."""
+    """List the listeners in the lake, or record that one no longer listens. Raises
+    UsageError if it is not a listener of a topic."""
     found = kept_listeners(Lake(spec.lake_spec()))
     if given.retire is None:
         lines = [

@@ -44,7 +44,7 @@ def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
 
 @contextmanager
 def started(given: argparse.Namespace, bar: Progress) -> Iterator[SparkSession]:
-    """Yield a session, and report what takes so long before it has started."""
+    """Yield a session. While it starts, report that this takes some time."""
     bar.say("starting Spark")
     try:
         with session(given.job, dict(given.conf)) as spark:

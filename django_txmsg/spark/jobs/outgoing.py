@@ -1,6 +1,6 @@
 """`replay` and `send`: store messages in an outbox from data, each once.
 
-Tasks stage rows; one transaction of the driver merges the rows of the successful tasks.
+Tasks stage rows. One transaction of the driver merges the rows of the successful tasks.
 Dead letters are not stored here: the app redelivers them, in a bulk operation.
 """
 
@@ -58,7 +58,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class SendOptions:
-    """The dataset and how each of its rows becomes a message."""
+    """The dataset, and how each of its rows becomes a message."""
 
     path: str
     destination: str
@@ -84,7 +84,7 @@ _STAGED_TASK = t.StructType(
 
 @dataclass
 class Stored:
-    """The stored messages, or in a dry run those that would be stored."""
+    """How many messages were stored or, in a dry run, would be stored."""
 
     name: str
     chosen: int
@@ -254,8 +254,8 @@ def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
 
 
 def _but_cancelled(frame: DataFrame, where: str) -> DataFrame:
-    """Give cancelled messages an outcome of their own; leave them out if `where` does
-    not name it."""
+    """Give cancelled messages an outcome of their own. Leave them out if `where` does
+    not name that outcome."""
     outcome = sf.when(sf.col("cancelled_at").isNotNull(), "cancelled")
     frame = frame.withColumn("outcome", sf.coalesce(outcome, sf.col("outcome")))
     named = re.search(

@@ -1,4 +1,4 @@
-"""Reads the log of many services: lake and live databases as one."""
+"""Reads the log of many services, in the lake and in live databases, as one."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class LiveTask:
 
 @dataclass
 class WholeLog:
-    """The log of all services of a specification, at one moment each.
+    """The log of all services of a specification, each at one moment.
 
-    The live snapshots are taken before the lake is read: a row that moves to the lake
-    meanwhile is then seen twice, and counted once, rather than missed.
+    The live snapshots are taken before the lake is read. So a row that moves to the
+    lake meanwhile is seen twice and counted once, and never missed.
     """
 
     spark: SparkSession
@@ -127,7 +127,8 @@ class WholeLog:
                 self.lake = Lake(self.spec.lake)
 
     def _marks(self, source: SourceSpec) -> dict[tuple[str, str, str], int]:
-        """Read the marks before the snapshot: batches settled by then are not in it."""
+        """Read the marks before the snapshot: rows of batches settled by then are not
+        in it."""
         connection = connect_plain(source)
         try:
             return {
@@ -153,9 +154,9 @@ class WholeLog:
         since: dt.date | None = None,
         above: Mapping[str, int] | None = None,
     ) -> DataFrame:
-        """Return the columns of `struct` of a table, each row once; rows of days from
-        `since`, by the table's clock; of the lake those of batches `above` a
-        service's."""
+        """Return the columns of `struct` of a table, each row once. Only rows of days
+        from `since` on are returned, by the table's clock, and of the lake only those
+        of batches `above` a service's number."""
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         there = described.live_struct().fields
@@ -182,8 +183,8 @@ class WholeLog:
         return whole_log([live, archived], struct, twice=twice)
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
-        """Return the first and the last live row of each stage and destination, if it
-        is from before a day."""
+        """Return the first and the last live row of each stage and destination before a
+        day."""
         described = TABLES["inbox"]
         ends = " UNION ALL ".join(
             f"SELECT {which}(id) FROM {described.relation} GROUP BY destination, stage"
@@ -199,8 +200,8 @@ class WholeLog:
     def _copied(
         self, table: Table, struct: t.StructType, where: Callable[[Live], str]
     ) -> DataFrame:
-        """Return a copy of rows of the databases. Few rows are read here: a task needs
-        a Python process of its own."""
+        """Return a copy of rows of the databases. If they are few, they are read here,
+        because a task needs a Python process of its own."""
         few: list[pa.RecordBatch] = []
         rows = 0
         for live in self.live:
@@ -308,5 +309,6 @@ def _start(live: Live, day: dt.date) -> str:
 
 
 def _reaches(file: Named, above: Mapping[str, int]) -> bool:
-    """Return whether a file may contain rows of batches above a service's one."""
+    """Return whether a file may contain rows of batches above the number of its
+    service."""
     return file.batches is None or file.batches[1] > above.get(file.service, 0)

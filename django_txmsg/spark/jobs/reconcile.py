@@ -1,10 +1,9 @@
-"""`reconcile`: compares what was sent with what arrived, over the logs of all
-services.
+"""`reconcile`: compares what was sent with what arrived, over the logs of all services.
 
 It also finds clocks that differ between services. If all messages from one service to
 another take about the same long time, whenever they were sent, the clocks of the two
-differ. Messages that wait for a consumer would take different times: the earlier they
-came, the longer.
+differ. If messages waited for a consumer instead, the earlier ones would have taken
+longer.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ SPREAD = 0.1
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much the receiver's clock is ahead of the sender's, or behind it if
-    negative."""
+    """By how much the receiver's clock is ahead of the sender's. It is negative if the
+    clock is behind."""
 
     sender: str
     receiver: str
@@ -94,8 +93,9 @@ class Difference:
 
 
 def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Difference]:
-    """Return the differences that messages show. `prompt` counts messages that were not
-    read because they were processed promptly: if there are some, the clocks agree."""
+    """Return the differences of clocks that messages show. `prompt` counts messages
+    that were not read because they were processed promptly; if there are some, the
+    clocks agree."""
     pairs: dict[tuple[str, str], list[Place]] = {}
     for one in places:
         if one.messages and one.sender != one.receiver:
@@ -114,7 +114,7 @@ def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Differe
 
 def _shows(place: Place, least: dt.timedelta) -> bool:
     """Return whether the messages to a destination show that `least`, the shortest time
-    of all, is a difference of the clocks."""
+    that a message took, is a difference of the clocks."""
     if place.messages < FEW:
         return False
     spread = dt.timedelta(microseconds=place.median_us) - least
@@ -316,8 +316,8 @@ def _tallied(
     by: Judgement,
     expected: Sequence[Listener],
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files that need not be read, and their counts: they contain no marked
-    message, and the listeners of topics were those that are expected."""
+    """Return the files that need not be read, and their counts. Such a file contains no
+    marked message, and the listeners of topics were the expected ones."""
     if marks is None:
         return {}
     listening = by_topic(expected)
@@ -333,8 +333,8 @@ def _tallied(
 def _parts(
     rest: DataFrame, settled: DataFrame, marks: Marks
 ) -> tuple[DataFrame, DataFrame]:
-    """Return the steps and journeys to merge, and the journeys that are complete: those
-    of queues without new steps."""
+    """Return the steps and journeys to merge, and the journeys that need no merging:
+    those of messages to queues that have no new steps."""
     topics = is_topic(sf.col("destination"))
     queues = settled.where(~sf.coalesce(topics, sf.lit(False)))
     concerned, whole = parted(queues, marks)
@@ -343,8 +343,8 @@ def _parts(
 
 
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
-    """Count new and unacknowledged findings, and list some of these: new ones first,
-    the worst first."""
+    """Count new and unacknowledged findings, and list some of these: new findings
+    first, the worst first."""
     new = sf.col("found_at") >= timestamp(now)
     unseen = findings.where("acknowledged_at IS NULL")
     counts = unseen.groupBy("verdict", new.alias("new")).count().collect()
@@ -390,8 +390,11 @@ LONGEST_ERROR = 500
 
 class Reconciling:
     """A run of `reconcile` with these command-line arguments, in a process of its own,
-    because it needs a JVM. Its specification goes through a pipe, including secrets, so
-    that none are in a file or in a list of processes."""
+    because it needs a JVM.
+
+    Its specification, which may contain secrets, is passed through a pipe, so that no
+    file and no list of processes shows it.
+    """
 
     def __init__(self, spec: JobSpec, words: Sequence[str]) -> None:
         self.spec, self.words = spec, words
@@ -422,7 +425,7 @@ class Reconciling:
             stdin.write(json.dumps(dataclasses.asdict(self.spec)).encode())
 
     def poll(self) -> dict[str, Any] | None:
-        """Return its result, once it has ended: its facts, or its `error`."""
+        """Return the run's result once it has ended: its facts, or its `error`."""
         if self._process is None or self._process.poll() is None:
             return None
         code, out, errors = self._process.returncode, self._out, self._errors
@@ -441,8 +444,8 @@ class Reconciling:
         return facts
 
     def stop(self) -> None:
-        """End it, if it is running: it has changed nothing that another run would
-        miss."""
+        """End the run, if it is in progress. It has changed nothing that another run
+        would miss."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

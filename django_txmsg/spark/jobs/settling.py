@@ -1,10 +1,11 @@
 """Settles archived rows that the database may still have, one by one: after a
 difference, a killed run, or a restored backup.
 
-For each archived row above the mark: if the database has the same row, it is deleted,
-with its own proof; if the database does not have it, it is only in the lake; if the
-database has a different one, that stays, and the row is removed from the lake: its file
-is written again without it, and proved by reading it.
+For each archived row above the mark there are three cases. If the database has the same
+row, the row is deleted there, with a proof of its own. If the database does not have
+it, it is only in the lake. If the database has a different row, that row stays, and the
+archived row is removed from the lake: its file is written again without it, and read to
+prove that.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def rewritten(
     keep: Callable[[pa.RecordBatch], pa.RecordBatch],
     checksum: Callable[[pa.RecordBatch], int],
 ) -> LakeFile:
-    """Write the rows that `keep` selects from a file into a new file beside it, and
-    return that file, which no log names yet. Raises VerificationRefused if it differs
+    """Write the rows that `keep` selects from a file into a new file beside it. Returns
+    the new file, which no log entry names yet. Raises VerificationRefused if it differs
     from what was written."""
     path = str(PurePosixPath(file.path).with_name(f"{uuid.uuid4()}-0.parquet"))
     rows = total = 0
@@ -70,14 +71,14 @@ SLICE_BYTES = 8 << 20
 
 @dataclass
 class Settled:
-    """The result for archived rows: how many left the database, and which stay
-    there."""
+    """What became of archived rows: how many were deleted from the database, and which
+    ones stay there."""
 
     rows: int = 0
     different: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Describe the rows that differ from the lake's."""
+        """Return a description of the rows that differ from the lake's."""
         ids = sorted(self.different)
         listed = ", ".join(map(str, ids[:20])) + (", …" if len(ids) > 20 else "")
         return (
@@ -116,7 +117,7 @@ class Settling:
     def _in_turns(
         self, rows: pa.RecordBatch, hashes: list[int], columns: list[Column]
     ) -> tuple[int, list[Row]]:
-        """Settle in short transactions, with pauses for other writers."""
+        """Settle rows in short transactions, with pauses for other writers."""
         deleted, living = 0, list[Row]()
         step = max(1, min(SLICE_ROWS, rows.num_rows * SLICE_BYTES // (rows.nbytes + 1)))
         for start in range(0, rows.num_rows, step):
@@ -135,7 +136,7 @@ class Settling:
         self, file: Named, after: int, until: int
     ) -> Iterator[tuple[pa.RecordBatch, list[int], list[Column]]]:
         """Yield the rows of a file in these batches, with their checksums and the
-        columns that these cover: those that the lake has stored."""
+        columns that the checksums cover: those that the lake has stored."""
         path = f"{self.place.root}/{file.path}"
         for batch in rows_of(self.place.files, path):
             for rows, columns in kept_rows(_within(batch, after, until), self.table):
@@ -169,8 +170,8 @@ class Settling:
 def kept_rows(
     batch: pa.RecordBatch, table: Table
 ) -> Iterator[tuple[pa.RecordBatch, list[Column]]]:
-    """Yield rows with the columns that the lake has stored: a lake without bodies has
-    none, and a file may be older than a column."""
+    """Yield rows with the columns that the lake has stored. A lake without bodies has
+    none of the body's columns, and a file may be older than a column."""
     if not batch.num_rows:
         return
     there = [one for one in table.columns if one.name in batch.schema.names]

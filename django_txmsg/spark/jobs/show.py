@@ -1,5 +1,8 @@
-"""`show`: where a message is. Prints everything that databases and lake know of it, in
-the order of time. No Spark is started, and no body is shown."""
+"""`show`: prints everything that databases and lake have about a message, in the order
+of time.
+
+Spark is not started, and no body is shown.
+"""
 
 from __future__ import annotations
 

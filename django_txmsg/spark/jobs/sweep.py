@@ -36,7 +36,7 @@ SMALL = 64 << 20
 
 
 def join(place: LakeTable, service: str) -> int:
-    """Join a service's small files in one entry of the log; return how many. Whatever a
+    """Join a service's small files in one entry of the log. Returns how many. What a
     file records about its rows is kept. Raises VerificationRefused if the written rows
     differ from the rows that were read."""
     delta = place.load()
@@ -58,8 +58,9 @@ def join(place: LakeTable, service: str) -> int:
 
 
 def _groups(place: LakeTable, small: list[Named]) -> Iterator[list[Named]]:
-    """Yield files of a day that have the same columns: an older row must not get a
-    later column, not even as null, because its checksum does not cover it."""
+    """Yield groups of files of one day that have the same columns. An older row must
+    not get a later column, not even as null, because its checksum does not cover the
+    column."""
 
     def kind(one: Named) -> tuple[str, tuple[str, ...]]:
         schema = pq.read_schema(f"{place.root}/{one.path}", filesystem=place.files)

@@ -1,8 +1,8 @@
-"""`verify`: checks that the lake matches its log, with each row once, and none of them
-live.
+"""`verify`: checks that the lake matches its log, has each row once, and has no row
+that is still live.
 
-Every file is read: it exists, has as many rows as the log says, and its batches have
-the sums that were proven when they were archived.
+It reads every file. The file must exist, must have as many rows as the log says, and
+its batches must have the sums that were proven when they were archived.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def read_back(
     done: Verified,
     only: Collection[int] | None = None,
 ) -> list[Named]:
-    """Read a service's files, and compare their batches (`only` some of them, if given)
-    with the log's entries. Return the files without a problem."""
+    """Read a service's files, and compare their batches with the log's entries: all, or
+    those in `only`. Returns the files without a problem."""
     if not named:
         return []
     task = VerifyTask(lake, table, named)
@@ -188,7 +188,7 @@ def _look_for_doubles(
 
 @dataclass
 class VerifyTask:
-    """The work of an executor: read its files, and sum up their batches."""
+    """The work of an executor: to read its files, and sum up their batches."""
 
     lake: LakeSpec
     table: Table

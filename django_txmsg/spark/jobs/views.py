@@ -1,7 +1,7 @@
-"""`views`: prints SQL views, for people who ask by SQL what `reconcile` has found.
+"""`views`: prints SQL views, for people who query by SQL what `reconcile` has found.
 
-A message's verdict is that of the last run that looked at it. It is in the journal of
-findings, or, on the database's side, in the table of findings: no view judges again.
+A view shows the verdict of the last run that looked at the message. In the lake,
+verdicts are in the journal of findings; in the database, in the table of findings.
 """
 
 from __future__ import annotations

@@ -225,7 +225,8 @@ _TIMES = (
 
 
 def _log_axis(values: Sequence[float]) -> list[float]:
-    """Ticks at familiar durations, from below the least value to above the greatest."""
+    """Return ticks at usual durations, from below the least value to above the
+    greatest."""
     least = max(min((v for v in values if v > 0), default=0.001), _TIMES[0])
     most = max([*values, least])
     first = max(i for i, tick in enumerate(_TIMES) if tick <= least)

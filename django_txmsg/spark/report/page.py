@@ -218,7 +218,8 @@ def _tiles(found: Findings) -> str:
 
 
 def _buried(found: Findings) -> list[Line]:
-    """A line about the hours in which messages were buried, if there are any."""
+    """Return a line about the hours in which messages were buried; "" if there are
+    none."""
     buried = found.throughput.get("buried", ())
     if not any(buried):
         return []
@@ -226,7 +227,7 @@ def _buried(found: Findings) -> list[Line]:
 
 
 def _summary(found: Findings) -> str:
-    """The most important facts, for a reader who reads nothing else."""
+    """Return the most important facts, for a reader who reads nothing else."""
     facts = []
     counts = [
         f"<b>{number(found.verdicts[kind])}</b> {word}"

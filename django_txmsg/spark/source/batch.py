@@ -65,8 +65,8 @@ class IdRange(InputPartition):
 
 def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
     """Split all possible ids of a table into ranges with about as many existing ids
-    each: one row may be much older than all others. A row that is stored later does not
-    matter, because it is not in the snapshot."""
+    each, because one row may be much older than all others. A row that is stored later
+    does not matter, because it is not in the snapshot."""
     known = sorted(database.sample(table)) if count > 1 else []
     inner = {known[len(known) * part // count] for part in range(1, count) if known}
     edges = [-(2**63), *sorted(inner), 2**63 - 1]

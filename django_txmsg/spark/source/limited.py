@@ -15,8 +15,8 @@ from .stream import LogStream
 
 
 class LimitedStream(LogStream, SupportsTriggerAvailableNow):
-    """A stream that gets a start and a limit, and that reads only rows that existed
-    when `trigger(availableNow=True)` began."""
+    """A stream that gets a start and a limit. With `trigger(availableNow=True)` it
+    reads only rows that existed at the beginning."""
 
     target: dict[str, Any] | None = None
 

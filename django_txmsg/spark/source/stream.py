@@ -46,8 +46,9 @@ class Stretch(InputPartition):
 
 
 class LogStream(DataSourceStreamReader):
-    """Rows by the transaction that stored them or, with `follow=changed`, by the one
-    that last changed them: then a row is read again after each change.
+    """Rows in the order of the transactions that stored them. With `follow=changed`, it
+    is the order of the transactions that last changed them; then a row is read again
+    after each change.
 
     How Spark requests the end of a micro-batch depends on its version: see
     `WholeStream` and `limited.LimitedStream`.
@@ -90,8 +91,8 @@ class LogStream(DataSourceStreamReader):
     def partitions(
         self, start: dict[str, Any], end: dict[str, Any]
     ) -> Sequence[InputPartition]:
-        """One task for each micro-batch: a range is short, and one statement sees one
-        state."""
+        """Return one task for each micro-batch: the range is short, and one statement
+        sees one state of the database."""
         self.insist_on_one_cluster(start, end)
         first, last = int(start["position"]), int(end["position"])
         return [Stretch(first, last)] if first < last else []
@@ -124,7 +125,7 @@ class LogStream(DataSourceStreamReader):
             )
 
     def end(self) -> dict[str, Any]:
-        """Return how far may be read: never past an open transaction."""
+        """Return how far the stream may read: never past an open transaction."""
         connection = connect_plain(self.spec)
         try:
             if self.postgres:
@@ -139,8 +140,8 @@ class LogStream(DataSourceStreamReader):
             connection.close()
 
     def tell_standstill(self, position: int) -> None:
-        """Check, now and then, whether rows wait for an open transaction. Raises
-        EnvironmentFault if it is open for too long."""
+        """Check from time to time whether rows wait for an open transaction. Raises
+        EnvironmentFault if the transaction is open for too long."""
         if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
@@ -177,8 +178,8 @@ class LogStream(DataSourceStreamReader):
             sys.stderr.flush()
 
     def _insist_on_own_rows(self) -> None:
-        """A dump contains transaction ids of its own cluster, which the counter here
-        may reach only in months."""
+        """Raise EnvironmentFault if rows come from a dump. They have transaction ids of
+        another cluster, which this cluster's counter may reach only in months."""
         name = f"({self.position}::text::bigint)"
         foreign = f"{name} >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
         connection = connect_plain(self.spec)
@@ -228,7 +229,7 @@ class LogStream(DataSourceStreamReader):
 
 
 class WholeStream(LogStream):
-    """A stream by the interface of PySpark 4.0 and 4.1: without a start, and with
+    """A stream by the interface of PySpark 4.0 and 4.1, which passes no start and reads
     everything available."""
 
     def __init__(
@@ -244,7 +245,7 @@ class WholeStream(LogStream):
         self._reached = -1
 
     def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]  # noqa: N802 - Spark's name
-        """Return how far may be read."""
+        """Return how far the stream may read."""
         end = self.end()
         position = int(end["position"])
         if self.postgres and position <= self._reached:

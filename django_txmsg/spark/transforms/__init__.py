@@ -1,1 +1,2 @@
-"""Pure functions from DataFrames to DataFrames, each with its schema beside it."""
+"""Pure functions from DataFrames to DataFrames. Each module has the schemas of its
+results."""

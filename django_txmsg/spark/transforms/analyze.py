@@ -50,7 +50,7 @@ MEASURES = {
 
 def from_due(received: DataFrame, sent: DataFrame) -> DataFrame:
     """Return inbox rows in which `created_at` of a delayed message is the instant at
-    which it was due, because an intended delay does not count as latency."""
+    which the message was due, because an intended delay does not count as latency."""
     delayed = sent.where(due_at() > sf.col("created_at"))
     due = delayed.groupBy("message_id").agg(sf.min(due_at()).alias("wanted_at"))
     wanted = sf.coalesce("wanted_at", "created_at")
@@ -201,8 +201,8 @@ def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFram
 
 
 def redeliveries(received: DataFrame) -> DataFrame:
-    """Return REDELIVERIES: what each stage received more than once, retried, and gave
-    up."""
+    """Return REDELIVERIES: how many messages each stage received more than once, tried
+    again, and gave up."""
     again = (sf.col("deliveries") > 1) | (sf.col("attempts") > 1)
     return received.groupBy(sf.col("service").alias("receiver"), "stage").agg(
         sf.count("*").alias("messages"),

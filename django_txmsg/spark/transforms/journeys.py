@@ -1,7 +1,9 @@
-"""The journey of a message to a consumer: everything known about it, merged.
+"""The journey of a message to a consumer: everything that the logs have about it,
+merged.
 
-A step is a row of an outbox or an inbox, or a resolved dead letter; a journey is many
-steps in one row. Both have the same columns, and the order of merging does not matter.
+A step is a row of an outbox or an inbox, or a resolved dead letter. A journey is the
+result of merging steps. Both have the same columns, and the order of merging does not
+matter.
 """
 
 from __future__ import annotations
@@ -231,7 +233,7 @@ def steps(
 
 
 def merged(journeys: DataFrame, *by: str) -> DataFrame:
-    """Merge steps and journeys, by their key or by a part of it."""
+    """Merge steps and journeys that have the same key, or the same part of the key."""
     by = by or KEY
     # There are few steps of each, in separate files: nothing can be merged before the
     # shuffle, and trying takes longer than shuffling.
@@ -244,7 +246,7 @@ def merged(journeys: DataFrame, *by: str) -> DataFrame:
 
 
 def mark() -> Column:
-    """Return a message's mark. Two messages may have the same by chance."""
+    """Return a message's mark. Two messages may have the same mark by chance."""
     return sf.xxhash64("message_id")
 
 
@@ -324,7 +326,8 @@ def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
 
 
 def _step(frame: DataFrame, **known: Column) -> DataFrame:
-    """Return JOURNEY; values unknown on this side are null, or a count of 0."""
+    """Return JOURNEY. Values that this side of the journey does not have are null;
+    counts are 0."""
     nothing = dict.fromkeys(("sent_us", *_COUNTS), sf.lit(0))
     return frame.select(
         "message_id",

@@ -1,6 +1,5 @@
-"""Merges rows of the lake and of live databases into one log, each row once; and puts
-instants of Python into expressions.
-"""
+"""Merges rows of the lake and of live databases into one log with each row once. Also
+converts instants of Python into expressions."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from pyspark.sql import types as t
 
 
 def timestamp(value: dt.datetime) -> Column:
-    """Return an aware datetime as a timestamp, whatever the session's time zone."""
+    """Return the expression for an aware datetime, whatever the session's time zone."""
     return sf.timestamp_micros(sf.lit(int(value.timestamp() * 1_000_000)))
 
 
@@ -23,11 +22,11 @@ def whole_log(
 ) -> DataFrame:
     """Return the union of `frames` with the columns of `struct`, each row once.
 
-    A row is in the lake and in the database while its batch is committed and not yet
-    purged. It has the same service, id and message id in both; a message that was
-    processed again has another id. A single frame is returned unchanged, so that
-    conditions on it reach its files. So is a union of frames known to have no common
-    row: `twice` is False.
+    While a batch is committed and not yet purged, its rows are both in the lake and in
+    the database. There they have the same service, id and message id; a message that
+    was processed again has another id. A single frame is returned as it is, so that
+    conditions on it reach its files. With `twice` False, frames that have no common row
+    are only joined, for the same reason.
     """
     columns = struct.fieldNames()
     keys = ["service", "id", "message_id"] if twice and len(frames) > 1 else []

@@ -129,7 +129,7 @@ class Judgement:
 
     @property
     def strictest(self) -> dt.timedelta:
-        """The shortest time that makes a message late, at any destination."""
+        """The shortest time after which a message is late, at any destination."""
         return min([self.late_after, *(limit for _, limit in self.late_at)])
 
 
@@ -221,8 +221,8 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
 
 
 def is_finding(prefix: str) -> list[Column]:
-    """Return the conditions that a finding is the one named by the columns with this
-    prefix, in which an unknown value is an empty text."""
+    """Return the conditions that a finding is the one in the columns with this prefix.
+    An unknown value is an empty text there."""
     return [sf.coalesce(n, sf.lit("")) == sf.col(f"{prefix}{n}") for n in _IDENTITY]
 
 
@@ -244,8 +244,8 @@ def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
 
 
 def standing(journal: DataFrame) -> DataFrame:
-    """Return the FINDING rows whose last CHANGE row, until some run, says that they
-    were found."""
+    """Return the FINDING rows that stand after some run: their last CHANGE row says
+    that they were found."""
     last = {
         name: sf.max_by(name, "recorded_at").alias(name)
         for name in CHANGE.fieldNames()
@@ -411,8 +411,8 @@ def _verdict(by: Judgement) -> Column:
 
 
 def _is_a_task(by: Judgement) -> Column:
-    """Return whether a message was sent to a Celery worker that keeps no inbox: no task
-    of its name has ever been received."""
+    """Return the condition that a message was sent to a Celery worker that keeps no
+    inbox: no task of its name has ever been received."""
     left = [
         (sf.col("sender") == service) & (sf.col("broker") == alias)
         for service, alias in by.task_brokers
