@@ -1,7 +1,7 @@
 """A project's Celery application that calls its tasks through the outbox.
 
-Its workers are started by the tests, with their broker in the environment; the tests
-themselves call its tasks.
+The tests call its tasks. They also start its workers, and set the workers' broker in
+the environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ app.conf.update(
 
 
 def die_once() -> None:
-    """Kill this process, or the whole worker, once, if the file demands it."""
+    """Kill this process once, or the whole worker, if the file exists."""
     note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE", "/nowhere"))
     if note.exists():
         whole_worker = note.read_text() == "worker"
@@ -77,7 +77,8 @@ def step(self: Any, *given: Any, **named: Any) -> list[Any]:
 
 @app.task(bind=True, base=OnceTask)
 def charge(self: Any, *given: Any) -> list[Any]:
-    """Leave a trace once, and call another task. May die right after its commit."""
+    """Leave a trace once, and call another task. The process may be killed right after
+    the commit."""
     transaction.on_commit(die_once)
     effect(self, f"charge {json.dumps(given)}")
     step.delay("called by", *given)
@@ -102,7 +103,7 @@ def replaced(self: Any, *given: Any) -> Any:
 
 @app.task(bind=True)
 def replaced_inside(self: Any) -> Any:
-    """Be replaced inside an inner transaction."""
+    """Be replaced by another task inside an inner transaction."""
     with transaction.atomic():
         effect(self, "rolled back")
         return self.replace(step.s("replacement"))

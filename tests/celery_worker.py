@@ -55,7 +55,8 @@ def forget_connections() -> None:
 
 
 class CeleryWorker:
-    """A worker process; leaving the `with` block kills what remains of it."""
+    """A worker process. When the `with` block is left, its remaining processes are
+    killed."""
 
     def __init__(self, directory: Path, url: str, **more: str) -> None:
         self.log = directory / f"worker-{len(list(directory.iterdir()))}.log"

@@ -98,8 +98,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """End the threads started by a test's commits: otherwise their work would continue
-    during the next test, whose tables are empty at its start."""
+    """End the threads that a test's commits have started. Otherwise they would work on
+    during the next test, when its tables are still empty."""
     from django_txmsg.relaying import pauses
     from django_txmsg.relaying.dispatcher import stop_dispatchers
     from django_txmsg.runtime import breaker
@@ -142,19 +142,20 @@ globals().update(
 
 @pytest.fixture(scope="module")
 def rabbitmq_amqp(rabbitmq: services.RabbitMQ) -> services.ByAmqp:
-    """The same node by AMQP."""
+    """The same node, used over AMQP."""
     return services.ByAmqp(rabbitmq)
 
 
 @pytest.fixture(scope="module")
 def pgbouncer(postgres: services.PostgreSQL) -> services.PgBouncer:
-    """A real PgBouncer in transaction mode, before the server of `postgres`."""
+    """A real PgBouncer in transaction mode, in front of the server of `postgres`."""
     return ask_for(services.PgBouncer)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Iterator[object]:
-    """Escape lone surrogates in a worker's reports: no pipe carries them."""
+    """Escape lone surrogates in a worker's reports, because a pipe cannot carry
+    them."""
     data = yield
     return _sendable(data)
 
@@ -171,18 +172,19 @@ def _sendable(data: object) -> object:
 
 @pytest.fixture(scope="session")
 def django_db_modify_db_settings_parallel_suffix() -> None:
-    """Keep the databases' names under pytest-xdist and tox: a process that a test
-    starts knows them by the settings. Each worker has its own server and files."""
+    """Keep the databases' names under pytest-xdist and tox, because a process that a
+    test starts takes the names from the settings. Each worker has its own server and
+    files."""
 
 
 @pytest.fixture(scope="session")
 def django_db_setup(
     django_db_setup: None, django_db_blocker: DjangoDbBlocker
 ) -> Iterator[None]:
-    """The databases of the run.
+    """Create the databases of the run.
 
-    A process killed a moment ago may still have its session on the server, which
-    would refuse to drop the database.
+    A process killed a moment ago may still have its session on the server, which would
+    refuse to drop the database.
     """
     from tests.emptying import delete_where_little_is, keep_permissions
 
@@ -199,7 +201,8 @@ def django_db_setup(
 
 @pytest.fixture
 def destination() -> str:
-    """A destination that no test has used before: the brokers outlive the tests."""
+    """A destination that no test has used before, because the brokers live longer than
+    the tests."""
     return f"tests.{uuid.uuid4().hex}"
 
 

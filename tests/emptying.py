@@ -18,21 +18,21 @@ _sql_flush = DatabaseOperations.sql_flush
 
 
 def delete_where_little_is() -> None:
-    """Let Django delete from tables with few pages instead of TRUNCATE, under the same
-    lock. TRUNCATE creates new files for each table and all its indexes, and syncs
-    them."""
+    """Let Django delete from tables with few pages, under the same lock, instead of
+    using TRUNCATE. TRUNCATE creates new files for each table and all its indexes, and
+    syncs them."""
     DatabaseOperations.sql_flush = sql_flush
 
 
 def keep_permissions() -> None:
-    """Let Django keep the rows of permissions and content types, instead of making them
-    anew: that took a quarter of a second of each test."""
+    """Let Django keep the rows of permissions and content types instead of creating
+    them again. That took a quarter of a second in each test."""
     flush.sql_flush = flush_statements
     flush.emit_post_migrate_signal = lambda *_, **__: None
 
 
 def flush_statements(style: Any, connection: Any, **how: Any) -> list[str]:
-    """Return the statements that empty the other tables."""
+    """Return the statements that empty the tables, except those that are kept."""
     names = connection.introspection.django_table_names(
         only_existing=True, include_views=False
     )

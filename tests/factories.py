@@ -1,7 +1,7 @@
 """Rows of every table, for tests of code that reads them.
 
-They are settled or parked as real messages would have left them. Tests of storing,
-relaying and processing use the package itself.
+The rows look as the package would leave them. Tests of storing, relaying and processing
+use the package itself.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class DeadLetterFactory(DjangoModelFactory):
 
 
 class WorkerFactory(DjangoModelFactory):
-    """A consumer that has just given a sign of life."""
+    """A consumer that has just sent a heartbeat."""
 
     class Meta:
         model = models.Worker

@@ -1,8 +1,8 @@
-"""Faults made for real: processes killed, connections cut; and waiting without sleep.
+"""Real faults: processes killed, connections cut; and waiting without sleep.
 
-`manage()` starts `manage.py` commands as processes on the database of the test, to be
-stopped with SIGTERM or killed with SIGKILL. A hook in the process can bring it to the
-exact step to die at.
+`manage()` starts `manage.py` commands as processes on the test's database. A test stops
+them with SIGTERM or kills them with SIGKILL. A hook in the process can stop it at the
+exact step at which it is killed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def hang_here(line: str) -> NoReturn:
 
 
 class ManageProcess:
-    """A running `manage.py` command; leaving the `with` block kills it."""
+    """A running `manage.py` command. When the `with` block is left, it is killed."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ManageProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process exists."""
         return self.process.poll() is None
 
     @property
@@ -151,35 +151,35 @@ class ManageProcess:
         return code
 
     def succeed(self, *, deadline: float = 60.0) -> str:
-        """Wait for the end, insist on exit code 0, and return the output."""
+        """Wait for the end, check that the exit code is 0, and return the output."""
         code = self.wait(deadline=deadline)
         if code != 0:
             raise AssertionError(f"{self}: exit code {code}:\n{self.output}")
         return self.output
 
     def terminate(self) -> None:
-        """SIGTERM: the process drains and exits."""
+        """Send SIGTERM, after which the process drains and exits."""
         self.process.send_signal(signal.SIGTERM)
 
     def interrupt(self) -> None:
-        """SIGINT, as by Ctrl-C."""
+        """Send SIGINT, like Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL, and wait until the process has ended."""
         self.process.kill()
         self.process.wait(30)
 
     def pause(self) -> None:
-        """SIGSTOP: the process is stopped while its lease runs out."""
+        """Send SIGSTOP, which stops the process, while its lease goes on."""
         self.process.pause()
 
     def resume(self) -> None:
-        """SIGCONT, after `pause()`."""
+        """Send SIGCONT, after `pause()`."""
         self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the remaining processes of it and of its children."""
+        """Kill the process, if it runs, and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait(30)

@@ -38,8 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]:
-    """Start the server before Django reads its settings: in each process that runs
-    tests, and so not in the one that hands them out to workers."""
+    """Start the server before Django reads its settings. This happens in each process
+    that runs tests, and so not in the process that distributes them to workers."""
     given = early_config.known_args_namespace
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if is_worker or not getattr(given, "numprocesses", None):

@@ -1,7 +1,7 @@
-"""A TCP proxy that does to a connection what networks do: cut, hang, delay, lose.
+"""A TCP proxy with the faults of networks: it cuts, hangs, delays and loses.
 
 It stands between a client and a real server, so both see the fault on a real socket.
-`REQUESTS` is the way from the client to the server, `ANSWERS` the way back.
+`REQUESTS` is the direction from the client to the server, `ANSWERS` the other one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Link:
         self.last = ANSWERS
 
     def close(self) -> None:
-        """Close both ends: with a reset as after a crash, or in good order."""
+        """Close both ends: with a reset, as after a crash, or regularly."""
         for end in (self.client, self.server):
             if self.reset:
                 end.setsockopt(
@@ -52,7 +52,7 @@ class _Link:
         return b""
 
     def send(self, sink: socket.socket, piece: bytes) -> None:
-        """Send all of it, unless the link is cut before."""
+        """Send all of it, unless the link is cut first."""
         while piece and not self.cut:
             with contextlib.suppress(TimeoutError):
                 piece = piece[sink.send(piece) :]
@@ -64,7 +64,8 @@ class Proxy:
     def __init__(
         self, target_port: int, *, host: str = "127.0.0.1", buffer: int = 0
     ) -> None:
-        """`buffer`: bytes that it receives ahead; 0 leaves it to the system."""
+        """`buffer` is the number of bytes that the proxy receives ahead; 0 leaves that
+        to the system."""
         self.host = host
         self._buffer = buffer
         self.port = free_port()
@@ -100,7 +101,7 @@ class Proxy:
 
     @property
     def connections(self) -> int:
-        """How many connections are open now."""
+        """The number of connections that are open now."""
         with self._changed:
             return len(self._links)
 
@@ -130,12 +131,12 @@ class Proxy:
             self._changed.wait_for(lambda: not cut & self._links, timeout=10)
 
     def cut_after(self, count: int, way: str = REQUESTS) -> None:
-        """Cut everything when `count` more bytes have gone this way, once."""
+        """Cut all connections once, after `count` more bytes in this direction."""
         with self._changed:
             self._budget[way] = count
 
     def cut_at(self, trip: int, way: str) -> None:
-        """Cut everything at that round trip from now, once: before the server gets the
+        """Cut everything once, at that round trip from now: before the server gets the
         request, or before the client gets the answer."""
         with self._changed:
             self._cut_at = self.round_trips + trip, way

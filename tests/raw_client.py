@@ -1,4 +1,4 @@
-"""A STOMP client without rules: it writes any frame, and reads any answer.
+"""A STOMP client that checks nothing: it writes any frame, and reads any answer.
 
 It does what no correct client would do, and shows a broker's behaviour without our
 client in between.

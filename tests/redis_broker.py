@@ -1,10 +1,10 @@
-"""A broker as a user of the package might write it: Redis Streams, with redis-py.
+"""A broker that a user of the package might write: Redis Streams, with redis-py.
 
-A destination is a stream. A consumer group shares its messages: one group for a queue,
-one for each subscriber of a topic. A received message is pending for its consumer; if
-it was not touched for a `lease`, another consumer of the group claims it. The package
-does not call a session while a handler works, so a thread touches the messages that the
-session holds.
+A destination is a stream. A consumer group shares the stream's messages. A queue has
+one group, and a topic has one for each subscriber. A received message is pending for
+its consumer. If nobody touches it for a `lease`, another consumer of the group claims
+it. The package does not call a session while a handler runs, so a thread touches the
+messages that the session holds.
 
 The owner of a topic's stream decides how long it is, and trims it (`XTRIM`).
 """
@@ -204,14 +204,16 @@ class RedisSession(Session):
 
 
 def stream_of(destination: str) -> str:
-    """Return the stream of a queue or a topic, under a name apart from other keys."""
+    """Return the stream of a queue or a topic, under a name that other keys do not
+    use."""
     return f"messages:{destination}"
 
 
 @contextmanager
 def asked() -> Iterator[None]:
-    """Raise BrokerUnavailable if the server does not answer, and DestinationUnavailable
-    if the stream may not be written, or the server is full."""
+    """Surround a request to the server. Raises BrokerUnavailable if the server does not
+    answer, and DestinationUnavailable if the stream may not be written, or the server
+    is full."""
     try:
         yield
     except redis.ResponseError as error:

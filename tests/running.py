@@ -92,7 +92,7 @@ class Script:
 def thread_of(
     stage: stages.Stage, stop: threading.Event | None = None, **more: Any
 ) -> StageThread:
-    """Return one thread of a stage, not started."""
+    """Return one thread of a stage. It is not started."""
     consume = conf.get().CONSUME
     return StageThread(
         stage,
@@ -172,7 +172,7 @@ def ship(using: str = "default", broker: str = "default") -> int:
 
 @contextmanager
 def at_work(*relays: Relay) -> Iterator[None]:
-    """Run relays that end with the block, also when the test fails. Otherwise they
+    """Run relays until the end of the block, even if the test fails. Otherwise they
     would take rows of the next test."""
     threads = [threading.Thread(target=relay.run) for relay in relays]
     for thread in threads:
@@ -186,8 +186,8 @@ def at_work(*relays: Relay) -> Iterator[None]:
 
 
 def drained(destination: str, broker: str = "default") -> list[Delivery]:
-    """Receive all messages of a queue. A last message of the test shows the end,
-    because there is no limit to how long a broker takes for the next one."""
+    """Receive all messages of a queue. The test sends one more message, which marks the
+    end, because a broker may take any time for the next one."""
     end = uuid.uuid4().bytes
     found: list[Delivery] = []
     with get_broker(broker).open() as session:
@@ -224,8 +224,8 @@ def put(
 
 @contextmanager
 def record_lost_at(statement: str) -> Iterator[None]:
-    """Delete the only record of the inbox right before the first statement that begins
-    with this text, like a crash of the server that a pooler hides."""
+    """Delete the only inbox row right before the first statement that begins with this
+    text, like a crash of the server that a pooler hides."""
     lost: list[str] = []
 
     def execute(run: Any, sql: str, *rest: Any) -> Any:

@@ -49,7 +49,7 @@ FSYNC = os.environ.get("TXMSG_TEST_FSYNC", "on") == "on"
 
 
 def sqlite(name: str) -> dict[str, object]:
-    """Return an SQLite file's settings, fit for several writing processes."""
+    """Return the settings of an SQLite file for several writing processes."""
     path = str(STATE_DIR / f"{name}.sqlite3")
     return {
         "ENGINE": "django.db.backends.sqlite3",

@@ -16,7 +16,7 @@ _stages: dict[type[Any], list[stages.Stage]] = {}
 
 
 def shelved(flow: Shelved) -> Shelved:
-    """Remove a flow that was declared just now from the known ones."""
+    """Remove a flow that was just declared, until a test uses it."""
     name = flow._declaration.name
     _stages[flow] = stages.find([name, name + STEPS])
     _withdraw(name)

@@ -1,9 +1,9 @@
-"""Start `manage.py` commands as forks of a process that has imported Django.
+"""Starts `manage.py` commands as forks of a process that has imported Django.
 
-An interpreter needs a second of processor time to import Django and this package, and
-the tests start several hundred. A fork is as much of a process of its own: it has its
-environment, session and output, reads its settings itself, and is stopped and killed
-alone.
+An interpreter takes a second of processor time to import Django and this package, and
+the tests start several hundred processes. A fork is a process like any other: it has
+its own environment, session and output, reads its settings itself, and is stopped and
+killed alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ TAKEN_OVER = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
 
 
 class Started:
-    """A process started here, with what the tests use of `subprocess.Popen`."""
+    """A process that was started here, with the part of `subprocess.Popen` that the
+    tests use."""
 
     def __init__(self, starter: Starter, pid: int, stdout: IO[str]) -> None:
         self._starter = starter
@@ -54,7 +55,8 @@ class Started:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code; of a killed process, the negative signal."""
+        """The exit code. It is the negative number of the signal that has killed the
+        process."""
         status = self._starter.ended.get(self.pid)
         return None if status is None else os.waitstatus_to_exitcode(status)
 
@@ -73,7 +75,7 @@ class Started:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal to the process, unless it has ended."""
         with suppress(ProcessLookupError):
             if self.returncode is None:
                 os.kill(self.pid, number)
@@ -94,7 +96,8 @@ class Started:
 
 
 class Starter:
-    """This process's end: it asks for processes, and is told what becomes of them."""
+    """The test process's end of the connection: it requests processes, and is told how
+    they end."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -116,7 +119,8 @@ class Starter:
         threading.Thread(target=self._read, daemon=True).start()
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str]) -> Started:
-        """Start `manage.py` with these arguments; its output comes by `stdout`."""
+        """Start `manage.py` with these arguments. Its output can be read from
+        `stdout`."""
         reading, writing = os.pipe()
         changed = {name for name in env if env[name] != os.environ.get(name)}
         changed -= TAKEN_OVER
@@ -200,7 +204,7 @@ def serve(connection: socket.socket) -> bool:
 
 
 def _report(connection: socket.socket) -> None:
-    """Tell what became of the forks."""
+    """Report how the forks have ended."""
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
@@ -210,7 +214,8 @@ def _report(connection: socket.socket) -> None:
 
 
 def _become(arguments: list[str], env: dict[str, str], anew: bool, output: int) -> None:
-    """Make this fork what a new interpreter would be, or (`anew`) start one."""
+    """Turn this fork into what a new interpreter would be. With `anew`, start a new
+    interpreter."""
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)

@@ -65,7 +65,7 @@ class Trip(Flow[Order, str], name="acts.trip", within=None):
 
 
 class Shop:
-    """The participants: what they have done, and what they answer."""
+    """The participants of the flow: what they have done, and what they answer."""
 
     did: ClassVar[list[str]] = []
     by: ClassVar[str] = "first"
@@ -117,7 +117,7 @@ def begin(key: str = "A-1") -> Run:
 
 
 def waiting(key: str = "A-1") -> Run:
-    """A run that is booked and paid, and waits for a person."""
+    """Return a run that is booked and paid, and that waits for a person."""
     run = begin(key)
     drain(raises=Shop.error is None)
     run.refresh_from_db()

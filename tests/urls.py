@@ -1,4 +1,4 @@
-"""URLs of the test suite: the admin, and what load balancers and scrapers ask."""
+"""URLs of the test suite: the admin, and the views for load balancers and scrapers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The little business application that the tests send messages from."""
+"""The small business application from which the tests send messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TestAppConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Call the hook that a test gave to this process, if it gave one."""
+        """Call the hook of this process, if the test has given it one."""
         hook = os.environ.get("TXMSG_TEST_HOOK")
         if hook:
             import_string(hook)()

@@ -34,13 +34,13 @@ async def nothing_async(*args: Any, **kwargs: Any) -> None:
 
 @task
 def meaning_of_life() -> int:
-    """Return what it is."""
+    """Return the answer to everything."""
     return 42
 
 
 @task
 def lose_delivery() -> str:
-    """Be done when another worker has the message already, as after a long sleep."""
+    """Finish when another worker has the message already, as after a long pause."""
     QueueMessage.objects.update(lease_token=uuid.uuid4())
     return "done"
 
@@ -53,7 +53,7 @@ def fail() -> None:
 
 @task
 def leave() -> None:
-    """Fail with what is no Exception."""
+    """Fail with an exception that is no Exception."""
     raise SystemExit("This Task failed due to SystemExit")
 
 
@@ -65,25 +65,25 @@ def fail_without_text() -> None:
 
 @task
 def interrupt() -> None:
-    """Raise what Ctrl-C does, where nobody has pressed it."""
+    """Raise KeyboardInterrupt although nobody has pressed Ctrl-C."""
     raise KeyboardInterrupt("its own")
 
 
 @task
 def fail_within() -> None:
-    """Fail with an exception in an exception."""
+    """Fail with an exception that has a cause."""
     raise ValueError(ValueError("This task failed"))
 
 
 @task
 def return_object() -> Any:
-    """Return what JSON does not have."""
+    """Return an object that JSON cannot express."""
     return object()
 
 
 @task
 def return_number(text: str) -> Any:
-    """Return what JSON has no word for, inside of something."""
+    """Return a number that JSON cannot express, inside a list."""
     return {"rates": [1.0, float(text)]}
 
 
@@ -95,7 +95,7 @@ def own_id(context: Any) -> str:
 
 @task(takes_context=True)
 def look_around(context: Any, number: int) -> dict[str, Any]:
-    """Return what its context says."""
+    """Return what the task's context contains."""
     found = context.task_result.task.get_backend().get_result(context.task_result.id)
     return {
         "number": number,
@@ -125,7 +125,7 @@ async def note_async(text: str) -> str:
 
 @task(takes_context=True)
 def fail_until(context: Any, attempt: int, text: str) -> int:
-    """Leave work undone until it is tried for this time."""
+    """Do work that fails until the task is tried for this time."""
     Effect.objects.create(name=text)
     if context.attempt < attempt:
         raise ValueError(f"attempt {context.attempt}")
@@ -134,13 +134,13 @@ def fail_until(context: Any, attempt: int, text: str) -> int:
 
 @task
 def refuse() -> None:
-    """Say that it is of no use."""
+    """Refuse the task: another attempt is pointless."""
     raise Refuse("of no use")
 
 
 @task
 def ask_again() -> None:
-    """Say when to try again."""
+    """Request another attempt at some time."""
     raise Redeliver(after=0.0)
 
 
@@ -157,7 +157,7 @@ def die_once(text: str, marker: str) -> str:
 
 @task
 def lose_connection() -> str:
-    """Work for so long that the server closes the idle connection."""
+    """Work until the server has closed the idle connection."""
     import psycopg
 
     connection = transaction.get_connection()
@@ -168,4 +168,4 @@ def lose_connection() -> str:
 
 
 def no_task() -> None:
-    """Stand for what must not be run."""
+    """A function that is no task, and must not be run."""

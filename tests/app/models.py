@@ -20,7 +20,7 @@ class Order(models.Model):
 
 
 class Effect(models.Model):
-    """One effect of one message. Nothing is unique: a double effect must show."""
+    """One effect of one message. No column is unique, so that a double effect shows."""
 
     name = models.CharField(max_length=100, db_index=True)
     message_id = models.CharField(max_length=64, db_index=True)

@@ -1,4 +1,5 @@
-"""An admin site of the project's own, beside Django's: for the operators."""
+"""A second admin site, beside Django's own, which a project has made for its
+operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A consumer that receives, acknowledges nothing, and waits to be killed."""
+"""A consumer that receives messages, does not acknowledge them, and waits to be
+killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The promises that relay and consumer rely on: the public suite for each of our
-brokers, and tests of some of them."""
+brokers, and further tests for some of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class OnServer(BrokerSuite):
 @pytest.mark.parametrize("server", BROKERS)
 class TestServers(OnServer):
     def refused(self, destination: str) -> Outgoing | None:
-        """RabbitMQ reads this header as a list of further queues, and refuses text."""
+        """RabbitMQ reads this header as a list of further queues, and refuses a
+        text."""
         if isinstance(self.server, ActiveMQ):
             return None
         return Outgoing(destination, {"CC": "no list"}, b"refused")

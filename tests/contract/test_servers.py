@@ -262,7 +262,7 @@ def test_heartbeats_keep_idle_connections_alive(
     opened: Open,
     destination: str,
 ) -> None:
-    """The connection is idle for longer than it would live without heartbeats."""
+    """The connection is idle for longer than the server keeps it without heartbeats."""
     servers = (activemq, rabbitmq, rabbitmq_amqp)
     sessions = [opened(server.url(heartbeat="3")) for server in servers]
     for session in sessions:

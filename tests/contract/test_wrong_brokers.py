@@ -277,7 +277,7 @@ class GivesToEverySession(Wrong):
 
 
 class ForgetsASlowHolder(Wrong):
-    """Renews its lease only when it is called, and the handler makes no calls."""
+    """Renews its lease only when it is called, and a handler makes no calls."""
 
     def _keep(self) -> None:
         """Do not renew the lease."""

@@ -60,14 +60,14 @@ def links(page: Path) -> Iterator[str]:
 
 
 def here(link: str) -> str:
-    """Return the file's path for an address of one of our files, and other addresses as
-    they are."""
+    """Return the file for an address of one of our files. Other addresses are returned
+    unchanged."""
     found = _AT_HOME.match(link)
     return str(ROOT / link[found.end() :]) if found else link
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that the headings of a page get."""
+    """Return the anchors of a page's headings."""
     text = _BLOCK.sub("", page.read_text())
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {

@@ -1,4 +1,4 @@
-"""Take the pictures of the documentation: `python -m tests.docs.pictures`.
+"""Takes the pictures of the documentation: `python -m tests.docs.pictures`.
 
 The example project runs, with its web server, relay and consumer. Customers order, some
 payments fail, and an operator opens the pages. Each page's outline is stored beside its

@@ -27,7 +27,7 @@ QUERIES += [target["expr"].replace("$__rate_interval", "5m") for target in TARGE
 
 @pytest.fixture
 def offered() -> dict[str, set[str]]:
-    """The series that a scrape can have, each with its labels."""
+    """Return the series that a scrape can have, each with its labels."""
     registry = prometheus_client.CollectorRegistry()
     metrics.install(registry)
     found = {f"txmsg_{name}": _labels(name) for name in gauges.TEXTS}

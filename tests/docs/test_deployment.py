@@ -1,4 +1,5 @@
-"""Units, Compose files and manifests of the documentation are what their tools read."""
+"""The systemd units, Compose files and manifests of the documentation are valid for
+their tools."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ PORTS = {"postgres": 5432, "stomp": 61613, "amqp": 5672}
 
 
 def test_compose_file_has_the_servers_that_contributing_connects_to() -> None:
-    """No Docker runs here, so ports and passwords are compared as they are written."""
+    """No Docker runs here, so the ports and passwords in the files are compared."""
     page = (ROOT / "docs" / "contributing.md").read_text()
     urls = [urlsplit(one) for one in re.findall(r"TXMSG_TEST_\w+_URL=(\S+)", page)]
     published = {

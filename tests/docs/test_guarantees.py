@@ -1,4 +1,4 @@
-"""The function that keeps each promise is where the page says, and fits on a screen."""
+"""The function that keeps each promise is where the page says, and is short."""
 
 from __future__ import annotations
 

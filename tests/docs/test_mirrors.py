@@ -31,8 +31,8 @@ def table(page: Path, heading: str) -> Iterator[list[str]]:
 
 
 def calls() -> Iterator[tuple[str, str]]:
-    """Return each call in the package whose name begins with a text: the name and its
-    first argument."""
+    """Return each call in the package of a function whose name begins with a text: the
+    name and the first argument."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and node.args:

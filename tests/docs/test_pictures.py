@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.django_db, pytest.mark.sqlite]
 
 @pytest.fixture
 def pages() -> dict[str, str]:
-    """The pages of the pictures, as they are today, by the names of the pictures."""
+    """The pages of the pictures, as they look today, by the names of the pictures."""
     client = Client()
     client.force_login(User.objects.create_superuser("grace"))
     shop.open_shop(orders=8)
@@ -78,7 +78,7 @@ def test_every_picture_resembles_its_page(pages: dict[str, str]) -> None:
 
 
 def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None:
-    """Likeness alone would forgive a page that has come or gone."""
+    """A page that was added or removed might not change the likeness enough."""
     known = {capfirst(model._meta.verbose_name_plural) for model in apps.get_models()}
     registered = {
         capfirst(model._meta.verbose_name_plural)
@@ -92,7 +92,7 @@ def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None
 
 
 def test_the_overviews_picture_has_todays_tabs() -> None:
-    """The example project declares all that has a tab, but no alerts."""
+    """The example project declares everything that has a tab, except alerts."""
     tabs = {"Overview", *(title for _, title in nav._LISTS)} - {"Alerts"}
 
     assert {one for one in TAKEN["overview"] if one.startswith("tab ")} == {

@@ -1,6 +1,6 @@
 """Each how-to page works as a project: its blocks, in order, with nothing overridden.
 
-So interactions of two features show up where a user combines them.
+So the tests combine features as a user does, and find what goes wrong between them.
 """
 
 from __future__ import annotations

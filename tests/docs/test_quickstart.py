@@ -128,7 +128,7 @@ def test_quickstart_prints_what_it_shows(fresh_python: Path, tmp_path: Path) -> 
 def test_the_page_on_installation_works_as_typed(
     fresh_python: Path, tmp_path: Path
 ) -> None:
-    """In a project that is there already."""
+    """The page is followed in a project that exists already."""
     page, run = ROOT / "docs" / "how-to" / "install.md", "python manage.py txmsg run"
     Project(tmp_path).follow(page)
     with Typist(tmp_path, fresh_python.parent) as typist:

@@ -15,7 +15,7 @@ from tests.docs.pages import PAGES, ROOT, links
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make docs` builds it."""
+    """The site, built in the same way as by `make docs`."""
     target = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
     built = subprocess.run(

@@ -1,5 +1,5 @@
-"""Every Python block of the documentation is run: those of the how-to pages by
-test_projects.py, and all others here."""
+"""Every Python block of the documentation is run. test_projects.py runs those of the
+how-to pages, and this file runs all others."""
 
 from __future__ import annotations
 

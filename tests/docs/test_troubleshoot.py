@@ -34,7 +34,8 @@ QUOTED = [
 
 @pytest.fixture(scope="module")
 def said() -> str:
-    """Return all texts of the package; a line feed stands for each inserted value."""
+    """Return all texts of the package, with a line feed in place of each inserted
+    value."""
     texts = []
     for path in Path(django_txmsg.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -30,7 +30,7 @@ DROPPED = re.compile(
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """All that a person reads, but the glossary itself."""
+    """Return everything that a person reads, except the glossary itself."""
     return "\n".join(path.read_text() for path in READ if path != GLOSSARY)
 
 

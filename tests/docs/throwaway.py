@@ -1,4 +1,4 @@
-"""A page as a project: its blocks, in order, as a user's files.
+"""Turns a page into a project: its blocks, in order, become a user's files.
 
 Settings go to `settings.py`, declarations to `shop/stages.py`, test cases to
 `test_page.py`, and other code to a test there. A first line such as `# shop/tasks.py`
@@ -118,7 +118,7 @@ class Project:
         self._append("test_page.py", f"{TEST_OF_LINES}{body}")
 
     def run(self, *arguments: str) -> str:
-        """Run Python with these arguments, which has to succeed."""
+        """Run Python with these arguments, and check that it succeeds."""
         done = subprocess.run(
             [sys.executable, *arguments], cwd=self.folder, env=self.environ(),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
@@ -153,7 +153,7 @@ class Project:
             self._part(tree, code)
 
     def _part(self, tree: ast.Module, code: str) -> None:
-        """Share out the statements of a block."""
+        """Distribute the statements of a block to the project's files."""
         executing = False
         for node in tree.body:
             kind, source = _kind(node), _source(node, code)

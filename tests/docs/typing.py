@@ -30,7 +30,7 @@ UNTYPED = ("python -m venv", "pip install", "python manage.py createsuperuser",
 @dataclass
 class Typist:
     """Follows a page literally, in a new folder, with the programs of one environment.
-    Started processes run until the end of the block."""
+    Processes that the page starts run until the end of the block."""
 
     folder: Path
     programs: Path
@@ -51,8 +51,8 @@ class Typist:
             process.wait(60)
 
     def follow(self, page: Path, since: str = "", until: str = "") -> dict[str, str]:
-        """Execute the page, block by block; `since` a line of it, `until` another, if
-        given. Returns the output of each command that has ended."""
+        """Execute the page, block by block, from a line `since` to a line `until`, if
+        these are given. Returns the output of each command that has ended."""
         outputs = {}
         text = page.read_text()
         begin = text[: text.index(since)].count("\n")
@@ -75,7 +75,7 @@ class Typist:
         return outputs
 
     def run(self, command: str, where: str = "") -> str:
-        """Run a command that must succeed, and return its output."""
+        """Run a command, check that it succeeds, and return its output."""
         done = subprocess.run(
             [_shell(), "-c", command], cwd=self.folder, env=self._environment(),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
@@ -93,12 +93,12 @@ class Typist:
             file.write(rest)
 
     def interrupt(self, command: str) -> None:
-        """Press Ctrl-C, which has to end the command in good order."""
+        """Press Ctrl-C, and check that the command ends regularly."""
         self.running[command].send_signal(signal.SIGINT)
         assert self.running.pop(command).wait(60) == 0, self.said(command)
 
     def keeps_its_promises(self, command: str = "") -> bool:
-        """Return whether all running commands, or one, have printed the page's
+        """Return whether all running commands, or one of them, have printed the page's
         lines."""
         for one in [command] if command else self.promised:
             expected, where = self.promised[one]

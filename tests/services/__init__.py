@@ -70,8 +70,8 @@ def shared(kind: type[S]) -> S:
 
 
 def _begin(kind: type[S]) -> S:
-    """Start a server for the first time. If it fails on a busy machine, another one on
-    other ports can replace it, because its ports are not known yet."""
+    """Start a server for the first time. If it does not start on a busy machine, try
+    once more on other ports, which nobody knows yet."""
     server = _new(kind)
     try:
         server.start()

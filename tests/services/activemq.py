@@ -175,5 +175,6 @@ class SilentActiveMQ(SmallActiveMQ):
 
 
 def _home() -> Path:
-    """Return where ActiveMQ is installed: `ACTIVEMQ_HOME`, else Debian's place."""
+    """Return the directory in which ActiveMQ is installed: `ACTIVEMQ_HOME`, or
+    Debian's."""
     return Path(os.environ.get("ACTIVEMQ_HOME", "/usr/share/activemq"))

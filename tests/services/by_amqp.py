@@ -1,4 +1,4 @@
-"""A RabbitMQ node as AMQP clients see it: the same node, with other ports and URLs."""
+"""A RabbitMQ node for AMQP clients: the same node, with other ports and URLs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from .stomp_server import PASSWORD, USER
 
 
 class ByAmqp:
-    """The AMQP listeners of a RabbitMQ node; everything else is delegated to the
-    node."""
+    """The AMQP ports of a RabbitMQ node. Everything else is passed on to the node."""
 
     name = "rabbitmq_amqp"
 
@@ -31,7 +30,8 @@ class ByAmqp:
         password: str = PASSWORD,
         **options: str,
     ) -> str:
-        """Return the broker's URL, or the URL of a proxy in front of it on `port`."""
+        """Return the broker's URL or, with `port`, the URL of a proxy in front of the
+        broker."""
         scheme, own = ("amqps", self.tls_port) if tls else ("amqp", self.port)
         if tls:
             options.setdefault("ca", str(self.node.ca))

@@ -61,7 +61,7 @@ class JmsPeer:
     def receive(
         self, queue: str, count: int = 1, selector: str | None = None
     ) -> list[Received]:
-        """Receive messages, or only those that a selector matches."""
+        """Receive messages; with a `selector`, those that match it."""
         chosen = [] if selector is None else [_encoded(selector)]
         said = self._run(JAVA, "JmsPeer", "receive", queue, str(count), *chosen)
         return [_received(line) for line in said.splitlines()]

@@ -1,8 +1,8 @@
 """PgBouncer in transaction mode, in front of a PostgreSQL server of the tests.
 
 Two transactions of one client may run in two sessions of the server, and one session
-runs the transactions of many clients. So tests fail if the package keeps state in a
-session: a setting, a prepared statement or an advisory lock.
+runs the transactions of many clients. So tests fail if the package relies on the state
+of a session: a setting, a prepared statement or an advisory lock.
 """
 
 from __future__ import annotations

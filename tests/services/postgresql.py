@@ -42,7 +42,7 @@ class PostgreSQL(Server):
 
     @classmethod
     def _program(cls, name: str) -> Path | None:
-        """Return the path of a program, of the newest installed version."""
+        """Return the path of a program of the newest installed version."""
         root = cls.root()
         return root.find(f"usr/lib/postgresql/*/bin/{name}") or root.which(name)
 
@@ -94,7 +94,8 @@ class PostgreSQL(Server):
         return f"postgres://{USER}:{PASSWORD}@127.0.0.1:{self.port}/{database}"
 
     def create_database(self, name: str) -> str:
-        """Create an empty database, dropping one of that name, and return its URL."""
+        """Create an empty database, after dropping the one of that name, and return its
+        URL."""
         self.drop_database(name)
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute(

@@ -53,8 +53,8 @@ class Root:
     def command(
         self, command: list[str], user: str | None
     ) -> tuple[list[str], str | None]:
-        """Return the command that starts a program inside the root, and the user to run
-        it as."""
+        """Return the command that starts a program inside the root, and the user that
+        runs it."""
         if not self.name:
             return command, user
         as_user = ["-u", user] if user else []

@@ -49,7 +49,8 @@ class StompServer(Server):
         password: str = PASSWORD,
         **options: str,
     ) -> str:
-        """Return the broker's URL, or the URL of a proxy in front of it on `port`."""
+        """Return the broker's URL or, with `port`, the URL of a proxy in front of the
+        broker."""
         scheme, own = ("stomp+ssl", self.tls_port) if tls else ("stomp", self.port)
         if tls:
             options.setdefault("ca", str(self.ca))

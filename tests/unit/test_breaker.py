@@ -1,4 +1,4 @@
-"""When an outage begins, how its probes' pauses grow, and when it is over."""
+"""When an outage begins and ends, and how the pauses between probes grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A broker's URL may list hosts, IPv6 addresses among them, on every Python."""
+"""A broker's URL may list several hosts, also with IPv6 addresses, on every Python."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     ],
 )  # fmt: skip
 def test_a_password_that_was_not_encoded_is_in_no_error(scheme: str, url: str) -> None:
-    """No part of it is taken for a host, a port or a virtual host."""
+    """No part of the password is taken for a host, a port or a virtual host."""
     broker = make_broker("tested", f"{scheme}://{url}")
     (wrong,) = broker.check()
     assert not any(part in wrong for part in ("Top", "123", "Secret1"))

@@ -261,7 +261,8 @@ def test_a_topic_in_many_threads_is_a_warning_on_activemq(
 def test_a_queue_that_rabbitmq_keeps_a_subscription_in_is_no_stage_s(
     url: str, ids: list[str]
 ) -> None:
-    """The topic's stage would get half of its messages."""
+    """The stage that consumes the topic would lose half of its messages to the other
+    stage."""
     with (
         stage(to="topic:tests.placed", name="audit"),
         stage(to="topic:tests.placed", name="tests.audit"),

@@ -201,7 +201,7 @@ def _forgotten() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [Destination("orders", Order), 42, "n" * 256, "a\0b"])
 def test_a_name_that_the_inbox_cannot_store_is_refused(name: Any) -> None:
-    """Its messages would neither be processed nor buried."""
+    """A message for this stage could be neither processed nor buried."""
     with pytest.raises(ConfigurationError, match="is not a text of at most 255"):
         stage("orders.place", name=name)
 
@@ -273,7 +273,7 @@ def test_numbers_must_be_positive_integers(option: str, number: Any) -> None:
 def test_an_option_of_another_type_is_refused(
     option: str, value: Any, said: str
 ) -> None:
-    """Otherwise `check`, or each message, would fail with a traceback."""
+    """Without this, `check`, or each message, would fail with a traceback."""
     with pytest.raises(ConfigurationError, match=f"^{option}=.*{said}"):
         stage("tests.refused", **{option: value})
 

@@ -1,7 +1,7 @@
-"""The undocumented parts of Django that we use exist, and are used in one module only.
+"""The undocumented parts of Django that we use exist, and only one module uses them.
 
-If a Django release lacks one of these names, a test here fails and names it, instead of
-a transaction that begins late.
+If a Django release lacks one of these names, a test here fails and names it. Without
+the test, a transaction that begins late might fail.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def test_other_used_attributes_of_a_connection_exist(vendor: str, name: str) -> 
 
 
 def test_a_connection_forgets_its_block_when_it_connects() -> None:
-    """A late block saves these attributes, and the two methods that lead to a
-    cursor."""
+    """A block that begins late saves these attributes, and the two methods that lead to
+    a cursor."""
     wrapper = type(new("sqlite3"))
     source = inspect.getsource(wrapper.connect)  # type: ignore[attr-defined]
     forgotten = {name for name in STATE if f"self.{name} =" in source}

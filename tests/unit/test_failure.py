@@ -1,4 +1,5 @@
-"""What is kept of an exception: enough to understand it, little enough to store it."""
+"""The stored part of an exception is enough to understand it, and small enough to
+store."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_one_cause_has_one_fingerprint_for_any_message() -> None:
 
 
 def module(name: str, path: str) -> dict[str, Any]:
-    """Return a module whose function `handle` fails; two apps have a module like it."""
+    """Return a module whose function `handle` fails. Two apps have such a module."""
     there: dict[str, Any] = {"__name__": name}
     code = "def handle():\n    raise ValueError('no stock')\n"
     exec(compile(code, path, "exec"), there)
@@ -103,7 +104,8 @@ def as_the_package_caught(call: Callable[[], object]) -> BaseException:
 
 
 def test_traceback_begins_with_the_application() -> None:
-    """How the package called the handler would push the user's line off the page."""
+    """The lines in which the package calls the handler would push the user's line off
+    the page."""
 
     def handler(message: Any) -> None:
         raise raised(ValueError("no stock"))

@@ -37,7 +37,7 @@ def fork_without_python() -> int:
 def test_a_forked_process_makes_ids_of_its_own(
     fork: Callable[[], int], make: Callable[[], object]
 ) -> None:
-    """Only the time in them may be equal."""
+    """Two ids may have nothing in common but the time in them."""
     reader, writer = os.pipe()
     child = fork()
     if child == 0:  # pragma: no cover - the other process
@@ -54,8 +54,8 @@ def test_a_forked_process_makes_ids_of_its_own(
 
 
 def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
-    """Otherwise each such process would continue with the same ordinal, and give its
-    messages the same ids."""
+    """Otherwise each such process would go on with the same ordinal, and derive the
+    same ids for its messages."""
     cause = Message(id=new_id(), destination="tests.q", body=None)
     with in_scope(Scope(session_id=cause.id, cause=cause, stage="tests")):
         child = os.fork()

@@ -1,5 +1,5 @@
-"""Every kind of value arrives as it was sent, or the call refuses it. None is changed
-silently."""
+"""Every kind of value arrives as it was sent, or the call refuses it. No value is
+changed silently."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Twig(Leaf):
 
 @dataclass
 class Box:
-    """A field of any kind, given by an annotation."""
+    """A dataclass with one field, whose annotation is given."""
 
     value: Any
 

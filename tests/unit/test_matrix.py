@@ -23,7 +23,8 @@ def environments() -> str:
 
 
 def test_the_matrix_leaves_out_nothing_that_make_test_does() -> None:
-    """Each command of an environment that is none of `make test`."""
+    """No command of an environment of the matrix leaves out tests that `make test`
+    runs."""
     lines = (
         tox()["testenv"]["commands"]
         + tox()["testenv:spark{40,41,42,43}{,-sample}"]["commands"]

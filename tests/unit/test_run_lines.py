@@ -1,4 +1,4 @@
-"""The lines of `txmsg run` beside the project's own log."""
+"""The lines that `txmsg run` prints beside the project's own log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROCESSED, REDELIVERED = uuid.uuid4(), uuid.uuid4()
 
 @pytest.fixture
 def _log_of_its_own() -> Iterator[None]:
-    """The package's logger as a project's LOGGING leaves it."""
+    """Let the package's logger log from INFO on, and restore it after the test."""
     log = signals.log
     before = log.level, log.handlers[:], log.propagate
     log.setLevel(logging.INFO)

@@ -1,4 +1,5 @@
-"""Each change of a body's class, and which side it breaks: the table in the docs."""
+"""Each change of a body's class, and whether it breaks readers or writers: the table in
+the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frame made from the prepared headers of its batch equals the frame of its message
+"""A frame made from the shared headers of its batch equals the frame of its message
 alone."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def frame(session: StompSession, item: Any) -> Any:
 
 
 def same(session: StompSession, *batch: Outgoing) -> int:
-    """Compare each message's frame, and return how many used prepared headers."""
+    """Compare each message's frame. Returns how many frames used shared headers."""
     heads, filled = Heads(session._session, session._mortal), 0
     for one in batch:
         try:

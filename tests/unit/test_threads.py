@@ -1,5 +1,5 @@
-"""No class of ours *is* a thread, a process or a dict: a new Python may give those an
-attribute with a name that we use."""
+"""No class of ours *is* a thread, a process or a dict: a new Python might give those
+classes an attribute whose name we use."""
 
 from __future__ import annotations
 

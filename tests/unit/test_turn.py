@@ -20,7 +20,7 @@ def another(
     turn: Turn, leave: threading.Event | None = None
 ) -> Iterator[threading.Event]:
     """Run another lane. It sets the event when it is at the database, and stays there
-    until it is released."""
+    until the test releases it."""
     came = threading.Event()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Typed bodies: read by version; errors quote no value."""
+"""Typed bodies are read by their version, and no error quotes a value."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Foreign:
 
 
 class Elsewhere(pydantic.BaseModel):
-    """Decimals at places where a plain schema has none."""
+    """Decimals in places where a plain schema does not show them."""
 
     model_config = pydantic.ConfigDict(
         populate_by_name=True, arbitrary_types_allowed=True
@@ -441,7 +441,7 @@ class Calling:
 
 
 def of_nothing_known(order: Missing) -> None:  # type: ignore[name-defined]  # noqa: F821
-    """A handler with a wrong declaration."""
+    """A handler whose annotation cannot be resolved."""
 
 
 @pytest.mark.parametrize("handler", [of_the_message, of_anything, lambda message: 1])

@@ -15,7 +15,7 @@ from django_txmsg.envelope.message import new_id
 
 
 def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
-    """Otherwise an inbox would process a message twice."""
+    """If a derived id changed, an inbox would process a message twice."""
     space = uuid.UUID("86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22")
     cause = uuid.UUID(int=1)
     assert wire.derived_id("shop", cause, "orders", 0) == uuid.uuid5(
@@ -36,7 +36,8 @@ def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
 def test_what_a_stage_sends_begins_with_the_instant_of_its_cause(
     other: uuid.UUID, at: int, version: int
 ) -> None:
-    """Otherwise each id would touch another index page, beside millions of rows."""
+    """Otherwise each id would change another page of the index, beside millions of
+    rows."""
     behind = other.int & ((1 << 76) - 1)
     cause = uuid.UUID(int=at << 80 | version << 76 | behind)
     sent = wire.derived_id("shop", cause, "orders", 0)

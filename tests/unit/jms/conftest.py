@@ -95,8 +95,8 @@ def broker(scripted: Callable[..., ScriptedBroker]) -> ScriptedBroker:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., jms.Connection]]:
-    """Create connections. At the end, pending waits are given up, and the connections
-    are closed."""
+    """Create connections. At the end, threads that still wait are released, and the
+    connections are closed."""
     made: list[jms.Connection] = []
 
     def make(to: ScriptedBroker, **options: Any) -> jms.Connection:

@@ -18,7 +18,7 @@ CONNECTED = b"CONNECTED\nversion:1.2\nserver:plain/1\nheart-beat:0,0\n\n\x00"
 
 
 class Client:
-    """One accepted connection. ``over`` is set when the test has ended."""
+    """One accepted connection. ``over`` is set at the end of the test."""
 
     def __init__(self, sock: socket.socket, over: threading.Event) -> None:
         self.sock = sock

@@ -74,8 +74,8 @@ def test_rabbitmq_cannot_delay_what_shall_expire(
     ],
 )
 def test_long_delay_blocks_only_similar_delays(milliseconds: int, queue: str) -> None:
-    """There is one queue for each power of two, so the first message waits at most
-    twice as long as those behind it."""
+    """Each power of two has its own queue, so the first message waits at most twice as
+    long as the messages behind it."""
     waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds, transacted=False)
     assert str(waits) == queue
     assert int(headers["expiration"]) == milliseconds

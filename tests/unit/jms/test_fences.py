@@ -1,7 +1,7 @@
 """Faults of stomp.py 9, each beside our transport, which does not have it.
 
-Each pair shows the fault on stomp.py itself, so that our workaround can go when the
-fault is fixed. If a test `test_stomp_py_...` fails, stomp.py has improved.
+Each pair shows the fault in stomp.py itself, so that our workaround can be removed when
+the fault is fixed. If a test `test_stomp_py_...` fails, stomp.py has improved.
 """
 
 from __future__ import annotations

@@ -353,7 +353,7 @@ def test_a_receipt_between_timeouts_keeps_the_connection(
 def test_a_receipt_that_beats_the_return_of_the_send_gives_one_callback_elsewhere(
     broker: ScriptedBroker, producer: jms.MessageProducer
 ) -> None:
-    """The broker's own receipt then arrives second, and is ignored."""
+    """The broker's own receipt arrives after the other one, and is ignored."""
     link, listener = producer.session.link, Listener()
     put = link.writer.put
 

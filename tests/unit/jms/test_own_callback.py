@@ -106,8 +106,8 @@ def test_the_application_thread_may_close_while_a_callback_runs(
 def test_a_callback_that_waits_for_the_thread_that_waits_for_it_is_named(
     broker: ScriptedBroker, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in Jakarta Messaging, a callback that lets another thread close, and waits for
-    that thread, waits for itself. A warning names both threads and the callback's
+    """As in Jakarta Messaging, a callback waits for itself if it lets another thread
+    close, and waits for that thread. A warning names both threads and the callback's
     position."""
     session = connect(broker, close_timeout="0.2").create_session()
     handed_on = threading.Thread(target=session.close, name="closer", daemon=True)

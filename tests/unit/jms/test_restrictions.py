@@ -1,4 +1,4 @@
-"""R6: policies for code in which a listener is not allowed, and forks."""
+"""R6: policies for code in which a listener is not allowed, and for forks."""
 
 from __future__ import annotations
 

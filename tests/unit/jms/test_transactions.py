@@ -1,4 +1,4 @@
-"""Transacted sessions: committed, rolled back or in doubt, and never mixed up."""
+"""Transacted sessions: committed, rolled back or in doubt, and never confused."""
 
 from __future__ import annotations
 
@@ -239,7 +239,8 @@ def test_the_reason_of_a_refused_commit_may_come_after_the_refusal(
 def test_a_refused_commit_ends_the_connection_that_would_keep_its_transaction(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
-    """ActiveMQ answers an ABORT after it with "Invalid transaction id"."""
+    """After a refused commit, ActiveMQ answers an ABORT with "Invalid transaction
+    id"."""
     session = connect(broker).create_session(transacted=True)
     session.create_producer(DESTINATION).send(jms.Message("1"))
     broker.on("COMMIT", nth=1).reject("marked rollback only")
