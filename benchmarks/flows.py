@@ -41,7 +41,7 @@ class Ask:
 
 @dataclass
 class Reply:
-    """Its answer."""
+    """The answer to a request."""
 
     number: int
     turn: int

@@ -141,7 +141,8 @@ def main() -> int:
 
 
 class Figures:
-    """What has been measured: a file with one JSON document a step of a contender."""
+    """The measured figures, in a file with one JSON document for each step of a
+    contender."""
 
     def __init__(self, keep: str) -> None:
         folder = Path(tempfile.mkdtemp(prefix="txmsg-bench-"))
@@ -223,7 +224,7 @@ class Figures:
 
 
 class Bench:
-    """One contender on a database of its own."""
+    """A contender with a database of its own."""
 
     def __init__(self, name: str, given: Contender, python: str, amqp: str) -> None:
         self._given, self._python = given, python

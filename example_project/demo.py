@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Failed(Exception):
-    """Something that had to happen did not."""
+    """Something that must happen in the demo did not happen."""
 
 
 def main() -> int:
@@ -200,7 +200,8 @@ class Shop:
         )
 
     def answers(self) -> bool:
-        """Whether the server is there. Fetches the form, and with it the token."""
+        """Return whether the server answers. Also fetches the form, and with it the
+        token."""
         try:
             return bool(self._open("/").status == 200)
         except urllib.error.HTTPError as error:
@@ -281,7 +282,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def said(self) -> str:

@@ -38,7 +38,7 @@ class Accepted:
 @message_type("orders.Refused")
 @dataclass
 class Refused:
-    """Nothing is left of it: no payment, no reservation."""
+    """The order is refused. Nothing is left of it: no payment, no reservation."""
 
     order: str
     why: str
@@ -50,7 +50,8 @@ Answer = Accepted | Refused
 class Checkout(
     Flow[PlaceOrder, Answer], name="orders.checkout", within=timedelta(minutes=5)
 ):
-    """Each step is one transaction; between two of them no process waits."""
+    """An order's flow. Each step is one transaction; between two steps no process
+    waits."""
 
     order: str = ""
     shelf: str = ""

@@ -8,7 +8,7 @@ from .models import PRICES, Order
 
 
 class OrderForm(forms.ModelForm):
-    """What a customer says."""
+    """What a customer enters."""
 
     item = forms.ChoiceField(
         choices=[(name, f"{name}, {price} €") for name, price in PRICES.items()]

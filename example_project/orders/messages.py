@@ -1,4 +1,4 @@
-"""What orders takes."""
+"""The messages that orders receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shop sells, and who ordered what."""
+"""The shop's products, and its orders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def new_number() -> str:
 
 
 class Order(models.Model):
-    """One order. It and the message that asks for its payment commit together."""
+    """One order. The order and the message that asks for its payment commit
+    together."""
 
     class Status(models.TextChoices):
         PLACED = "placed", "placed"

@@ -1,4 +1,4 @@
-"""What payments takes."""
+"""The messages that payments receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What payments does with messages: it takes the money and asks for the parcel."""
+"""What payments does with messages: it charges the customer, and asks for the
+parcel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For `gunicorn project.wsgi`."""
+"""The application for `gunicorn project.wsgi`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shipping takes."""
+"""The messages that shipping receives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Reserve:
 @message_type("shipping.Reserved")
 @dataclass
 class Reserved:
-    """They lie on this shelf."""
+    """The products are reserved on this shelf."""
 
     shelf: str
 

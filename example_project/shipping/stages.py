@@ -1,4 +1,4 @@
-"""What shipping does with messages: it sends the parcel and says so."""
+"""What shipping does with messages: it sends the parcel and reports that."""
 
 from __future__ import annotations
 

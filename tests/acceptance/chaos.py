@@ -44,8 +44,8 @@ REST = 180.0
 
 
 def declare() -> None:
-    """In the consumers: record an effect of each message, and of the message that its
-    stage sends."""
+    """Declare stages in the consumers that record an effect of each message, and of the
+    message that the stage sends."""
     service = conf.get().SERVICE
 
     def effect(message: Message, what: str) -> None:
@@ -86,12 +86,12 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Whether every order happened exactly once."""
+        """Whether every order has happened exactly once."""
         return not (self.lost or self.doubled or self.stuck or self.dead)
 
 
 class Chaos:
-    """One run: its processes, its servers, and their faults."""
+    """One run, with its processes, its servers and their faults."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Chaos:
     # What is done to them. -----------------------------------------------------------
 
     def web_worker_killed(self) -> None:
-        """One of the web server's processes; its master replaces it."""
+        """Kill one of the web server's processes, which its master replaces."""
         assert self._web is not None
         for pid in self._web.workers()[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -177,11 +177,11 @@ class Chaos:
         self._web.close()
 
     def relay_killed(self) -> None:
-        """One relay."""
+        """Kill a relay."""
         self._workers[f"relay-{self._random.randint(1, 2)}"].kill()
 
     def consumer_killed(self) -> None:
-        """One consumer."""
+        """Kill a consumer."""
         self._workers[f"consume-{self._random.randint(1, 2)}"].kill()
 
     def worker_stopped_in_good_order(self) -> None:

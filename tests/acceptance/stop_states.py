@@ -41,7 +41,7 @@ COUNT = 6
 
 
 def declare() -> None:
-    """In the process: one stage that behaves as the test requires."""
+    """Declare one stage in the process that behaves as the test requires."""
     _process.PATIENCE = 4.0
     script = json.loads(os.environ["STOP_SCRIPT"])
     go = Path(script["go"])
@@ -198,7 +198,7 @@ def _silent_host() -> Iterator[tuple[int, threading.Event]]:
 
 @contextmanager
 def broker_refuses(world: World, command: str) -> Iterator[None]:
-    """In the pause of a breaker: nothing listens on the port."""
+    """Stop during the pause of a breaker: nothing listens on the port."""
     world.store()
     world.start(command, url=f"stomp://u:p@127.0.0.1:{free_port()}")
     world.waiting("cannot be used")
@@ -207,7 +207,7 @@ def broker_refuses(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def broker_is_silent(world: World, command: str) -> Iterator[None]:
-    """In the log-in at a host that accepts connections and sends nothing."""
+    """Stop during the log-in at a host that accepts connections and sends nothing."""
     world.store()
     with _silent_host() as (port, taken):
         world.start(command, url=f"stomp://u:p@127.0.0.1:{port}")
@@ -217,7 +217,8 @@ def broker_is_silent(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def host_drops_packets(world: World, command: str) -> Iterator[None]:
-    """In the connect itself: the other side's queue is full, and SYNs are dropped."""
+    """Stop during the connect itself: the queue of the other side is full, and SYNs are
+    dropped."""
     world.store()
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket())
@@ -242,7 +243,8 @@ def _connects(pid: int, port: int) -> bool:
 
 @contextmanager
 def broker_keeps_its_answers(world: World, command: str) -> Iterator[None]:
-    """In a batch whose receipts do not come, or in a receive where nothing comes."""
+    """Stop during a batch whose receipts do not come, or a receive to which nothing
+    comes."""
     assert world.activemq is not None
     world.url = world.activemq.url()
     proxy = world.proxy(world.activemq.port)
@@ -275,7 +277,7 @@ def database_refuses(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def database_is_silent(world: World, command: str) -> Iterator[None]:
-    """In a statement whose answer never comes."""
+    """Stop during a statement whose answer never comes."""
     assert world.postgres is not None
     proxy = world.proxy(world.postgres.port)
     world.dispatch(1)
@@ -289,7 +291,7 @@ def database_is_silent(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def waits_for_a_lock(world: World, command: str) -> Iterator[None]:
-    """In a claim, or in the record of an arrival, that waits for a lock."""
+    """Stop during a claim, or the record of an arrival, that waits for a lock."""
     world.dispatch(1)
     world.start(command)
     _is_at_work(world, command)
@@ -302,7 +304,7 @@ def waits_for_a_lock(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def idle(world: World, command: str) -> Iterator[None]:
-    """With nothing to do."""
+    """Stop while there is nothing to do."""
     world.dispatch(1)
     world.start(command)
     _is_at_work(world, command)
@@ -322,7 +324,7 @@ def _is_at_work(world: World, command: str) -> None:
 
 @contextmanager
 def in_the_handler(world: World, command: str) -> Iterator[None]:
-    """In a handler, which takes its time and ends after the signal."""
+    """Stop during a handler, which takes its time and ends after the signal."""
     world.script["hold_at"] = 2
     world.dispatch()
     world.start(command)
@@ -335,7 +337,7 @@ def in_the_handler(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_the_handler_of_a_batch(world: World, command: str) -> Iterator[None]:
-    """In the middle of a batch."""
+    """Stop in the middle of a batch."""
     world.script["options"] = {"batch": 4}
     with in_the_handler(world, command):
         yield
@@ -343,7 +345,7 @@ def in_the_handler_of_a_batch(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_the_handler_of_1pc(world: World, command: str) -> Iterator[None]:
-    """In a handler inside of the broker's own transaction."""
+    """Stop during a handler inside the broker's own transaction."""
     world.script["options"] = {"transaction": "best_effort_1pc"}
     with in_the_handler(world, command):
         yield
@@ -362,7 +364,7 @@ def in_blocking_redelivery(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def with_parked_messages(world: World, command: str) -> Iterator[None]:
-    """With messages that are due in minutes."""
+    """Stop while messages are parked that are due in minutes."""
     world.script["redelivery"] = {"initial_delay": 300.0, "max_delay": 300.0}
     world.script["fail"] = True
     world.dispatch()
@@ -375,7 +377,7 @@ def with_parked_messages(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def throttled(world: World, command: str) -> Iterator[None]:
-    """In the pause of a stage that fails each time."""
+    """Stop during the pause of a stage that fails each time."""
     world.script["redelivery"] = {"max_redeliveries": 99, "initial_delay": 0.1}
     world.script["fail"] = True
     world.dispatch()
@@ -387,7 +389,8 @@ def throttled(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def looks_again(world: World, command: str) -> Iterator[None]:
-    """In the back-off of a control message whose session does not commit."""
+    """Stop during the pause before the next check of a control message whose session
+    does not commit."""
     world.dispatch(1)
     control = ControlMessage(
         id=str(new_id()), session_id=new_id(), using="default", oracle="delay"
@@ -405,7 +408,7 @@ def looks_again(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_bulk(world: World, command: str) -> Iterator[None]:
-    """In a bulk operation that takes minutes."""
+    """Stop during a bulk operation that takes minutes."""
     world.dispatch(1)
     with transaction.atomic():
         for number in range(300):

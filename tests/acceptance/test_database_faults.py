@@ -28,7 +28,7 @@ def ask(sql: str) -> Any:
 
 
 def demoted() -> None:
-    """For some seconds the server takes no writes, and keeps all connections open."""
+    """Let the server take no writes for some seconds, and keep all connections open."""
     read_only("on")
     threading.Event().wait(3)
     read_only("off")
@@ -82,7 +82,8 @@ def test_relay_and_consumer_continue_after_time_outs(
 def test_a_pool_of_four_connections_is_enough_for_eight_threads(
     fault: Callable[[], None], manage: Manage, destination: str
 ) -> None:
-    """They give their connections back: no thread waits until a time-out ends it."""
+    """The threads give their connections back, so no thread waits until a time-out ends
+    the wait."""
     stream = Stream(manage, EMBEDDED, destination, 1, concurrency=8)
     stream.env["TXMSG_TEST_DATABASE_OPTIONS"] = json.dumps({"pool": {"timeout": 10}})
     through(stream, fault)

@@ -253,8 +253,9 @@ class Market:
 
 
 def judge(total: int) -> str:
-    """Each flow is answered once, after all else; each that failed is undone once,
-    newest first; nothing is kept. Returns how many of each there were."""
+    """Check that each flow is answered once, after all its work; that each failed flow
+    is undone once, newest first; and that nothing is kept. Returns how many of each
+    there were, in words."""
     found: dict[int, list[str]] = defaultdict(list)
     for name in Effect.objects.order_by("id").values_list("name", flat=True):
         number, what = name.split()

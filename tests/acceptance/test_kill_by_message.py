@@ -24,7 +24,7 @@ ATTEMPTS = 3
 
 
 def deadly() -> None:
-    """In the worker: declare a stage whose handler dies of one message."""
+    """Declare a stage in the worker whose handler is killed by one message."""
 
     def handler(message: Message) -> None:
         if message.body == "deadly":
@@ -42,8 +42,9 @@ def deadly() -> None:
 def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
     batch: int, manage: Manage, destination: str
 ) -> None:
-    """The other messages of its batch are processed without losing an attempt: it is
-    unknown which message of a batch killed the worker, so none counts it."""
+    """The other messages of its batch are processed without losing an attempt. Which
+    message of a batch has killed the worker is unknown, so no message counts the
+    attempt."""
     settings = {
         **IMPATIENT,
         "BROKERS": {"default": {"URL": "database://?poll=0.01&lease=1"}},

@@ -24,7 +24,8 @@ pytestmark = committing
 
 
 def declare() -> None:
-    """In the worker: stages that fail, and a stop after the first copy is stored."""
+    """Declare stages in the worker that fail, and stop after the first copy is
+    stored."""
 
     def handler(message: Message) -> None:
         if message.body == "always" or message.delivery_attempt == 1:

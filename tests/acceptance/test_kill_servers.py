@@ -25,7 +25,7 @@ pytestmark = [committing, pytest.mark.timeout(300)]
 
 
 def declare() -> None:
-    """In the workers: one stage that leaves one effect."""
+    """Declare a stage in the workers that leaves one effect."""
     options = json.loads(os.environ["BUSY_STAGE"])
 
     def handler(message: Message) -> None:

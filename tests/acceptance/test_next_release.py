@@ -1,5 +1,5 @@
-"""This release beside the next one: on tables that the next one's migrations have
-grown, and with messages whose headers only the next one knows."""
+"""This release beside the next one: on tables that the next release's migrations have
+extended, and with messages whose headers only the next release knows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_this_release_works_on_the_tables_of_the_next(destination: str) -> None:
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: str(sample["name"]))
 def test_a_message_of_the_release_before_is_read(sample: dict[str, Any]) -> None:
-    """What stood on the wire is read with the same identity, body and headers."""
+    """A message in the former wire format is read with the same identity, body and
+    headers."""
     seen: list[Message] = []
     with txmsg(), declared(seen.append) as stage:
         put(stage.destination, sample["body"].encode("latin-1"), sample["wire"])

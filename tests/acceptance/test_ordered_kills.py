@@ -173,7 +173,7 @@ def test_killed_broker_keeps_the_order_of_each_key(
 def test_read_only_database_keeps_the_order_of_each_key(
     fault: Callable[[], None], times: int, manage: Manage, destination: str
 ) -> None:
-    """As after a failover to a read-only server, or by a proxy."""
+    """The server becomes read-only by a failover, or a proxy makes it so."""
     traffic = Traffic(manage, "database://?poll=0.05&lease=5", destination)
     through(traffic, fault, times)
 

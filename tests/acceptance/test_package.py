@@ -83,7 +83,8 @@ def test_a_new_project_checks_migrates_and_stores_a_message(
 
 
 def test_pytest_finds_the_plugin_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """By its entry point, in an environment that has pytest and pytest-django too."""
+    """pytest finds it by its entry point, in an environment that has pytest and
+    pytest-django too."""
     testing = ["iniconfig", "packaging", "pluggy", "Pygments", "pytest"]
     stomp = ["docopt-ng", "stomp.py", "websocket-client"]
     lent = [*LENT, *testing, "pytest-django", *stomp]

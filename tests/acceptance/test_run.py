@@ -136,7 +136,7 @@ def test_run_leaves_the_lines_to_a_log_that_is_printed(
     "command", ["txmsg run", "txmsg run --reload", "relay", "consume"]
 )
 def test_closed_output_drains_the_process(command: str, code: Path) -> None:
-    """As after `| head`, or with a terminal that was closed."""
+    """The output is closed by `| head`, or by closing the terminal."""
     read, write = os.pipe()
     settings = {**IMPATIENT, "BROKERS": BROKERS}
     process = subprocess.Popen(

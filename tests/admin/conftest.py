@@ -23,7 +23,7 @@ ALL_VIEWS = (
 
 @pytest.fixture(autouse=True)
 def nothing_counted() -> None:
-    """What the process has counted was of another test's rows."""
+    """Forget what this process has counted, because those were rows of another test."""
     periods.forget()
 
 

@@ -55,7 +55,7 @@ IN_TEXT = ".txmsg p a:not(.button), .txmsg-updated a, .breadcrumbs a"
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """One browser for all walks."""
+    """A browser that all tests of this file share."""
     absent = missing()
     if absent and os.environ.get("CI") == "true":
         pytest.fail(absent)
@@ -97,7 +97,7 @@ def shop_stages() -> Iterator[None]:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Where screenshots go: `TXMSG_SCREENSHOTS` names where one can look at them."""
+    """The directory for screenshots: that of `TXMSG_SCREENSHOTS`, if it is set."""
     return Path(os.environ.get("TXMSG_SCREENSHOTS") or tmp_path)
 
 
@@ -262,7 +262,8 @@ def test_the_overview_keeps_itself_up_to_date(walker: Browser) -> None:
 def test_a_page_says_when_it_is_not_renewed_any_more(
     walker: Browser, pictures: Path
 ) -> None:
-    """No user should watch old figures unknowingly, logged out or without a server."""
+    """A user who is logged out, or whose server is gone, must not watch old figures
+    without knowing."""
     walker.open("/admin/django_txmsg/?live")
     walker.until("As of ")
     name = settings.SESSION_COOKIE_NAME

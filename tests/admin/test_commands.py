@@ -462,7 +462,7 @@ def test_the_audit_is_listed() -> None:
 def test_a_command_runs_for_a_user_without_a_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a container that is given a user id of its own."""
+    """Some containers are given a user id that has no name."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getuid", lambda: 987_654)

@@ -76,7 +76,7 @@ def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
 
 
 def test_short_ids_of_one_flow_differ(viewer: Client) -> None:
-    """They begin alike; one pair in 65,536 also ends alike."""
+    """The ids begin alike. One pair in 65,536 also ends alike."""
     flow = "019e2f6c-0123-84a1-966a-"
     ids = {f"{flow}{own}" for own in ("b653ee1c3571", "0f53ee1c3571")}
     for message_id in ids:
@@ -366,7 +366,7 @@ def test_the_keyboard_scrolls_a_list_without_links(admin_client: Client) -> None
 def test_a_list_looks_up_what_became_of_the_rows_that_it_shows(
     admin_client: Client, table: str
 ) -> None:
-    """And reads no other rows of 5,000."""
+    """The list reads no other rows of 5,000."""
     factories.OutboxMessageFactory(dispatched=True)
     factories.InboxMessageFactory()
     factories.DeadLetterFactory()

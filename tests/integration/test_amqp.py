@@ -398,8 +398,8 @@ def test_a_queue_that_is_deleted_ends_its_consumers_session(
 def test_subscription_ends_if_its_channel_ends_during_a_send(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """As after RabbitMQ's consumer_timeout. No thread may wait for deliveries that
-    cannot come."""
+    """RabbitMQ's consumer_timeout ends a channel. No thread may then wait for
+    deliveries that cannot come."""
     session = opened(rabbitmq_amqp.url())
     elsewhere = Outgoing(f"{destination}.other", {}, b"y")
     assert session.send([elsewhere]) == [None]
@@ -492,7 +492,7 @@ def test_queue_deleted_before_the_commit_is_redeclared_for_returned_messages(
 def test_only_returned_messages_are_resent_after_the_commit(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """One body goes to three queues, one of which has been deleted."""
+    """Messages with one body go to three queues, one of which has been deleted."""
     gone, stays = f"{destination}.gone", f"{destination}.stays"
     session = opened(rabbitmq_amqp.url(), transacted=True)
     session.subscribe(destination, prefetch=1)

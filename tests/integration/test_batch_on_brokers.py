@@ -50,7 +50,7 @@ def cut_before(session: Any, proxy: Proxy) -> None:
 def test_each_failing_message_of_a_batch_rolls_back_alone(
     broker: str, cut: bool, destination: str, request: pytest.FixtureRequest
 ) -> None:
-    """Also if the connection ends before they are acknowledged: all are delivered
+    """If the connection ends before the acknowledgement, all messages are delivered
     again, and recognised."""
     server: Any = request.getfixturevalue(broker)
     transactions: dict[int, set[int]] = defaultdict(set)

@@ -22,7 +22,8 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 @pytest.mark.postgresql
 def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
-    """Both begin in one round trip, but they are two transactions."""
+    """The count and the stage's work begin in one round trip, but they are two
+    transactions."""
     statements: list[str] = []
 
     def note(execute: Any, sql: str, *rest: Any) -> Any:

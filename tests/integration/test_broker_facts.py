@@ -108,7 +108,8 @@ def contents(client: RawClient, destination: str) -> list[bytes]:
 def test_activemq_commits_the_rest_when_a_send_with_receipt_failed(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """Its client must count the refusal and ABORT: the broker will not."""
+    """A client must count the refusals and ABORT, because the broker commits the
+    rest."""
     producer, name = client(activemq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -126,7 +127,8 @@ def test_activemq_commits_the_rest_when_a_send_with_receipt_failed(
 def test_activemq_refuses_the_commit_when_a_send_without_receipt_failed(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """What the relay relies on: only COMMIT asks for a receipt, all or nothing."""
+    """The relay relies on this: only COMMIT asks for a receipt, for all messages or
+    none."""
     producer, name = client(activemq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -276,7 +278,8 @@ def test_rabbitmq_never_sends_the_receipts_of_an_aborted_transaction(
 def test_activemq_sends_receipts_in_order_while_no_queue_is_full(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """Whatever is mixed: big and small, stored and not, queues and a topic."""
+    """The messages are mixed: big and small, stored and not, to queues and to a
+    topic."""
     producer = client(activemq)
     names = [queue(), queue(), queue().replace("/queue/", "/topic/")]
 
@@ -363,7 +366,7 @@ def test_activemq_answers_a_barrier_while_a_send_with_receipt_waits(
 def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """What the relay relies on: with COMMIT's receipt all of the batch is stored."""
+    """The relay relies on this: with COMMIT's receipt, the whole batch is stored."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -412,7 +415,7 @@ def take(client: RawClient, destination: str, count: int) -> list[bytes]:
 def test_rabbitmq_sends_receipts_out_of_order_over_two_queues(
     rabbitmq: RabbitMQ, client: Client, of_odd_ones: dict[str, str], size: int
 ) -> None:
-    """Each arrives once, though: only the order is not guaranteed."""
+    """Each receipt arrives once; only the order is not guaranteed."""
     overtaken = 0
     for _ in range(20):
         producer, names = client(rabbitmq), [queue(), queue()]
@@ -451,8 +454,7 @@ def test_rabbitmq_sends_receipts_in_order_over_one_queue(
 def test_rabbitmq_makes_a_queue_exclusive_for_a_send_that_says_persistent_false(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """So a volatile message has no such header, rather than one with the value
-    false."""
+    """This is why a volatile message has no such header at all."""
     name, first, second = queue(), client(rabbitmq), client(rabbitmq)
     send(first, name, b"x", receipt="declared")
     read_to(first, "declared")

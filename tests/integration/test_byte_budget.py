@@ -1,4 +1,5 @@
-"""What one claim brings into memory is bounded in bytes, not only in rows."""
+"""The bodies that one claim loads into memory are limited in bytes, not only in
+rows."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ class Counted(DatabaseBroker):
 def test_lanes_hold_no_more_together_and_leave_nothing(
     sizes: list[int], most: int
 ) -> None:
-    """Each lane used to have the whole budget, so four lanes had four times as much."""
+    """Each lane used to have the whole budget, so that four lanes loaded four times as
+    much."""
     Counted.most = 0
     with txmsg(BROKERS={"default": {"BACKEND": f"{__name__}.Counted"}}):
         store(*sizes)
@@ -171,7 +173,8 @@ def test_the_sessions_of_a_process_hold_one_large_body_and_small_ones_go_on(
 def test_a_body_above_the_limit_is_claimed_although_there_are_always_others(
     sessions: Callable[[], DatabaseSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With three sessions, bodies of 400 bytes are large, and two fit at a time."""
+    """With three sessions, a body of 400 bytes counts as large, and two such bodies fit
+    at a time."""
     first, second, third = sessions(), sessions(), sessions()
     queue(400, 400, 5000, 400)
     one, other = first.receive(0), second.receive(0)
@@ -211,8 +214,8 @@ def test_a_batch_holds_no_more_than_the_share_of_its_session(
 
 @pytest.mark.postgresql
 def test_a_large_message_that_another_lane_looks_at_is_not_left_behind() -> None:
-    """The other lane may not claim it, but its attempt locks the row for a moment, and
-    SKIP LOCKED hides it from the lane that may."""
+    """The other lane may not claim the message, but its attempt locks the row for a
+    moment, and SKIP LOCKED hides the row from the lane that may."""
     store(5000)
     budget, looks = Budget(8), iter([True])
 

@@ -135,7 +135,8 @@ def test_outside_of_a_transaction_a_call_is_an_error_if_settings_require_one() -
 def test_calls_by_a_worker_itself_need_no_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Such as the error links of a task whose time is up, in its main process."""
+    """Celery calls the error links of a task whose time is up in the worker's main
+    process."""
     app.conf.result_backend = None
     forget_connections()
     monkeypatch.setattr(app.loader, "worker_initialized", True)

@@ -202,7 +202,7 @@ def test_a_worker_killed_after_its_commit_loses_and_repeats_nothing(
 def test_a_worker_killed_after_it_called_its_links_calls_them_with_the_same_ids(
     worker: Start, tmp_path: Path
 ) -> None:
-    """They are called twice, once by the killed worker, and executed once; so are
+    """The links are called twice, once by the killed worker, and executed once. So are
     nested links."""
     links = [
         charge.s(2).set(link=charge.s(3)),
@@ -314,7 +314,8 @@ def test_a_task_that_the_broker_refuses_is_refused_alone(
 def test_a_queue_that_was_deleted_loses_no_task(
     worker: Start, rabbitmq: RabbitMQ
 ) -> None:
-    """Also if an exchange stands in between, which would drop it silently."""
+    """This holds even if an exchange, which would drop the task silently, stands in
+    between."""
     exchange = Exchange("tests.celery.topic", type="topic")
     queue = Queue("tests.celery.eu", exchange, routing_key="eu.#")
     lane = Lane("default", "celery")

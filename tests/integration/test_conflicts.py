@@ -59,7 +59,7 @@ def test_contention_buries_no_message(batch: int) -> None:
 
 
 def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
-    """For example because of a trigger that always raises a conflict: the retries
+    """A trigger that always raises a conflict is an example. The repetitions must
     end."""
     runs: list[int] = []
 

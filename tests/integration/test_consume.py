@@ -1,4 +1,5 @@
-"""One message through one stage: effects once, duplicates dropped, ids derived."""
+"""One message and one stage: its effects happen once, copies are dropped, ids are
+derived."""
 
 from __future__ import annotations
 

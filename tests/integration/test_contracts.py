@@ -390,7 +390,8 @@ def test_every_command_is_a_verb() -> None:
 
 
 def test_the_example_project_keeps_its_contract(tmp_path: Path) -> None:
-    """In whatever directory it is started: the contract lies beside manage.py."""
+    """It does so in whatever directory it is started, because the contract lies beside
+    manage.py."""
     done = subprocess.run(
         [sys.executable, PROJECT / "manage.py", "txmsg", "contracts", "check"],
         cwd=tmp_path,

@@ -181,7 +181,8 @@ def test_a_message_that_failed_while_a_crash_forgot_its_record_is_not_dropped(
 def test_a_server_that_was_made_read_only_is_waited_for(
     transaction: Any, broker: ScriptedBroker
 ) -> None:
-    """Its connections stay open; only its errors show the state."""
+    """The server's connections stay open. Only its errors show that it takes no
+    writes."""
     with (
         declared(effect, transaction=transaction) as stage,
         running(stage, concurrency=2),
@@ -247,7 +248,7 @@ def test_a_stop_ends_the_wait_at_once_and_the_delivery_goes_back(
 
 
 def declare() -> None:
-    """In the worker: one stage."""
+    """Declare one stage in the worker."""
     stages.stage("tests.away")(effect)
 
 

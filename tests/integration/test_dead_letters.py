@@ -216,8 +216,8 @@ TOPIC = "topic:orders.placed"
 
 
 def test_topics_dead_letter_is_redelivered_to_its_stage_only() -> None:
-    """The other subscribers do not get it, even if their inbox no longer remembers
-    it."""
+    """The other subscribers do not get the message, even if their inbox no longer
+    remembers it."""
     handler, others = Stubborn(), []
     with (
         declared(handler, TOPIC, name="billing") as stage,
@@ -327,7 +327,7 @@ def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> Non
 def test_redelivered_unreadable_message_dies_again_unless_fixed(
     headers: dict[str, str],
 ) -> None:
-    """It then is the same dead letter again, and is never parked for ever."""
+    """The message then has the same dead letter again, and is not parked for ever."""
     got: list[Message] = []
     body = b"1" if "txmsg-expires" in headers else b"{"
     with declared(got.append) as stage:

@@ -60,7 +60,8 @@ def test_thread_dispatches_right_after_the_commit() -> None:
 
 
 def test_a_row_follows_soon_when_another_process_has_sent_the_one_before() -> None:
-    """No relay runs: the dispatcher of the second row's process checks again."""
+    """No relay runs. The dispatcher in the second row's process checks the row
+    again."""
     with txmsg(DISPATCH_ON_COMMIT="off"), transaction.atomic():
         send_message("tests.q", 1, key="hot")
     token = uuid.uuid4()
@@ -171,8 +172,8 @@ def test_rollback_wakes_no_dispatcher() -> None:
 def test_no_thread_dispatches_on_an_in_memory_database(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a project's tests on SQLite, two connections would fail at once while one of
-    them writes."""
+    """In the tests of a project on SQLite, a second connection that writes would fail
+    at once."""
     connections["other"].ensure_connection()
     name = "file:memorydb_other?mode=memory&cache=shared"
     monkeypatch.setitem(connections["other"].settings_dict, "NAME", name)
@@ -190,7 +191,7 @@ def test_without_a_transaction_when_that_is_allowed() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_starts_its_own_thread() -> None:
-    """As under a pre-forking server: even a fork in the middle of a wake-up."""
+    """A pre-forking server may fork even in the middle of a wake-up."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         send()
         wait_until(lambda: not pending())
@@ -236,7 +237,7 @@ def test_a_child_of_multiprocessing_that_ends_at_once_dispatches_first() -> None
 
 @pytest.mark.postgresql
 def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
-    """As after a restart of the server, without a relay that would send the message."""
+    """The server was restarted, and no relay runs that would send the message."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         send()
         wait_until(lambda: not pending())
@@ -282,8 +283,8 @@ def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silen
 def test_without_commits_the_thread_gives_its_connection_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With CONN_MAX_AGE = 0, the default; the next commit opens another. The notifier
-    keeps a connection of its own for a while."""
+    """With CONN_MAX_AGE = 0, the default, the thread closes its connection, and the
+    next commit opens another. The notifier keeps its own connection for a while."""
     monkeypatch.setattr(dispatcher, "IDLE", 0.1)
     alone = txmsg(DISPATCH_ON_COMMIT="thread", NOTIFY=False)
     with alone, connection.cursor() as cursor:

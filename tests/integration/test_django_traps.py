@@ -84,7 +84,8 @@ def test_swallowed_error_of_an_inner_atomic_fails_the_attempt(
 def test_block_left_open_ends_with_its_message(
     options: dict[str, Any], raises: bool
 ) -> None:
-    """Otherwise nothing more would be committed, of this message and all later ones."""
+    """If the block stayed open, neither this message's work nor any later work would be
+    committed."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -247,7 +248,8 @@ def test_a_commit_that_fails_is_a_failed_attempt(options: dict[str, Any]) -> Non
 def test_a_connection_that_died_between_messages_is_replaced(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No attempt is counted, because the handler has not run when it is noticed."""
+    """No attempt is counted, because the handler has not run when the dead connection
+    is noticed."""
     monkeypatch.setitem(connections.databases["default"], "CONN_MAX_AGE", None)
     backends: list[int] = []
 

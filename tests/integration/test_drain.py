@@ -41,7 +41,8 @@ class Declares(SimpleTestCase):
 
 
 class TestInsideATestCase(TestCase, Declares):
-    """No transaction commits here, and no other connection sees a row."""
+    """drain() in a TestCase, in which no transaction commits and no other connection
+    sees a row."""
 
     def test_drain_processes_a_message_and_those_it_causes(self) -> None:
         def place(message: Message) -> None:

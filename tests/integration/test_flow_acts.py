@@ -1,4 +1,4 @@
-"""What operators do to runs: five acts, by the command; each is audited."""
+"""The five acts of operators on runs, by the command. Each is audited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks a flow and waits for the answer: `ask()` and `aask()`."""
+"""`ask()` and `aask()`, which start a run and wait for its answer."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def test_a_request_that_the_broker_refuses_is_answered_at_once(
 
 
 def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
-    """Its correlation id is its ticket, with the number of the request."""
+    """The correlation id of the answer is the ticket with the number of the request."""
     run = tour(2)
     answer(1)
     run.refresh_from_db()
@@ -410,8 +410,8 @@ def test_answers_and_copies_at_the_same_time_end_each_join_once(
 def test_two_last_answers_at_the_same_moment_end_the_join(
     commits: bool, enough: int | None
 ) -> None:
-    """Neither transaction sees the other's answer; the first commits or is rolled back,
-    as by a killed process, after the second has continued the run."""
+    """Neither transaction sees the other's answer. The first one commits, or is rolled
+    back like that of a killed process, after the second has continued the run."""
     run = tour(2 if enough is None else 3, enough)
     answer(2)
     stage = stages.find(["tour.flow.steps"])[0]

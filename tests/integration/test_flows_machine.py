@@ -217,7 +217,7 @@ class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
 
 @shelved
 class Newer(Outer, name="machine.outer", within=5 * MINUTE, version=2):
-    """The same, by newer code, which reads the older state."""
+    """The same flow in newer code, which reads the older state."""
 
 
 @upgrade("machine.outer", from_version=1)
@@ -309,7 +309,8 @@ class World(RuleBasedStateMachine):
 
     @rule(newer=st.booleans())
     def code_is_replaced(self, newer: bool) -> None:
-        """By a newer version of the flow, or back."""
+        """Replace the code by a newer version of the flow, or go back to the older
+        one."""
         self._deployed.close()
         self._code = Newer if newer else Outer
         self._deployed.enter_context(at_hand(Inner, self._code))

@@ -169,7 +169,7 @@ def test_a_dead_letter_that_does_not_go_back_is_taken_in(
 def test_unreadable_foreign_message_is_one_dead_letter(
     destination: str,
 ) -> None:
-    """Its worker dies before the acknowledgement, and the message has no stable id."""
+    """The message has no stable id, and its worker dies before the acknowledgement."""
     put_foreign(destination, b'{"cut off": ')
     with declared(effect, destination) as stage:
         for _ in range(2):
@@ -185,7 +185,8 @@ def test_unreadable_foreign_message_is_one_dead_letter(
 
 
 def declare() -> None:
-    """In the worker: a stage, killed by its message or right after its commit."""
+    """Declare a stage in the worker, which its message kills, or which is killed right
+    after its commit."""
 
     def handler(message: Message) -> None:
         if os.environ.get("DEADLY"):

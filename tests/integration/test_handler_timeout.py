@@ -213,7 +213,8 @@ def test_handler_in_time_is_not_affected() -> None:
 
 
 def test_time_out_does_not_affect_other_threads() -> None:
-    """No query of theirs is cancelled, and none of the same thread's next message."""
+    """No query of another thread is cancelled, and none of the thread's next
+    message."""
 
     def handler(message: Message) -> None:
         if message.body == "slow":

@@ -127,7 +127,7 @@ def carried(name: str, value: str) -> bool:
 
 @pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> Iterator[StompServer]:
-    """Each of the brokers in turn, as the default one."""
+    """Each broker, one after the other, as the default one."""
     found: StompServer = request.getfixturevalue(request.param)
     with txmsg(BROKERS={"default": {"URL": found.url()}}):
         yield found
@@ -163,7 +163,8 @@ def test_allowed_headers_arrive_unchanged(
 
 @pytest.mark.parametrize("text", ["a😀b", "\U00010000", "\U0010ffff"])
 def test_headers_that_activemq_loses_on_restart_are_refused(text: str) -> None:
-    """It writes headers in a form of UTF-8 that has no place for these characters."""
+    """ActiveMQ writes headers in a form of UTF-8 that cannot express these
+    characters."""
     for headers in ({"name": text}, {text: "value"}):
         with pytest.raises(InvalidMessage, match="U\\+FFFF"):
             check_headers(headers)

@@ -43,7 +43,8 @@ def test_handler_gets_only_the_senders_headers(name: str) -> None:
 
 
 def test_a_handler_forwards_the_headers_that_it_got() -> None:
-    """Also those that a broker, or a later version of this package, may add."""
+    """This includes headers that a broker, or a later version of this package, may
+    add."""
 
     def handler(message: Message) -> None:
         assert message.headers == {**WRITTEN, "traceparent": TRACE}

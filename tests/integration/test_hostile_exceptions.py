@@ -1,5 +1,5 @@
-"""If a handler raises an exception whose text cannot be read, its message fails as with
-any other exception: it is redelivered or buried by its policy."""
+"""A handler may raise an exception whose text cannot be read. Its message then fails as
+with any other exception: it is redelivered or buried by its policy."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
 
 @pytest.fixture(params=["activemq", "rabbitmq"])
 def server(request: pytest.FixtureRequest) -> StompServer:
-    """Each of the brokers in turn."""
+    """Each broker, one after the other."""
     found: StompServer = request.getfixturevalue(request.param)
     return found
 
@@ -161,8 +161,7 @@ def test_foreign_header_cannot_choose_a_forbidden_destination(
 def test_an_unexpected_error_loses_no_message_and_ends_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither the thread ends, nor is the message lost: it is kept until it can be
-    buried."""
+    """The thread goes on, and keeps the message until it can be buried."""
     bury, tries = burial.bury, iter([RuntimeError, KeyError])
 
     def fail_twice(**letter: Any) -> Any:

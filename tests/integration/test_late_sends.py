@@ -160,8 +160,8 @@ def test_receiver_of_a_stages_signal_sends_once(
 def test_receiver_of_a_sessions_signal_sends_once(
     signal: Signal, key: str | None
 ) -> None:
-    """One of the signals is sent right before the commit, and its message must be part
-    of that."""
+    """One of the signals is sent right before the commit, and the message must be part
+    of that commit."""
     with (
         received(signal, lambda: send_late(key)) as failed,
         outbox_session() as session,

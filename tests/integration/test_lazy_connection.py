@@ -84,7 +84,7 @@ class Received:
 
 @pytest.fixture
 def received(postgres: services.PostgreSQL) -> Iterator[Received]:
-    """What the server of the default database receives."""
+    """The statements that the server of the default database receives."""
     yield Received(postgres)
     with connection.cursor() as cursor:
         cursor.execute("ALTER SYSTEM RESET log_statement")
@@ -239,8 +239,8 @@ def test_a_function_of_the_project_defines_the_transactions_of_all_stages(
 
 @pytest.mark.parametrize("outer", [True, False])
 def test_hooks_of_an_unused_transaction_run_after_success_only(outer: bool) -> None:
-    """They run after a success and never after a failure; an error in a robust hook
-    affects no other."""
+    """The hooks run after a success and never after a failure. An error in a robust
+    hook affects no other hook."""
     ran: list[str] = []
 
     def broken() -> None:
@@ -265,7 +265,8 @@ def test_hooks_of_an_unused_transaction_run_after_success_only(outer: bool) -> N
 def test_failed_connect_does_not_change_the_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the handler tries again, it must not be in autocommit mode."""
+    """If the handler catches the error and tries again, it must not be in autocommit
+    mode."""
     connections["default"].close()
     real = type(connections["default"]).get_new_connection
     tries: list[int] = []

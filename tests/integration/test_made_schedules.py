@@ -41,7 +41,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def timekeeper(clock: Clock) -> Timekeeper:
-    """One whose process declares nothing."""
+    """Return a timekeeper whose process declares no recurring message."""
     found = Timekeeper(["default"], now=clock)
     assert not found.idle
     found.tick()

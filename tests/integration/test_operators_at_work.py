@@ -183,7 +183,7 @@ def test_a_paused_stage_runs_nothing_more_that_is_parked_while_its_broker_is_awa
 @pytest.mark.postgresql
 @pytest.mark.parametrize("here", [True, False], ids=["declared", "gone"])
 def test_message_in_progress_is_not_redelivered(here: bool) -> None:
-    """It was buried unread, and a copy came that the stage can read."""
+    """The message was buried unread, and then a copy came that the stage can read."""
     row = make.InboxMessageFactory(processed_at=None, stage="tests.copy")
     make.DeadLetterFactory(message_id=row.message_id, stage=row.stage)
 
@@ -282,7 +282,7 @@ def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since(
 
 @pytest.mark.postgresql
 def test_message_that_newer_code_is_processing_is_not_buried() -> None:
-    """Its worker has been running for longer than its lease."""
+    """The message's worker has been running for longer than its lease."""
     newer = {"parked": True, "needs_type": "shop.Order", "needs_version": 2}
     running, other = (
         make.InboxMessageFactory(**newer),

@@ -61,8 +61,8 @@ def test_rejected_message_holds_back_only_its_key(
 
 
 def test_a_head_that_is_due_again_does_not_drown_behind_its_followers() -> None:
-    """It is due later than the messages behind it, of which there are more than fit
-    into a batch."""
+    """The first message of a key is due later than the messages behind it, which are
+    more than fit into a batch."""
     store(["a"] * 30 + ["b", None])
     head = OutboxMessage.objects.order_by("id")[0]
     OutboxMessage.objects.exclude(pk=head.pk).update(
@@ -85,7 +85,8 @@ def test_a_leased_message_holds_back_its_key() -> None:
 
 
 def test_rows_of_other_brokers_and_services_are_not_held_back() -> None:
-    """They wait elsewhere, and could fill the batch of rows that are checked again."""
+    """Rows of other brokers and services wait elsewhere, and could fill the batch of
+    rows that are checked again."""
     with transaction.atomic():
         for broker in ("apart", "apart", "default", "default"):
             send_message("tests.q", None, key="a", broker=broker)

@@ -71,7 +71,8 @@ def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
 
 @pytest.mark.postgresql
 def test_late_commit_is_ordered_by_when_it_left() -> None:
-    """It has a lower number than messages that left before it."""
+    """The message of the late commit has a lower number than messages that left before
+    it."""
     destination = "tests.late"
     began, commit = threading.Event(), threading.Event()
 

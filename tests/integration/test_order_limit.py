@@ -1,4 +1,4 @@
-"""If too many messages wait at an ordered stage, it stops receiving, and reports
+"""An ordered stage stops receiving if too many of its messages wait, and reports
 that."""
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def test_full_stage_stops_receiving_and_resumes_when_there_is_room(
 def test_a_full_stage_takes_one_message_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its queue may contain the predecessor of the others, behind messages that would
-    wait."""
+    """The queue may contain the predecessor of the waiting messages, behind messages
+    that would have to wait, too."""
     monkeypatch.setattr(limits, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(limits, "LONGEST_PAUSE", 0.01)
     with txmsg(ORDER_MAX_WAITING=5), declared(effect, ordered="block") as stage:

@@ -415,8 +415,8 @@ def all_subscribed(number: int) -> bool:
 
 
 def test_a_follower_runs_when_its_rejected_predecessor_is_redelivered() -> None:
-    """Its followers wait, whether the relay gave it up or the broker lost it. It keeps
-    its place when it is sent again."""
+    """The followers wait, whether the relay gave the predecessor up or the broker lost
+    it. The predecessor keeps its place when it is sent again."""
     with declared(effect, ordered="block") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
         zero, one, two = taken(stage.destination)
@@ -477,7 +477,7 @@ def test_with_block_a_follower_waits_for_a_lost_predecessor() -> None:
 def test_block_does_not_wait_for_an_unseen_predecessor(
     because: str,
 ) -> None:
-    """Its predecessor left before the stage was first ordered here, or before the
+    """The predecessor left before the stage was first ordered here, or before the
     inbox's retention."""
     with declared(effect, ordered="block") as stage:
         send_chain(stage.destination, [0, 1, 2])

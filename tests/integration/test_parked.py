@@ -105,7 +105,7 @@ def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
 
 
 def test_messages_of_an_unknown_stage_wait_and_are_reported() -> None:
-    """They are not given up: a process of another version may know the stage."""
+    """The messages stay, because a process of another version may have the stage."""
     script = Script(ValueError())
     with declared(script, "tests.unknown") as stage:
         send(stage.destination)

@@ -65,7 +65,7 @@ def _short_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No trial within the test."""
+    """Make the pauses so long that no trial begins during the test."""
     monkeypatch.setattr(pauses, "FIRST_PAUSE", 60.0)
     with txmsg(
         BROKERS={"default": BROKER},
@@ -129,7 +129,7 @@ def test_a_full_destination_waits_and_the_other_one_goes_on(
 
 @pytest.mark.usefixtures("long_pauses")
 def test_a_paused_backlog_fills_no_batch() -> None:
-    """It is older than all other messages, and has more rows than a batch."""
+    """The backlog is older than all other messages, and has more rows than a batch."""
     ROOM[FULL] = 0
     store(*[(FULL, None)] * 300)
     lane = Lane("default", "default")
@@ -210,8 +210,8 @@ def test_only_one_lane_tries_a_paused_destination() -> None:
 
 
 def test_a_queue_at_its_limit_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
-    """Its consumer takes a few messages now and then, and there is never room for
-    all."""
+    """The queue's consumer takes a few messages now and then, and there is never room
+    for all."""
     caplog.set_level(logging.INFO, "django_txmsg.breaker")
     ROOM[FULL] = 1
     store(*[(FULL, None)] * 100)
@@ -304,7 +304,8 @@ def test_relay_once_reports_refused_messages() -> None:
 def test_a_message_that_is_cancelled_ends_the_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No message waits any more, so no trial can prove that the destination works."""
+    """No other message waits, so no trial can prove that the destination works
+    again."""
     monkeypatch.setattr(pauses, "SETTLED", 0.0)
     ROOM[FULL] = 0
     store((FULL, None))

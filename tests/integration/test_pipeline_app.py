@@ -185,7 +185,7 @@ def columns_of_worker(connection: Any) -> set[str]:
 
 
 def test_columns_are_not_dropped_under_a_running_process(database) -> None:
-    """Neither forwards nor backwards."""
+    """The migration that drops the columns is refused, and so is its reversal."""
     migrate()
     old = Worker.objects.using(ALIAS).create(
         name="w", kind="consumer", host="web-1", pid=4711

@@ -306,8 +306,8 @@ def test_pruning_finds_its_rows_by_their_primary_keys_alone(model: Any) -> None:
 def test_columns_that_every_message_changes_are_in_no_index(
     table: str, columns: str
 ) -> None:
-    """Otherwise every update that claims or settles a message would write to all
-    indexes."""
+    """If such a column had an index, every update that claims or settles a message
+    would write to all indexes."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pg_get_indexdef(indexrelid) FROM pg_index"
@@ -373,7 +373,8 @@ def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
 
 @pytest.mark.parametrize("analyzed", [True, False])
 def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
-    """Whether it finds one or none, and whatever the statistics say."""
+    """It reads no others whether it finds one letter or none, and whatever the
+    statistics say."""
     DeadLetter.objects.all().delete()
     DeadLetter.objects.create(
         message_id=uuid.uuid4(), destination="q", fingerprint="f", correlation_id="c"

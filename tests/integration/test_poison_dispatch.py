@@ -144,7 +144,8 @@ def test_broker_outage_after_a_hang_up_counts_no_attempt_for_others(
 
 @pytest.mark.parametrize("way", ["one lane", "the Celery task"])
 def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None:
-    """By STOMP RabbitMQ does so for a full queue: no message counts an attempt."""
+    """Over STOMP, RabbitMQ does so for a full queue, so no message counts an
+    attempt."""
     with (
         ScriptedBroker(RABBITMQ) as broker,
         txmsg(BROKERS={"default": {"URL": broker.url}}, RELAY=relaying()),

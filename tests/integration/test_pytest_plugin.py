@@ -103,7 +103,8 @@ def test_the_markers_are_known_and_explained(pytester: pytest.Pytester) -> None:
 def test_a_project_with_celery_calls_its_tasks_in_every_test(
     pytester: pytest.Pytester,
 ) -> None:
-    """Nothing is configured for the tests, and nothing is sent to Celery's broker."""
+    """The project configures nothing for its tests, and nothing is sent to Celery's
+    broker."""
     plugged.write(
         pytester.path,
         test_tasks="""

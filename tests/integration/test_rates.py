@@ -61,7 +61,8 @@ def seconds_until(row: InboxMessage) -> float:
 
 @pytest.mark.parametrize("mode", ["outbox", "none", "best_effort_1pc", "broker_only"])
 def test_messages_over_the_rate_wait_for_their_slots(mode: Any) -> None:
-    """At no attempt, and not in the queue. Later ones wait for later slots."""
+    """Messages over the rate count no attempt, and are not in the queue. Later messages
+    wait for later slots."""
     script = Script()
     with declared(script, transaction=mode, rate="1/h") as one:
         for _ in range(3):
@@ -77,7 +78,7 @@ def test_messages_over_the_rate_wait_for_their_slots(mode: Any) -> None:
 
 
 def test_a_busy_thread_takes_several_slots_with_one_statement() -> None:
-    """If the rate is not reached. Otherwise each message takes its slot by itself."""
+    """It does so only if the rate is not reached."""
     with declared(effect, rate="9000000/m") as one:
         for _ in range(40):
             put(one.destination)
@@ -101,7 +102,7 @@ def test_each_value_of_the_header_has_its_own_rate() -> None:
 
 
 def test_a_key_with_many_overdue_messages_does_not_delay_another() -> None:
-    """As after an outage: the line's origin moves, and its messages wait again."""
+    """After an outage, the line's origin moves, and its messages wait again."""
     with declared(effect, rate="2/h", per="tenant") as one:
         for _ in range(30):
             send(one.destination, headers={"tenant": "many"})
@@ -340,7 +341,7 @@ def test_threads_share_a_rate() -> None:
 def test_no_minute_has_five_percent_over_the_rate(
     manage: Callable[..., ManageProcess], tmp_path: Path
 ) -> None:
-    """With two processes, which are down for a while, and one that is killed."""
+    """Two processes are down for a while, and one is killed."""
     (tmp_path / "rates_of_a_test.py").write_text(STAGE.replace("20/s", "1200/m"))
     for number in range(1600):
         put("tests.rates", b'"kill"' if number == 5 else b"1")

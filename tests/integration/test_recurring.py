@@ -322,7 +322,8 @@ def test_recurring_messages_of_the_settings_override_the_code() -> None:
 @pytest.mark.django_db
 @pytest.mark.parametrize("night", ["2026-03-29", "2026-10-25"])
 def test_a_nightly_message_leaves_once_when_the_clocks_change(night: str) -> None:
-    """In Europe/Berlin, both changes, with a relay that checks every ten minutes."""
+    """Both changes in Europe/Berlin are played, with a relay that checks every ten
+    minutes."""
     with keeping("30 2 * * *", tz="Europe/Berlin", missed="all") as (clock, timekeeper):
         Schedule.objects.update(last_tick=f"{night}T00:00+02:00")
         start = dt.datetime.fromisoformat(f"{night}T00:00+02:00")

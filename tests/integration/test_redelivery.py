@@ -1,4 +1,4 @@
-"""What happens after a failed attempt, in each of the three modes of redelivery."""
+"""What happens after a failed attempt in each of the three modes of redelivery."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_handlers_changes_to_a_body_are_not_in_the_next_attempt(mode: Any) -> No
 
 @how
 def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
-    """Its identity comes from the broker's id, which a copy does not have."""
+    """The message's identity comes from the broker's id, which a copy does not have."""
     script = Script(*[ValueError() for _ in range(9)])
     with declared(script, redelivery=policy(mode=mode)) as stage:
         put(stage.destination, b"1", {"content-type": "application/json"})
@@ -135,7 +135,8 @@ def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
 
 @how
 def test_each_of_many_runs_as_often_as_its_policy_says(mode: Any) -> None:
-    """Each is executed exactly as often as its policy requires; none starves."""
+    """Each message is executed exactly as often as its policy requires, and none
+    starves."""
     runs: Counter[int] = Counter()
 
     def handler(message: Message) -> None:

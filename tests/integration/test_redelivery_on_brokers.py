@@ -123,8 +123,8 @@ def test_many_failing_messages_each_keep_to_their_policy(
 
 
 def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> None:
-    """In each mode, wherever the message waits. Only lower bounds are checked, because
-    a busy machine is late."""
+    """This holds in each mode, wherever the message waits. Only lower bounds are
+    checked, because a busy machine is late."""
     began: dict[str, list[float]] = {}
     told: dict[str, list[float]] = {}
 
@@ -217,8 +217,8 @@ def test_the_broker_keeps_each_delay_and_lets_the_others_pass(
 def test_heart_beats_flow_while_a_blocking_stage_waits(
     destination: str, broker: StompServer
 ) -> None:
-    """Without heartbeats for that long, the broker would have hung up and delivered the
-    message to another consumer."""
+    """Without heartbeats, the broker would have hung up during that time and delivered
+    the message to another consumer."""
 
     def handler(message: Message) -> None:
         if message.delivery_attempt == 1:

@@ -101,7 +101,7 @@ def no_superuser() -> Iterator[None]:
 
 @contextmanager
 def privilege(table: str) -> Iterator[None]:
-    """No role may insert there."""
+    """Take the privilege to insert into a table from all roles."""
     ask(f"REVOKE INSERT ON {table} FROM limited")
     try:
         yield
@@ -269,7 +269,7 @@ def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
 
 
 def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
-    """It fails once, and its second attempt cannot be finished."""
+    """The parked message has failed once, and its second attempt cannot be finished."""
     with declared(handler, redelivery=REDELIVERED) as stage, ExitStack() as stack:
         with ends_refused():
             put(stage.destination, b'"fails"')
@@ -418,7 +418,7 @@ def test_an_intake_goes_on() -> None:
 def test_refusals_are_logged_at_most_once_a_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By all threads of a process together, however many there are."""
+    """All threads of a process together log at most one such line a second."""
     monkeypatch.setattr(database_health, "SAY_EVERY", 0.3)
     monkeypatch.setattr(database_health._report(), "at", 0.0)
 
@@ -511,7 +511,8 @@ def fillable() -> Iterator[None]:
 def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
     fillable: None, batch: int
 ) -> None:
-    """What the handler had sent was lost, and what it did next was committed."""
+    """Without the mend, what the handler had sent was lost, and what it did next was
+    committed."""
     attempts: list[int] = []
 
     def handler(message: Message) -> None:
@@ -537,7 +538,8 @@ def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
 def test_a_session_that_sqlite_has_rolled_back_does_not_commit(
     fillable: None, inner: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Nor does an atomic() around the statement save the rest of the transaction."""
+    """Even an atomic() around the statement does not save the rest of the
+    transaction."""
 
     def run() -> None:
         with outbox_session():

@@ -1,5 +1,5 @@
-"""If one stage may not subscribe, the other stages of its broker are not affected, as
-the broker's view of them shows."""
+"""If the broker refuses one stage's subscription, its other stages are not affected, as
+the broker's own view shows."""
 
 from __future__ import annotations
 

@@ -265,7 +265,8 @@ def test_a_lane_that_is_stopped_as_it_waits_for_its_turn_takes_nothing_new(
 def test_row_by_row_settlement_waits_for_no_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise a lane needs minutes for a batch while two other lanes are blocked."""
+    """If it waited for a turn, a lane would need minutes for a batch while two other
+    lanes are blocked."""
     monkeypatch.setattr(limits, "LONGEST", 1.0)
     store(100, expires=dt.timedelta(0))
     relay = Relay(["default"], ["default"], lanes=1)

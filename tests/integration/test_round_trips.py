@@ -176,7 +176,8 @@ def test_a_step_costs_the_round_trips_of_a_stage_that_keeps_its_state(
 def test_a_step_whose_connection_breaks_at_any_statement_commits_once(
     wire: Proxy, way: str
 ) -> None:
-    """At each of its five round trips, before or after the server has executed it."""
+    """The connection breaks at each of the step's five round trips, before or after the
+    server has executed it."""
     with rounds() as go_on:
         for trip in range(1, 6):
             reply(trip)

@@ -89,7 +89,8 @@ def effect(message: Message) -> None:
 
 
 def test_a_restart_of_another_database_costs_no_message(second: str) -> None:
-    """Its connections end while they are idle; the next message opens new ones."""
+    """The other database's connections end while they are idle, and the next message
+    opens new ones."""
 
     def handler(message: Message) -> None:
         Effect.objects.using(second).exists()

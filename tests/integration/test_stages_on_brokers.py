@@ -1,4 +1,4 @@
-"""What stages promise, on brokers that run as a server."""
+"""The promises of stages, on brokers that run as a server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = [committing, pytest.mark.postgresql]
 
 @pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> StompServer:
-    """Each of the brokers in turn."""
+    """Each broker, one after the other."""
     found: StompServer = request.getfixturevalue(request.param)
     return found
 
@@ -229,7 +229,7 @@ def test_1pc_with_ids_from_the_client_ends_as_a_dead_letter(
 def test_client_ids_in_mode_outbox_have_one_effect(
     destination: str, proxy: Proxy
 ) -> None:
-    """One row, one effect downstream, no dead letter."""
+    """There is one row, one effect downstream, and no dead letter."""
     handler = ClientDecidesIds(proxy, f"{destination}.next")
     with declared(handler, destination) as stage:
         put(destination)

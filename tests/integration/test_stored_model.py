@@ -58,7 +58,7 @@ class Stop(Exception):
 
 @dataclass
 class Row:
-    """What the model knows of a stored message."""
+    """What the model stores about a message."""
 
     id: uuid.UUID
     delayed: bool = False
@@ -69,7 +69,7 @@ class Row:
 
 @dataclass
 class World:
-    """What the open transaction contains so far, according to the model."""
+    """The content of the open transaction so far, according to the model."""
 
     effects: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)

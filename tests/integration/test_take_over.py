@@ -121,7 +121,7 @@ def theirs(tmp_path: Path) -> Iterator[Theirs]:
 
 @pytest.fixture(params=["activemq", "rabbitmq"])
 def stomp_server(request: pytest.FixtureRequest) -> StompServer:
-    """Either STOMP broker."""
+    """Both STOMP brokers, one after the other."""
     server: StompServer = request.getfixturevalue(request.param)
     return server
 

@@ -74,7 +74,7 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def settings_of_tests() -> Iterator[None]:
-    """No message is dispatched automatically, and nothing waits."""
+    """Settings with which no message is dispatched by itself, and no retry waits."""
     with txmsg(), tasks():
         yield
 

@@ -1,5 +1,6 @@
-"""No thread ends unnoticed: any exception of a handler is its message's failure, and
-another error that ends a thread ends its process, so that a supervisor restarts it."""
+"""No thread ends unnoticed. Any exception of a handler is its message's failure.
+Another error that ends a thread ends its process too, so that a supervisor restarts
+it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ Manage = Callable[..., ManageProcess]
 
 
 class TimedOut(BaseException):
-    """What gevent's and other libraries' time-outs are: no `Exception`."""
+    """A time-out as gevent and other libraries raise it, which is no `Exception`."""
 
 
 WORST: dict[str, type[BaseException]] = {
@@ -95,7 +96,7 @@ def test_all_threads_of_a_group_end_with_the_first_error() -> None:
 
 
 def hook() -> None:
-    """In the worker: end the thread that the test names, in its own user's code."""
+    """End the thread that the test names, in a function of the user."""
 
     def receiver(**_: Any) -> None:
         raise GeneratorExit
@@ -132,7 +133,7 @@ def test_a_thread_that_ends_ends_its_process(
 
 
 def declare() -> None:
-    """In the worker: a stage that leaves effects, and raises as instructed."""
+    """Declare a stage in the worker that leaves effects, and raises as instructed."""
     stages.stage("tests.group")(handler)
 
 

@@ -117,7 +117,7 @@ def test_late_failure_after_processing_elsewhere_buries_nothing() -> None:
 
 
 def slow() -> None:
-    """In the worker: a stage whose second attempt waits for a file."""
+    """Declare a stage in the worker whose second attempt waits for a file."""
     stage_thread.LEASE = LEASE
     go = Path(os.environ["GO"])
 
@@ -286,8 +286,8 @@ def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
 
 @pytest.mark.postgresql
 def test_a_zone_of_the_alias_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on a day of 23 or 25 hours. One statement stores a single message, and
-    another one stores many."""
+    """This holds on a day of 23 or 25 hours, too. One statement stores a single
+    message, and another one stores many."""
     given = connections.databases["default"]
     monkeypatch.setitem(
         connections.databases, "default", {**given, "TIME_ZONE": "Europe/Berlin"}

@@ -54,8 +54,8 @@ def test_rabbitmq_shares_a_topic_among_threads(
 def test_activemq_gives_a_topic_to_one_connection(
     activemq: services.ActiveMQ, destination: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So the consumer runs one thread: others would be refused, and the broker would
-    seem unusable to all stages."""
+    """Therefore the consumer runs one thread. Further threads would be refused, and the
+    broker would seem unusable to all stages."""
     topic = f"topic:{destination}"
     broker = {"default": {"URL": activemq.url()}}
     with txmsg(BROKERS=broker), declared(lambda m: None, topic, concurrency=3) as stage:

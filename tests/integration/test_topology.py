@@ -68,8 +68,8 @@ def note(message: Message) -> None:
 def test_two_services_on_one_topic_send_two_messages_to_a_third(
     options: dict[str, Any],
 ) -> None:
-    """Both stages have the destination's name, as by default, and send to the same
-    queue. It gets two messages, and neither is taken for a copy of the other."""
+    """Both stages have the destination's name, which is the default, and send to the
+    same queue. It gets two messages, and neither is taken for a copy of the other."""
     consumers = {"billing": "default", "shipping": "other"}
     for name, using in consumers.items():
         with service(name), declared(mail, TOPIC, using=using, **options) as stage:
@@ -199,7 +199,7 @@ def consume(manage: Manage, name: str, stage: str) -> ManageProcess:
 
 
 def declare() -> None:
-    """In the worker: a stage that any service might have."""
+    """Declare a stage in the worker whose name any service might use."""
     stages.stage(os.environ["STAGE"])(note)
 
 

@@ -192,7 +192,7 @@ def test_1pc_with_ids_from_the_client_loses_the_outgoing_message(
 def test_client_ids_in_mode_outbox_have_one_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One row, one effect downstream, no dead letter. The lost step is the
+    """There is one row, one effect downstream, and no dead letter. The lost step is the
     acknowledgement here."""
 
     def lost(session: DatabaseSession, deliveries: list[Delivery]) -> None:

@@ -1,4 +1,4 @@
-"""Only one pending message has a unique key, whichever transactions ask for it."""
+"""Only one pending message has a unique key, whichever transactions want it."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_settled_message_frees_its_unique_key(end: str) -> None:
 @committing
 @pytest.mark.postgresql
 def test_reused_message_leaves_after_the_reusing_commit() -> None:
-    """Otherwise its receiver would not see that transaction's changes, of which no
-    other message notifies it."""
+    """If it left earlier, its receiver would not see the changes of the transaction
+    that reuses it."""
     with transaction.atomic():
         first = send(1)
     done: list[int] = []
@@ -137,7 +137,8 @@ def test_reused_message_leaves_after_the_reusing_commit() -> None:
 def test_cancelling_a_reused_message_waits_for_the_transaction(
     change: str, commits: bool
 ) -> None:
-    """Otherwise no message would notify the receiver of that transaction's changes."""
+    """If it were cancelled at once, no message would notify the receiver of that
+    transaction's changes."""
     with transaction.atomic():
         first = send(1)
     changed: list[bool] = []
@@ -355,8 +356,8 @@ def test_concurrent_sends_with_one_unique_key_store_one() -> None:
 
 @committing
 def test_a_key_that_is_freed_and_taken_all_the_time_is_held_by_one_at_a_time() -> None:
-    """Each message is stored, or another one holds the key; meanwhile a relay
-    settles."""
+    """Each message is stored, or another one holds the key. A relay settles messages
+    meanwhile."""
     done = threading.Event()
 
     def relay() -> None:
@@ -429,7 +430,8 @@ def test_in_bulk_the_last_replacement_of_a_key_is_stored() -> None:
 
 @committing
 def test_of_concurrent_replacements_one_is_pending() -> None:
-    """Each waits for the one before it, and cancels its message; none deadlocks."""
+    """Each replacement waits for the one before it, and cancels that one's message.
+    There is no deadlock."""
     start, failed = threading.Barrier(4), list[BaseException]()
 
     def race(number: int) -> None:

@@ -154,7 +154,8 @@ def test_only_a_message_that_has_not_left_is_replaced() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_handler_stores_its_own_successor(batch: int) -> None:
-    """For its transaction the message is processed; if that rolls back, it is not."""
+    """In the handler's transaction, the message counts as processed. If that
+    transaction rolls back, it does not."""
     sent: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:
@@ -214,8 +215,8 @@ def test_in_bulk_each_message_has_its_own_unique_until() -> None:
 
 
 def test_senders_relay_and_stage_race_and_one_message_is_under_way() -> None:
-    """Whatever happens at the same moment, no second one is stored before the first was
-    processed, and the key never stays."""
+    """Whatever happens at the same moment, no second message is stored before the first
+    was processed, and the key does not stay for ever."""
     done = threading.Event()
     failed: list[BaseException] = []
     inside = threading.Semaphore(1)

@@ -139,7 +139,7 @@ def test_a_handler_begins_when_another_process_commits(
 def test_rows_without_notification_are_found_by_the_query(
     process: Callable[..., ManageProcess],
 ) -> None:
-    """As after a lost notification, and for rows that are due later."""
+    """A notification was lost, or the rows are due later."""
     run = process("txmsg", "run", look=0.5)
     with txmsg(NOTIFY=False):
         store()
@@ -308,7 +308,7 @@ def test_a_forked_process_sends_its_own_notifications() -> None:
 def pooled(
     pgbouncer: services.PgBouncer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """For threads that start from now on: an alias that leads to the same database
+    """Give threads that start from now on an alias that leads to the same database
     through a pooler in transaction mode."""
     given = {
         **connections.databases["default"],
@@ -354,7 +354,7 @@ def test_behind_a_pooler_a_warning_is_logged_and_all_threads_poll(
 def test_a_listener_that_received_nothing_once_tries_again_soon(
     pooled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a slow machine, whose notification came too late."""
+    """On a slow machine, a notification may come too late."""
     with txmsg(LISTEN_DATABASE=pooled), listener.listening({"default"}):
         wait_until(lambda: "no notification arrived" in caplog.text)
         connections.databases[pooled]["PORT"] = connection.settings_dict["PORT"]
@@ -364,7 +364,7 @@ def test_a_listener_that_received_nothing_once_tries_again_soon(
 def test_listener_of_a_former_primary_falls_back_to_polling(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after a switch to another server, while the old one still answers."""
+    """Clients were switched to another server, while the old one still answers."""
     given = connections.databases["default"]
     elsewhere = given["NAME"].replace("test_", "elsewhere_", 1) + "_x"
     monkeypatch.setattr(notifications, "_notifier", PerProcess(notifications._Notifier))

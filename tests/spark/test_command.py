@@ -87,8 +87,8 @@ def test_a_number_that_would_archive_nothing_or_never_rest_is_refused(
 
 
 def test_brokers_of_celery_are_named_to_reconcile() -> None:
-    """Their plain tasks leave no inbox row, and must be `external`: never lost, and so
-    never replayed."""
+    """Plain Celery tasks leave no inbox row. They must be `external`, and never lost,
+    because lost messages are replayed."""
     brokers = {
         "default": {"URL": "database://"},
         "tasks": {"URL": "celery://shop.celery:app"},
@@ -122,8 +122,8 @@ def test_settings_describe_the_lake(monkeypatch) -> None:
 
 
 def test_a_job_connects_as_the_alias_does(monkeypatch) -> None:
-    """Otherwise it could read another schema, as another user, over an unencrypted
-    connection."""
+    """If it connected otherwise, it could read another schema, as another user, over an
+    unencrypted connection."""
     given = {
         "ENGINE": "shop.database",  # a project's own, made of Django's
         "OPTIONS": {

@@ -364,7 +364,7 @@ def test_a_footer_of_too_many_lines_is_left_out(
 
 
 def test_lines_are_summed_up_while_a_file_is_written() -> None:
-    """If each message has its own destination, as answers do, there are as many lines
+    """If each message has its own destination, like an answer, there are as many lines
     as rows."""
     counted, before = tally.Tallying(), pa.total_allocated_bytes()
     for number in range(20):

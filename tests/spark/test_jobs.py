@@ -1,4 +1,5 @@
-"""What all jobs share: a progress bar, a last line, a record, and a dry run."""
+"""What all jobs have in common: a progress bar, a last line, a record, and a dry
+run."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def handle(message: Message) -> None:
 
 @dataclass
 class Services:
-    """Both services, and the expected verdict of each message between them."""
+    """The two services, and the expected verdict of each message between them."""
 
     stages: dict[str, Stage]
     dice: random.Random

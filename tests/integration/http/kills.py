@@ -62,7 +62,7 @@ def stand_still_before_the_commit() -> None:
 
 
 def before_the_send() -> None:
-    """In step 5: the rows are claimed and the broker has nothing yet."""
+    """Die in step 5: the rows are claimed, and the broker has received nothing."""
     for session in (DatabaseSession, StompSession):
         _die_in(session, "send", lambda session, batch, **_: len(batch) > 1)
 
@@ -98,18 +98,19 @@ def failing_commits() -> None:
 
 
 def stopped_before_the_insert() -> None:
-    """A request that joins a control group is stopped, and killed after its commit:
-    before it has the group's lock, ..."""
+    """Stop a request that joins a control group, and kill it after its commit. It stops
+    before it has the group's lock."""
     _stop_a_joiner("_join", before=True)
 
 
 def stopped_after_the_insert() -> None:
-    """... before it is known whether the group's message is for it, ..."""
+    """Stop such a request after its INSERT, before it knows whether the group's message
+    covers its rows."""
     _stop_a_joiner("_announce", before=True)
 
 
 def stopped_before_the_commit() -> None:
-    """... and when that is known."""
+    """Stop such a request when it knows whether the group's message covers its rows."""
     _stop_a_joiner("_announce", before=False)
 
 

@@ -204,8 +204,8 @@ class ServerWithUsing(Broker):
 
 @on_postgresql
 def test_a_broker_with_an_attribute_using_is_not_taken_for_embedded(heard) -> None:
-    """Its control message would be settled before the commit, and the session never
-    checked again."""
+    """If the broker were taken for an embedded one, the control message would be
+    settled before the commit, and the session would never be checked again."""
     brokers = {"default": {"BACKEND": f"{__name__}.ServerWithUsing"}}
     with (
         override_settings(TXMSG={**txmsg(), "BROKERS": brokers}),
@@ -291,7 +291,7 @@ def test_rolling_back_a_savepoint_after_the_control_message_loses_nothing(
 def test_a_transaction_id_from_the_future_falls_back_to_waiting(
     arrivals, heard
 ) -> None:
-    """As after a failover to a standby that has not seen it."""
+    """A standby that was promoted before it saw the transaction reports such an id."""
     session_id = uuid.uuid4()
     _forge(session_id, kind="transaction", transaction="99999999999")
     with override_settings(TXMSG=waits(0.3, 0.1)):
@@ -555,8 +555,8 @@ def test_control_message_expires_at_the_broker() -> None:
 def test_session_that_can_never_be_checked_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
-    """For example in a database without our tables. It is logged, and takes no place
-    for ever."""
+    """A database without our tables is an example. The failure is logged, and the
+    control message is dropped in the end."""
     monkeypatch.setattr(control_receive, "PATIENCE", 0.5)
 
     def broken(using: str, session_id: uuid.UUID) -> None:

@@ -182,7 +182,7 @@ class Groups(RuleBasedStateMachine):
     @precondition(lambda self: self.receiver is not None)
     @rule()
     def kill_the_receiver(self) -> None:
-        """Its messages are delivered again."""
+        """Kill the receiver. Its messages are delivered again."""
         assert self.receiver is not None
         self.receiver.close()
         self.receiver, self.in_hand = None, []

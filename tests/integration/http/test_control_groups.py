@@ -255,7 +255,8 @@ def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) 
 
 
 def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
-    """Otherwise every later control message would be held for that long."""
+    """If it were not forgotten, every later control message would be held for as long
+    as the clock was ahead."""
     store()
     (groups_,) = control_group._groups.all()
     now = timezone.now()
@@ -405,8 +406,8 @@ def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_the_clock_is_read_when_the_lock_is_there(grouped, count) -> None:
-    """Otherwise a session could count itself to the group although its rows were not
-    visible when a receiver found the group ended."""
+    """If the clock were read earlier, a session could count itself to a group although
+    its rows are not visible when a receiver finds that the group has ended."""
     one = uuid.uuid4()
     locked_at: list[dt.datetime] = []
 

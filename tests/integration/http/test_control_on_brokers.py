@@ -18,7 +18,7 @@ from tests.services.stomp_server import StompServer
 
 @pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> StompServer:
-    """Each of the brokers in turn."""
+    """Both brokers, one after the other."""
     found: StompServer = request.getfixturevalue(request.param)
     return found
 

@@ -100,7 +100,7 @@ def test_sessions_that_do_not_end_keep_no_other_waiting(monkeypatch) -> None:
 
 
 def test_it_stops_while_several_looks_are_due(monkeypatch) -> None:
-    """Each check takes so long that the next one is due when it ends."""
+    """Each check takes so long that the next check is due when it ends."""
     monkeypatch.setattr(control_thread, "PREFETCH", 50)
     looked = threading.Event()
 
@@ -126,8 +126,8 @@ def test_it_stops_while_several_looks_are_due(monkeypatch) -> None:
 
 
 def test_an_outdated_control_message_is_dropped(monkeypatch) -> None:
-    """Its database could never be queried. After a day it is dropped, however often it
-    was sent again."""
+    """The control message's database could never be queried. After a day the message is
+    dropped, however often it was sent again."""
     monkeypatch.setattr(control_thread, "HOLD", 0.0, raising=False)
     long_ago = dt.datetime.now(dt.timezone.utc) - dt.timedelta(days=2)
     old = ControlMessage(

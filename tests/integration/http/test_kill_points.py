@@ -145,9 +145,9 @@ def test_messages_leave_if_the_web_process_is_killed_after_the_commit(
 
 @pytest.mark.parametrize("txmsg", ["rabbitmq"], indirect=True)
 def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
-    """No relay runs, and nothing is dispatched after a commit. Control messages do it
-    all: for processes killed after the commit, for failed commits, and for live
-    processes."""
+    """No relay runs, and nothing is dispatched after a commit. So all messages are sent
+    because of control messages: of processes killed after the commit, of failed
+    commits, and of live processes."""
     web = serve("after_the_commit", txmsg={"DISPATCH_ON_COMMIT": "off"})
     web.post_and_die("order?number=killed")
     consume()
@@ -163,8 +163,8 @@ def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
 
 @pytest.mark.parametrize("txmsg", ["activemq"], indirect=True)
 def test_another_receiver_dispatches_if_one_is_killed(serve, consume, txmsg) -> None:
-    """Its control message goes to another receiver, which waits for its lease to
-    end."""
+    """The control message of the killed receiver goes to another receiver, which waits
+    for the lease of the first to end."""
     web = serve(txmsg={"DISPATCH_ON_COMMIT": "off"})
     killed = consume("before_the_send")
     assert web.post("order?number=1").status_code == 201
@@ -220,8 +220,8 @@ def test_a_commit_that_fails_changes_nothing(serve, consume) -> None:
 
 
 def test_a_slow_commit_is_waited_for(serve, consume) -> None:
-    """It takes longer than MAX_COMMIT_DURATION, and the receiver sees that it is in
-    progress."""
+    """The commit takes longer than MAX_COMMIT_DURATION, and the receiver sees that it
+    is in progress."""
     http = {"HTTP": {"MAX_COMMIT_DURATION": 0.3, "COMMIT_DELAY_INCREMENT": 0.1}}
     web = serve("stand_still_before_the_commit", txmsg=http)
     consume()

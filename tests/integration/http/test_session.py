@@ -71,8 +71,8 @@ def place(number: str) -> None:
 
 @pytest.mark.postgresql
 def test_a_control_message_names_the_transaction_of_its_session() -> None:
-    """It does not name the transaction of another thread that has the session in a copy
-    of its context."""
+    """The message does not name the transaction of another thread that has the session
+    in a copy of its context."""
 
     def elsewhere() -> None:
         place("elsewhere")

@@ -164,7 +164,7 @@ def role() -> Iterator[str]:
 
 
 def test_users_with_other_rights_know_one_database(role: str) -> None:
-    """One of them may not query the identifier of the server's files."""
+    """One of the two users may not query the identifier of the server's files."""
     with connection.cursor() as cursor:
         known = database_identity.current("default")
         cursor.execute("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")

@@ -305,7 +305,8 @@ def test_a_get_waits_for_no_writer(client, writing, path) -> None:
 
 @pytest.mark.sqlite
 def test_a_post_that_reads_first_has_the_lock(client) -> None:
-    """It changes what it has read: no other connection writes in between."""
+    """The request changes what it has read, and no other connection writes in
+    between."""
     seen: list[bool] = []
 
     def look(execute: Any, sql: str, *rest: Any) -> Any:
@@ -509,7 +510,7 @@ def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None
 
 @pytest.mark.postgresql
 def test_a_connection_that_died_between_requests_is_replaced() -> None:
-    """As under `atomic()` with CONN_HEALTH_CHECKS."""
+    """The middleware behaves like `atomic()` with CONN_HEALTH_CHECKS."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()
