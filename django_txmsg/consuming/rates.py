@@ -79,9 +79,10 @@ def _waiting(arrival: Arrival) -> Outcome | None:
     # After a change of `per` a message has another line, which knows no such slot.
     before = parked.slot if parked is not None and parked.key == key else None
     conflicts = Conflicts()
+    held = _of_thread.__dict__.setdefault("held", Held())
     while True:
         try:
-            slot, delay = _held.place(lines, stage.name, key, stage.rate, before)
+            slot, delay = held.place(lines, stage.name, key, stage.rate, before)
             break
         except Exception as error:
             if not conflicts.mends(error):
@@ -99,7 +100,7 @@ def _waiting(arrival: Arrival) -> Outcome | None:
     return None
 
 
-class Held(threading.local):
+class Held:
     """The slots of one line that a thread has taken and not used yet.
 
     A thread that is busy with one line takes several slots with one statement, if at
@@ -142,7 +143,7 @@ class Held(threading.local):
         return found
 
 
-_held = Held()
+_of_thread = threading.local()
 
 
 def _key(arrival: Arrival) -> str:

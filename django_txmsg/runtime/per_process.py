@@ -1,7 +1,7 @@
 """Objects that belong to one process, and that a forked child does not inherit.
 
-The parent's threads, sockets and locks are useless to a child. The child also finds out
-anew what its parent has found out.
+The parent's threads, sockets and locks are useless to a child. The child also looks up
+again what its parent has looked up.
 """
 
 from __future__ import annotations

@@ -444,8 +444,8 @@ class AmqpSession(Session):
         made: Sequence[frames.Ready],
         returned: Sequence[tuple[bytes, bytes]],
     ) -> None:
-        """Send returned messages again, to a queue that is declared anew. It was
-        deleted between enlist() and commit(), and RabbitMQ has committed the other
+        """Send returned messages again, after declaring their queue again. The queue
+        was deleted between enlist() and commit(), and RabbitMQ has committed the other
         messages."""
         again = [
             outgoing
