@@ -9,7 +9,6 @@ import json
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,6 @@ from django_txmsg.flows import (
     TimedOut,
     batch,
     cancel,
-    declaration,
     signal,
     start,
     step,
@@ -67,11 +65,6 @@ from tests.shelved_flows import at_hand, shelved
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 HOUR = dt.timedelta(hours=1)
-
-#: Known only where a test uses it, like the other flows.
-(_batches,) = stages.find([Batches._declaration.steps_name])
-declaration.forget(Batches._declaration.name)
-stages.unregister(_batches.name)
 
 
 @dataclass
@@ -600,22 +593,11 @@ def mailing() -> Iterator[list[dict[str, Any]]]:
 
     with (
         txmsg(FLOWS={"BATCHES": True}),
-        at_hand_batches(),
+        at_hand(Batches),
         declared(mail, "mail"),
         declared(mailed, "mailed"),
     ):
         yield ends
-
-
-@contextmanager
-def at_hand_batches() -> Iterator[None]:
-    declaration.declare(Batches._declaration)
-    stages.register(_batches)
-    try:
-        yield
-    finally:
-        declaration.forget(Batches._declaration.name)
-        stages.unregister(_batches.name)
 
 
 def mails(*names: str) -> list[dict[str, Any]]:
@@ -659,7 +641,7 @@ def test_a_batch_ends_with_enough_or_with_its_deadline(
         )
     ship()
     take(stages.find(["mail"])[0])
-    drain(_batches.name, "mailed", ahead=2 * HOUR)
+    drain(Batches._declaration.steps_name, "mailed", ahead=2 * HOUR)
     assert sorted((one["total"], one["answered"], one["left"]) for one in mailing) == [
         (1, 0, 1),
         (2, 1, 1),

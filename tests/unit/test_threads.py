@@ -12,6 +12,7 @@ import threading
 import pytest
 
 import django_txmsg
+import tests.shelved_flows  # noqa: F401 - withdraws the package's own flow
 
 #: Whose private names are not ours to share.
 FOREIGN = (
