@@ -52,7 +52,7 @@ def on_postgresql(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
     place = disk.path / "tablespace"
     place.mkdir()
     if os.geteuid() == 0:
-        shutil.chown(place, "postgres", "postgres")
+        services.PostgreSQL.root().give(place, "postgres")
     ask(f"CREATE TABLESPACE small LOCATION '{place}'")
     try:
         move_to("small")
