@@ -48,7 +48,7 @@ class Receipts:
         self.complete = threading.Event()
 
     def take(self, index: int, outcome: MessagingError | None) -> None:
-        """Record one message's outcome; the last one wakes the sender."""
+        """Record one message's outcome. The last outcome wakes the sender."""
         self._outcomes[index] = outcome
         self._missing -= 1
         if not self._missing:
@@ -56,7 +56,7 @@ class Receipts:
 
 
 class _OfMany(Pending):
-    """The send of one message among many."""
+    """One of many messages that are sent together."""
 
     __slots__ = ("_index", "_receipts")
 
@@ -65,7 +65,7 @@ class _OfMany(Pending):
     def __init__(
         self, what: str, timeout: float, receipts: Receipts, index: int
     ) -> None:
-        """Hand the outcome to the receipts."""
+        """Report the outcome to the receipts."""
         super().__init__(what, timeout)
         self._receipts = receipts
         self._index = index
@@ -82,7 +82,7 @@ def send(
     isolate: bool,
     keys: Sequence[str] = (),
 ) -> Outcomes:
-    """Send them all and return one outcome for each, in order."""
+    """Send all messages and return one outcome for each, in order."""
     outcomes: Outcomes = [None] * len(messages)
     encoded: list[tuple[int, Encoded]] = []
     for index, item in enumerate(messages):
@@ -128,8 +128,8 @@ def send(
 def _waves(
     part: list[tuple[int, Encoded]], keys: Sequence[str]
 ) -> list[list[tuple[int, Encoded]]]:
-    """Split so that no wave has two messages of a key: the second may be sent only when
-    the first is known to be stored."""
+    """Split the messages so that no wave has two messages of a key: the second may be
+    sent only when the first is known to be stored."""
     waves: list[list[tuple[int, Encoded]]] = []
     met: dict[str, int] = {}
     for item in part:
@@ -146,8 +146,8 @@ def _waves(
 def _unspoilt(
     items: list[tuple[int, Encoded]], keys: Sequence[str], outcomes: Outcomes
 ) -> list[tuple[int, Encoded]]:
-    """Leave out messages that follow a failed one of their key, and mark them as held
-    back."""
+    """Leave out messages that follow a failed message of their key, and mark them as
+    held back."""
     if not any(keys) or not any(outcomes):
         return items
     failed: dict[str, int] = {}
@@ -170,7 +170,7 @@ def _unspoilt(
 def _parts(
     session: SendingSession, encoded: list[tuple[int, Encoded]], *, one_by_one: bool
 ) -> Iterator[list[tuple[int, Encoded]]]:
-    """Split into parts that fit the window in messages and bytes."""
+    """Split the messages into parts that fit the window in messages and bytes."""
     most = 1 if one_by_one else max(session.max_in_flight, 1000)
     part: list[tuple[int, Encoded]] = []
     size = 0
@@ -221,8 +221,8 @@ def _ended(
     outcomes: Outcomes,
     timeout: float,
 ) -> bool:
-    """Store the part as a unit and note the outcomes; return False if it was rolled
-    back and must be sent one by one."""
+    """Store the part as a unit and record the outcomes. Returns False if it was rolled
+    back; its messages must then be sent one by one."""
     link = transaction.link
     line = transaction_line(transaction.name)
     data = b"".join([one.frame_with(line) for _, one in part])

@@ -33,11 +33,15 @@ class Closing(abc.ABC):
 
 
 class Whole:
-    """A critical section, with the lock held: either it completes or the link is ended.
-    A signal handler may raise an exception between any two of its lines."""
+    """A critical section, with the lock held. Either it completes, or the link is
+    ended.
+
+    It is needed because a signal handler may raise an exception between any two of its
+    lines.
+    """
 
     def __init__(self, lose: Callable[[str], None]) -> None:
-        """`broken_by` is called with the reason."""
+        """`lose` ends the link; it is called with the reason."""
         self._lose = lose
 
     def __enter__(self) -> None:

@@ -1,9 +1,9 @@
 """Reports the outcome of an asynchronous send to its sender.
 
-Hop 4 of a message. A listener, or a future, is called once per accepted send, in the
-order of the session's sends, one at a time per session, on a pool thread that is
-neither the sender's nor the connection's. While it runs, its thread is marked with the
-objects it belongs to, so that a callback that would wait for itself is refused.
+Hop 4 of a message. A listener, or a future, is called once for each accepted send, in
+the order of the session's sends. A session calls one at a time, on a pool thread that
+is neither the sender's nor the connection's. While it runs, its thread is marked with
+the objects it belongs to, so that a callback that would wait for itself is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _this_thread = _Scope()
 
 def run_for(scope: tuple[object, ...]) -> tuple[object, ...]:
     """Mark this thread as running a callback of these objects (link, session,
-    producer); return the previous mark."""
+    producer). Returns the previous mark."""
     before = _this_thread.scope
     _this_thread.scope = scope
     return before
@@ -81,9 +81,10 @@ class _Callables:
 
 
 def as_listener(listener: object) -> CompletionListener:
-    """Accept a listener, or a pair ``(on_completion, on_exception)`` of callables.
+    """Return a completion listener for a listener, or for a pair ``(on_completion,
+    on_exception)`` of callables.
 
-    Raises ``ValueError`` for anything else, ``None`` included.
+    Raises ``ValueError`` for anything else, including ``None``.
     """
     if (
         isinstance(listener, tuple)
@@ -103,7 +104,8 @@ def as_listener(listener: object) -> CompletionListener:
 
 
 class CompletionFuture(Future["Message"]):
-    """The outcome of ``producer.submit``: ``result()`` or ``await``, both the message.
+    """The outcome of ``producer.submit``. ``result()`` and ``await`` both return the
+    message.
 
     ``cancel()`` succeeds only while the frame has not been written.
     """
@@ -115,17 +117,18 @@ class CompletionFuture(Future["Message"]):
         self._withdraw: Callable[[], bool] = lambda: False
 
     def on_completion(self, message: Message) -> None:
-        """Resolve; called in place of a listener."""
+        """Set the result. Called in place of a listener."""
         if self.set_running_or_notify_cancel():
             self.set_result(message)
 
     def on_exception(self, message: Message, error: MessagingError) -> None:
-        """Fail; called in place of a listener."""
+        """Set the exception. Called in place of a listener."""
         if self.set_running_or_notify_cancel():
             self.set_exception(error)
 
     def on_withdrawn(self) -> None:
-        """Report a cancelled send to its waiters; called in place of a listener."""
+        """Report to the waiting threads that the send was cancelled. Called in place of
+        a listener."""
         super().cancel()
         self.set_running_or_notify_cancel()
 
@@ -143,13 +146,13 @@ class CompletionFuture(Future["Message"]):
             )
 
     def result(self, timeout: float | None = None) -> Message:
-        """Wait for the outcome; raise the send's error."""
+        """Wait for the outcome. Returns the message, or raises the send's error."""
         self._refuse_own_callback()
         with pool.waiting():
             return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the outcome; return the send's error, if any."""
+        """Wait for the outcome. Returns the send's error, or None."""
         self._refuse_own_callback()
         with pool.waiting():
             return super().exception(timeout)

@@ -1,6 +1,6 @@
-"""A connection to a broker, as applications see it: its sessions and its end.
+"""A connection to a broker, as applications see it: it opens sessions, and is closed.
 
-Hop 4 and 6 of a message. It is started when created.
+Hops 4 and 6 of a message. A connection is started when it is created.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class Connection(Liveness):
-    """Created by ``factory.create_connection``; open sessions from it, and close it."""
+    """A connection, created by ``factory.create_connection``. Open sessions from it,
+    and close it."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
         """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the
@@ -29,7 +30,8 @@ class Connection(Liveness):
         _open.add(self)
 
     def __del__(self) -> None:
-        """End an unreferenced connection: its threads would keep it open for ever."""
+        """End the connection when nothing refers to it: otherwise its threads would
+        keep it open for ever."""
         link = getattr(self, "link", None)
         if link is not None and not (self._closing or link.inherited):
             text = f"{self!r} was not closed"
@@ -43,7 +45,8 @@ class Connection(Liveness):
         *,
         max_in_flight: int | None = None,
     ) -> Session:
-        """Open a session: one order of sends, one window, one transaction at a time."""
+        """Open a session. A session has one order of sends, one window, and one
+        transaction at a time."""
         self.check_usable()
         session = Session(
             self,
@@ -65,8 +68,8 @@ class Connection(Liveness):
     def close(self) -> None:
         """Let outstanding sends complete, disconnect from the broker, and end.
 
-        Waits until every send has its outcome, bounded by their deadlines, and every
-        callback has returned. Raises ``IllegalStateError`` inside one of its own
+        Waits until every send has its outcome and every callback has returned; the
+        sends' deadlines limit that. Raises ``IllegalStateError`` inside one of its own
         callbacks.
         """
         link = self.link
@@ -97,7 +100,7 @@ class Connection(Liveness):
             _open.discard(self)
 
     def wait_for_sends(self, give_up: float) -> int:
-        """Wait until that moment for outstanding sends; return how many remain."""
+        """Wait until that moment for outstanding sends. Returns how many remain."""
         sessions = list(self._sessions)
         return sum(session.sends.wait_until(give_up) for session in sessions)
 

@@ -1,4 +1,4 @@
-"""Receives from one destination; the caller pulls one message at a time.
+"""Receives from one destination. The caller fetches one message at a time.
 
 Hop 6 of a message. The broker has at most ``prefetch`` unacknowledged deliveries
 outstanding, so the local buffer is bounded, and the reader thread only appends to it.
@@ -40,7 +40,7 @@ class AckMode(Enum):
 
 
 class MessageConsumer(Closing):
-    """Created by ``session.create_consumer``."""
+    """A consumer, created by ``session.create_consumer``."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class MessageConsumer(Closing):
         on_received: Callable[[Message], None],
         on_closed: Callable[[MessageConsumer], None],
     ) -> None:
-        """Validate the options; ``subscribe`` contacts the broker. The session is
+        """Validate the options. ``subscribe`` contacts the broker. The session is
         notified of received messages and of the end."""
         if prefetch < 1:
             raise ValueError(
@@ -86,7 +86,7 @@ class MessageConsumer(Closing):
         self._closed = False
 
     def subscribe(self, timeout: float | None = None) -> None:
-        """Request deliveries from the broker; raise its refusal."""
+        """Request deliveries from the broker. Raises the broker's refusal."""
         link = self._link
         headers = link.dialect.subscribe_headers(
             self.destination, self.prefetch, self.subscription
@@ -114,9 +114,10 @@ class MessageConsumer(Closing):
         self.arrived.notify()
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Return the next message; ``None`` if none arrived in time, or if closed.
+        """Return the next message; ``None`` if none arrived in time, or if the consumer
+        is closed.
 
-        Raises ``ConnectionLostError`` once the connection has failed: buffered messages
+        Raises ``ConnectionLostError`` once the connection has failed. Buffered messages
         then belong to the broker again, and arrive on the next connection.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
@@ -144,7 +145,7 @@ class MessageConsumer(Closing):
         return self.receive(0)
 
     def __iter__(self) -> Iterator[Message]:
-        """Receive until closed."""
+        """Yield messages until the consumer is closed."""
         while (message := self.receive()) is not None:
             yield message
 
@@ -182,7 +183,7 @@ class MessageConsumer(Closing):
 
     @property
     def buffered(self) -> int:
-        """Deliveries that arrived and were not received yet."""
+        """The number of deliveries that have arrived and were not received yet."""
         return len(self._buffer)
 
     def __repr__(self) -> str:
@@ -190,12 +191,12 @@ class MessageConsumer(Closing):
         return f"<MessageConsumer of {self.destination}>"
 
     def close(self, *, delete_subscription: bool = False) -> None:
-        """Take no more deliveries; unacknowledged messages are delivered again.
+        """Take no more deliveries. Unacknowledged messages are delivered again.
 
         ActiveMQ redelivers at once, RabbitMQ when the connection ends. If a broker
-        refuses to end the subscription, or does not answer, that is only logged: the
-        connection's end will end it. An error is raised only if a durable subscription
-        could not be deleted.
+        refuses to end the subscription, or does not answer, that is only logged,
+        because the connection's end will end the subscription. An error is raised only
+        if a durable subscription could not be deleted.
         """
         try:
             self._close(delete=delete_subscription)

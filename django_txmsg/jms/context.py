@@ -21,10 +21,11 @@ from .message import DeliveryMode, Message
 
 
 class ContextProducer:
-    """Created by ``context.create_producer``; every setter returns it again."""
+    """A producer, created by ``context.create_producer``. Every setter returns the
+    producer."""
 
     def __init__(self, context: Context) -> None:
-        """Start with the default delivery, synchronously."""
+        """Begin with the default delivery options, and with synchronous sends."""
         self._context = context
         self._producer = context.session.create_producer()
         self._listener: CompletionListener | None = None
@@ -55,7 +56,7 @@ class ContextProducer:
         return self._deliver(priority=priority)
 
     def set_time_to_live(self, time_to_live: timedelta) -> ContextProducer:
-        """Set how long the broker keeps a message; ``None`` means for ever."""
+        """Set how long the broker keeps a message; ``None`` means without an end."""
         return self._deliver(time_to_live=time_to_live)
 
     def set_delivery_delay(self, delay: timedelta) -> ContextProducer:
@@ -87,14 +88,14 @@ class ContextProducer:
     def submit(
         self, destination: str | Destination, body: Any, *, timeout: float | None = None
     ) -> CompletionFuture:
-        """Send a body or a ``Message`` and return its future."""
+        """Send a body or a ``Message`` and return a future of its outcome."""
         return self._producer.submit(
             _message(body), destination=destination, timeout=timeout
         )
 
 
 class Context(Closing):
-    """Created by ``factory.create_context``; owns its connection."""
+    """A context, created by ``factory.create_context``. It owns its connection."""
 
     def __init__(
         self, connection: Connection, *, transacted: bool, ack_mode: AckMode
@@ -104,13 +105,13 @@ class Context(Closing):
         self.session = connection.create_session(transacted, ack_mode)
 
     def create_producer(self) -> ContextProducer:
-        """Make a producer without a destination of its own."""
+        """Create a producer that is not bound to a destination."""
         return ContextProducer(self)
 
     def create_consumer(
         self, destination: str | Destination, **options: Any
     ) -> MessageConsumer:
-        """Subscribe; options as for ``session.create_consumer``."""
+        """Subscribe. The options are those of ``session.create_consumer``."""
         return self.session.create_consumer(destination, **options)
 
     def acknowledge(self, message: Message) -> None:

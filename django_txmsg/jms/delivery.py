@@ -1,7 +1,7 @@
 """Encodes a message into the bytes of its SEND frame.
 
 Hop 4 of a message. Every error of a message is found here, before anything is reserved
-or written; later changes to the message are not sent.
+or written. Later changes to the message are not sent.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ DEFAULT = Delivery()
 
 def new_id() -> str:
     """Return a random UUID without the overhead of `uuid4`. Like `uuid4`, it uses the
-    system's generator: a fork would copy a generator of this process."""
+    system's generator, because a fork would copy the state of a generator of this
+    process."""
     number = int.from_bytes(os.urandom(16), "big")
     digits = "%032x" % (number & _RANDOM_BITS | _VERSION_4)
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
@@ -86,14 +87,15 @@ class Encoded:
         return self.frame_with(lines)
 
     def frame_with(self, lines: bytes) -> bytes:
-        """Return the whole SEND frame, with further header lines."""
+        """Return the whole SEND frame, with additional header lines."""
         body = self.body
         parts = self.head, len(body), lines, body
         return b"SEND\n%scontent-length:%d\n%s\n%s\x00" % parts
 
 
 class EncodedMessage(Encoded):
-    """An encoded message, and the values that its send sets on it."""
+    """An encoded message, and the values that are set on the message when it is
+    sent."""
 
     __slots__ = ("provided",)
 

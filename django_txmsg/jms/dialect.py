@@ -1,4 +1,4 @@
-"""The brokers' variations of STOMP that a client must know, and how a server is
+"""The differences between brokers that a STOMP client must know, and how a broker is
 recognized.
 
 ActiveMQ Classic's are the default. The facts behind each field are in
@@ -24,7 +24,7 @@ from .errors import (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One broker's variations; the values here are ActiveMQ Classic's."""
+    """How one broker differs. The values here are ActiveMQ Classic's."""
 
     name: str = "activemq"
     #: Characters that have a special meaning in a destination.
@@ -93,12 +93,12 @@ class Dialect:
                 )
 
     def mode_header(self, *, persistent: bool) -> bytes:
-        """Return the SEND header that makes the message survive a restart, or not."""
+        """Return the SEND header that says whether the message survives a restart."""
         return b"persistent:true\n" if persistent else b"persistent:false\n"
 
     def blames_frame(self, broker_message: str) -> bool:
-        """Return whether an ERROR without a receipt id is about a frame, rather than
-        about the end of the connection."""
+        """Return whether an ERROR without a receipt id is about a frame. Otherwise it
+        is about the end of the connection."""
         return True
 
     def expiry_headers(self, now_ms: int, time_to_live_ms: int) -> dict[str, str]:
@@ -114,7 +114,7 @@ class Dialect:
         this delay.
 
         Raises ``UnsupportedOperationError`` in a transaction: the broker would schedule
-        the message outside of it, and lose it in a crash.
+        the message outside the transaction, and lose it in a crash.
         """
         if transacted:
             raise UnsupportedOperationError(
@@ -170,8 +170,8 @@ _CODES_OF_A_FRAME = frozenset({"311", "313", "403", "404", "405", "406"})
 
 @dataclass(frozen=True, slots=True)
 class RabbitMQDialect(Dialect):
-    """RabbitMQ's STOMP, which its plugin translates to AMQP: transactions are replayed
-    at COMMIT, confirms prove the sends."""
+    """RabbitMQ's STOMP, which a plugin translates to AMQP. Transactions are replayed at
+    COMMIT, and confirms prove the sends."""
 
     name: str = "rabbitmq"
     forbidden_in_names: str = "/"
@@ -188,8 +188,8 @@ class RabbitMQDialect(Dialect):
     existing: tuple[str, ...] = ()
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Also refuse headers that RabbitMQ accepts by STOMP and cannot deliver by
-        AMQP: it would hang up on every consumer that the message is delivered to."""
+        """Refuse also headers that RabbitMQ accepts over STOMP and cannot deliver over
+        AMQP: it would close the connection of every consumer that gets the message."""
         Dialect.check_headers(self, headers)
         for name, value in headers.items():
             text = f"{value}" if name in _AMQP_PROPERTIES else ""
@@ -203,8 +203,8 @@ class RabbitMQDialect(Dialect):
                 )
 
     def with_existing(self, existing: str) -> Dialect:
-        """Use ``/amq/queue/`` for these queues, which declares nothing; ``/queue/``
-        declares a classic queue, and fails if the queue has another type."""
+        """Use ``/amq/queue/`` for these queues, which declares nothing. ``/queue/``
+        would declare a classic queue, and fail if the queue has another type."""
         return replace(self, existing=tuple(filter(None, existing.split(","))))
 
     def address(self, destination: Destination) -> str:
@@ -222,12 +222,14 @@ class RabbitMQDialect(Dialect):
         )
 
     def mode_header(self, *, persistent: bool) -> bytes:
-        """Omit the header for a volatile message: ``persistent:false`` makes RabbitMQ
-        declare the queue as exclusive to this connection, and delete it at its end."""
+        """Omit the header for a volatile message. With ``persistent:false`` RabbitMQ
+        declares the queue as exclusive to this connection, and deletes it at the
+        connection's end."""
         return b"persistent:true\n" if persistent else b""
 
     def blames_frame(self, broker_message: str) -> bool:
-        """An ERROR may also mean that an operator closes the connection."""
+        """Return whether the ERROR is about a frame. It may also mean that an operator
+        closes the connection."""
         code = re.search(r"server_initiated_close,\s*(\d+)", broker_message)
         if code is not None:
             return code[1] in _CODES_OF_A_FRAME
@@ -238,11 +240,11 @@ class RabbitMQDialect(Dialect):
     def delayed(
         self, destination: Destination, delay_ms: int, *, transacted: bool
     ) -> tuple[Destination, dict[str, str]]:
-        """Send the message to a delay queue without consumers, from which it expires
-        and is dead-lettered to its destination.
+        """Send the message to a delay queue without consumers. When it expires there,
+        RabbitMQ dead-letters it to its destination.
 
         Only the first message of a queue expires, so there is one queue for each power
-        of two of seconds: at worst a message waits twice as long, never as long as the
+        of two of seconds. At worst a message waits twice as long, never as long as the
         longest delay before it. The longest delay is 49 days.
         """
         if transacted:
@@ -272,18 +274,19 @@ class RabbitMQDialect(Dialect):
 
     @property
     def durable_needs_client_id(self) -> bool:
-        """The queue's name alone identifies the subscription."""
+        """Return False: the queue's name alone identifies the subscription."""
         return False
 
     @property
     def deletes_durable_while_in_use(self) -> bool:
-        """The frame that ends the subscription deletes its queue."""
+        """Return True: the frame that ends the subscription deletes its queue."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class ArtemisDialect(Dialect):
-    """Artemis: prefetch in bytes, and a queue must be requested by name."""
+    """Artemis. It limits prefetch in bytes, and creates a queue only if the frame
+    requests one."""
 
     name: str = "artemis"
     prefetch_header: str = "consumer-window-size"
@@ -292,24 +295,25 @@ class ArtemisDialect(Dialect):
     serves_jms: bool = False
 
     def send_headers(self, destination: Destination) -> dict[str, str]:
-        """Request the routing: the default drops messages without a subscriber."""
+        """Request the routing. By default, Artemis drops messages without a
+        subscriber."""
         kind = "MULTICAST" if destination.is_topic else "ANYCAST"
         return {"destination": self.address(destination), "destination-type": kind}
 
     def address(self, destination: Destination) -> str:
-        """Artemis addresses are plain names."""
+        """Return the plain name, which is the address on Artemis."""
         return Dialect.address(self, destination).split("/", 2)[2]
 
     def subscribe_headers(
         self, destination: Destination, prefetch: int, subscription: str | None
     ) -> dict[str, str]:
-        """Set the routing on SUBSCRIBE too."""
+        """Set the routing on SUBSCRIBE, too."""
         headers = Dialect.subscribe_headers(self, destination, prefetch, subscription)
         kind = "MULTICAST" if destination.is_topic else "ANYCAST"
         return {**headers, "subscription-type": kind}
 
     def durable_headers(self, subscription: str) -> dict[str, str]:
-        """Artemis has its own header for a durable subscription's name."""
+        """Use the header that Artemis has for the name of a durable subscription."""
         return {"durable-subscription-name": subscription}
 
 
@@ -322,8 +326,8 @@ BY_NAME = {dialect.name: dialect for dialect in (ACTIVEMQ, ARTEMIS, RABBITMQ)}
 def recognize(server: str) -> Dialect:
     """Return the dialect for the ``server`` header of the CONNECTED frame.
 
-    An unknown server is treated as ActiveMQ Classic: its destination names are the most
-    common, and a receipt proves every send on any broker.
+    An unknown server is treated as ActiveMQ Classic, because its names of destinations
+    are the most common, and a receipt proves every send on any broker.
     """
     lowered = server.lower()
     if "artemis" in lowered:

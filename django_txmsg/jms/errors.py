@@ -29,7 +29,8 @@ class MessagingError(Exception):
 
 
 class IllegalStateError(MessagingError):
-    """The object cannot do this now: closed, forked, or called by its own callback."""
+    """The object cannot do this now: it is closed, was copied by a fork, or is called
+    by its own callback."""
 
 
 class InvalidDestinationError(MessagingError):
@@ -41,7 +42,7 @@ class MessageFormatError(MessagingError):
 
 
 class MessageNotAccessibleError(MessagingError):
-    """The message is in flight; wait for its completion listener."""
+    """The message is in flight. Use it when its completion listener has been called."""
 
 
 class UnsupportedOperationError(MessagingError):
@@ -49,7 +50,7 @@ class UnsupportedOperationError(MessagingError):
 
 
 class WindowFullError(MessagingError, TimeoutError):
-    """No room in the session's window in time. The message was not written."""
+    """The session's window had no room in time. The message was not written."""
 
 
 class ConnectionFailedError(MessagingError, ConnectionError):
@@ -117,8 +118,10 @@ class ConnectionLostError(SendOutcomeUnknownError, ConnectionError):
 
 
 class TransactionRolledBackError(MessagingError):
-    """The transaction is aborted: none of its sends and acknowledgements happened."""
+    """The transaction is aborted. None of its sends and acknowledgements has
+    happened."""
 
 
 class TransactionInDoubtError(MessagingError):
-    """COMMIT was written and never answered: all of it happened, or nothing."""
+    """COMMIT was written and not answered. Either all of the transaction has happened,
+    or nothing."""

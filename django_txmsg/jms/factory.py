@@ -1,4 +1,4 @@
-"""Reads a URL and connects to the first host that accepts.
+"""Reads a URL and connects to the first host that accepts a connection.
 
 Before hop 4.
 """
@@ -16,7 +16,7 @@ from .options import read_url
 
 
 class ConnectionFactory:
-    """Opens connections to the first host that accepts."""
+    """Opens connections to the first host that accepts one."""
 
     def __init__(self, url: str, **options: Any) -> None:
         """Read the URL; keyword options override those in its query.

@@ -1,10 +1,11 @@
 """Encodes and parses STOMP 1.2 frames, without any I/O.
 
-Hop 4 and 6 of a message. The encoder refuses values that would let a header become
+Hops 4 and 6 of a message. The encoder refuses values that would let a header become
 another frame. The parser takes bytes in any split, with a fast path for RECEIPT frames.
-It passes on a frame that it can only read in part, with its `problem` - a broken
-header, a NUL in one, a body too long to keep - so that one bad message never stops the
-stream behind it. It gives up the stream only if it cannot tell where a frame ends.
+If it can read a frame only in part (because of a broken header, a NUL in a header, or a
+body too long to keep), it passes on that part with its `problem`, so that one bad
+message never stops the frames behind it. It gives up only if it cannot tell where a
+frame ends.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ def _header_line(name: str, value: str) -> str:
 
 
 def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Encode headers, escaped, each line ended.
+    """Return the header lines, escaped, each with its line end.
 
-    Raises ``MessageFormatError`` for a name or value that is not text, is empty (a
-    name), contains NUL or cannot be encoded.
+    Raises ``MessageFormatError`` for a name or value that is not text, contains NUL or
+    cannot be encoded, and for an empty name.
     """
     try:
         text = "".join([_header_line(name, value) for name, value in headers])
@@ -93,7 +94,7 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 def encode(command: str, headers: Mapping[str, str], body: bytes = b"") -> bytes:
-    """Encode one frame; the caller sets every header, content-length too."""
+    """Encode one frame. The caller sets every header, including content-length."""
     return b"%s\n%s\n%s\x00" % (command.encode(), header_lines(headers.items()), body)
 
 
@@ -115,13 +116,13 @@ class _TooLong:
     __slots__ = ("_frame", "_kept", "_left")
 
     def __init__(self, frame: Frame, length: int | None) -> None:
-        """``length``: of the body, or None if a NUL ends it."""
+        """``length`` is that of the body, or None if a NUL ends the body."""
         self._frame = frame
         self._left = length
         self._kept = b""
 
     def take(self, data: bytes) -> int | None:
-        """Return where the frame ends in these bytes, or None if it does not.
+        """Return where the frame ends in these bytes, or None if it does not end there.
 
         Raises ``ProtocolError``.
         """
@@ -151,7 +152,7 @@ class FrameParser:
     )  # fmt: skip
 
     def __init__(self, max_body: int = MAX_BODY_BYTES) -> None:
-        """Start at a frame border."""
+        """Begin at the border of a frame."""
         self._max_body = max_body
         self._tail = b""
         self._chunks: list[bytes] = []
@@ -161,9 +162,9 @@ class FrameParser:
         self._too_long: _TooLong | None = None
 
     def feed(self, data: bytes) -> list[Frame | Receipt]:
-        """Return the frames completed by these bytes; heartbeats give none.
+        """Return the frames completed by these bytes. Heartbeats give none.
 
-        Raises ``ProtocolError`` if the stream is out of step.
+        Raises ``ProtocolError`` if the stream is not STOMP.
         """
         found: list[Frame | Receipt] = []
         while True:
@@ -178,7 +179,8 @@ class FrameParser:
                 return found
 
     def _read(self, data: bytes, found: list[Frame | Receipt]) -> bytes:
-        """Find frames, and keep an incomplete one; return an overlong frame to skip."""
+        """Find frames, and keep an incomplete one. Returns a frame that is too long,
+        whose rest must be skipped."""
         have = self._have + len(data)
         waits = (
             self._wants_nul and 0 not in data and have <= self._need + self._max_body
@@ -217,7 +219,7 @@ class FrameParser:
         return b""
 
     def _read_frame(self, buffer: bytes, start: int) -> tuple[int, Frame | None]:
-        """Read one frame; if it is incomplete, return how many bytes the buffer
+        """Read one frame. If it is incomplete, return how many bytes the buffer
         needs."""
         blank = _HEADERS_END.search(buffer, start)
         nul = buffer.find(b"\x00", start, blank.start() if blank else len(buffer))
@@ -287,7 +289,7 @@ def _read_headers(block: bytes) -> tuple[str, dict[str, str], str | None]:
 
 
 def _unescape(text: str) -> tuple[str, str | None]:
-    """Undo the escapes; an unknown one is kept as it is, and reported."""
+    """Undo the escapes. An unknown escape is kept as it is, and reported."""
     unknown: list[str] = []
 
     def replace(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """Every frame that waits for the broker's answer, and its outcome.
 
-Hop 4 of a message. A pending frame is settled exactly once - acknowledged, rejected or
-unknown - by whichever comes first: a receipt, an ERROR frame, its deadline or the loss
+Hop 4 of a message. A pending frame is settled exactly once (acknowledged, rejected or
+unknown) by whichever comes first: a receipt, an ERROR frame, its deadline or the loss
 of the connection. Later answers are counted and ignored. All methods are called with
 the connection's lock held.
 """
@@ -25,7 +25,7 @@ from .errors import (
 
 
 class State(IntEnum):
-    """The state of a frame; from ACKED on it is settled."""
+    """The state of a frame. From ACKED on, the frame is settled."""
 
     QUEUED = 0
     ON_WIRE = 1
@@ -56,8 +56,9 @@ class Owner(Protocol):
 
 
 class Pending:
-    """A frame with a receipt. Subclasses handle its outcome; a callback of its own
-    would be a reference cycle, which each send would leave to the garbage collector."""
+    """A frame that waits for its receipt. Subclasses handle its outcome. (A callback
+    would be a reference cycle, which each send would leave to the garbage
+    collector.)"""
 
     __slots__ = (
         "deadline", "error", "owner", "receipt", "sequence", "since", "state",
@@ -68,8 +69,8 @@ class Pending:
     is_send = False
 
     def __init__(self, what: str, timeout: float, owner: Owner | None = None) -> None:
-        """``what``: for error texts. ``timeout``: seconds after it is queued.
-        ``owner``: its transaction, if any."""
+        """``what`` is for the texts of errors, ``timeout`` is in seconds from when the
+        frame is queued, ``owner`` is the frame's transaction, if any."""
         self.what = what
         self.timeout = timeout
         self.owner = owner
@@ -84,11 +85,12 @@ class Pending:
 
     @property
     def settled(self) -> bool:
-        """Whether it has its outcome."""
+        """Whether the frame has its outcome."""
         return self.state >= ACKED
 
     def on_settled(self) -> None:
-        """Handle the outcome, once, with the lock held: no I/O, no user code."""
+        """Handle the outcome, once, with the lock held. It must do no I/O, and run no
+        user code."""
 
 
 class Ledger:
@@ -125,7 +127,7 @@ class Ledger:
         return b"%s%d" % (self._prefix, next(self._receipts))
 
     def reserve(self, entry: Pending, now: float) -> None:
-        """Add a frame that is about to be queued: its time-out starts."""
+        """Add a frame that is about to be queued. Its time-out begins."""
         self._sequence += 1
         entry.since = now
         entry.deadline = now + entry.timeout
@@ -135,7 +137,7 @@ class Ledger:
             self.next_deadline = entry.deadline
 
     def note_loose(self, owner: Owner | None = None) -> None:
-        """Add a frame, or frames of one owner, that ask for no receipt."""
+        """Add a frame, or several frames of one owner, that ask for no receipt."""
         self._sequence += 1
         if self._loose and self._loose[-1][1] is owner:
             self._loose.pop()  # a consumer that only ever acknowledges adds up to one
@@ -144,7 +146,7 @@ class Ledger:
     def settle(
         self, entry: Pending, state: State, error: MessagingError | None
     ) -> bool:
-        """Set the outcome of a frame, unless it has one: the only place that does."""
+        """Set the outcome of a frame, unless it has one. Nothing else sets outcomes."""
         if entry.state >= ACKED:
             return False
         self.open.pop(entry.receipt, None)
@@ -173,7 +175,7 @@ class Ledger:
         names_receipts: bool,
         blames: bool = True,
     ) -> bool:
-        """Handle an ERROR frame; return False if it cannot be attributed.
+        """Handle an ERROR frame. Returns False if it belongs to no known frame.
 
         An ERROR with a receipt id belongs to that frame; an unknown id is ignored.
 
@@ -211,7 +213,8 @@ class Ledger:
         )
 
     def _spoil(self, owners: list[Owner | None], broker_message: str) -> int:
-        """Make the transactions among the owners roll back; return their number."""
+        """Make the transactions among the owners roll back. Returns how many there
+        are."""
         spoilt = {id(owner): owner for owner in owners if owner is not None}
         for owner in spoilt.values():
             owner.spoil(broker_message)

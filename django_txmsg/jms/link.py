@@ -1,9 +1,9 @@
 """A link to one broker, through which sessions, producers and consumers write.
 
-Hop 4 and 6 of a message. The reader thread settles frames and feeds consumers, the
-writer thread writes; neither runs user code. One lock guards all state. It is never
-held during a callback or blocking I/O, including log handlers. A lost link stays lost:
-a reconnect is a new link, so nothing is ever replayed silently.
+Hops 4 and 6 of a message. The reader thread settles frames and passes deliveries to
+consumers, and the writer thread writes. Neither runs user code. One lock guards all
+state. It is never held during a callback or blocking I/O, including log handlers. A
+lost link stays lost: a reconnect is a new link, so nothing is ever replayed silently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _epochs = itertools.count(1)
 
 
 class Request(Pending):
-    """A frame with a thread that waits for the answer; the reader wakes it."""
+    """A frame with a thread that waits for the answer. The reader wakes the thread."""
 
     __slots__ = ("_answered", "_link")
 
@@ -55,7 +55,8 @@ class Request(Pending):
         self._answered.set()
 
     def wait(self) -> None:
-        """Wait for the outcome and raise its error; the deadline bounds the wait."""
+        """Wait for the outcome, at most until the deadline. Raises the frame's
+        error."""
         self._link.refuse_inside()
         while not self._answered.wait(1.0):
             pass
@@ -64,9 +65,9 @@ class Request(Pending):
 
 
 class Link:
-    """Logged in when created; ended by ``close``, or lost.
+    """The socket connection to one broker, with its two threads and its pending frames.
 
-    The socket connection to one broker, its two threads and its pending frames.
+    It is logged in when it is created. It ends by ``close``, or because it is lost.
     """
 
     def __init__(
@@ -131,12 +132,13 @@ class Link:
 
     @property
     def inherited(self) -> bool:
-        """Whether a fork copied this link; its locks and socket then belong to the
-        parent."""
+        """Whether a fork has copied this link. Its locks and its socket then belong to
+        the parent."""
         return self._pid != os.getpid()
 
     def check_alive(self) -> None:
-        """Raise ``IllegalStateError``, or ``ConnectionLostError`` once it is lost."""
+        """Raise ``IllegalStateError`` if the link cannot be used, or
+        ``ConnectionLostError`` if it is lost."""
         if self._pid != os.getpid():
             self.check_own()
         if self.error is not None:
@@ -159,8 +161,9 @@ class Link:
             )
 
     def refuse_inside(self) -> None:
-        """Raise ``IllegalStateError`` in a signal handler that interrupted a send of
-        its own thread: that send holds the lock, so waiting would never end."""
+        """Raise ``IllegalStateError`` in a signal handler that has interrupted a send
+        of its own thread. That send holds the lock, so waiting for it would never
+        end."""
         if self.lock._is_owned() and not self.inherited:  # type: ignore[attr-defined]  # RLock's own
             raise IllegalStateError(
                 "A signal handler has interrupted this thread in the middle of a send, "
@@ -260,12 +263,13 @@ class Link:
                 self._to_log.append(line)
 
     def on_progress(self) -> None:
-        """Extend the deadlines of pending frames: the broker is still reading."""
+        """Extend the deadlines of pending frames, because the broker is still
+        reading."""
         with self.lock:
             self.ledger.defer(time.monotonic())
 
     def on_lost(self, reason: str, *, silent: bool = False) -> None:
-        """Record the end of the connection; the reader reports it in any case."""
+        """Record the end of the connection. The reader reports it in any case."""
         with self.lock:
             if self._connected.is_set():
                 self.lose(reason, silent=silent)
@@ -275,7 +279,8 @@ class Link:
         self._log()
 
     def tick(self) -> None:
-        """Settle late frames; give up a broker that answers nothing at all."""
+        """Settle frames whose deadline has passed. Give up a broker that answers
+        nothing at all."""
         if self.pool.stranded:
             self.pool.start_thread()
         with self.lock:
@@ -287,8 +292,8 @@ class Link:
                 self.lose(f"{limit} frames in a row had no answer in time", silent=True)
 
     def lose(self, reason: str, *, silent: bool = False) -> None:
-        """Give the link up, once: nothing on it can be trusted any more. ``silent``:
-        the broker did not end it."""
+        """Give the link up, once, because its state is unknown from now on. ``silent``
+        means that the broker has not ended it."""
         with self.lock:
             if self.closed or self._refusal or self.error is not None:
                 return
@@ -322,9 +327,9 @@ class Link:
         deliver: Callable[[frames.Frame], None],
         arrived: threading.Condition,
     ) -> None:
-        """Pass the deliveries of a subscription to a method, on the reader thread with
-        the lock held, while its object lives; ``arrived`` wakes the threads that wait
-        for them."""
+        """Pass the deliveries of a subscription to the method ``deliver``, on the
+        reader thread with the lock held, while the method's object lives. ``arrived``
+        wakes the threads that wait for deliveries."""
         with self.lock:
             self._routes[name] = WeakMethod(deliver), arrived
 
@@ -349,8 +354,8 @@ class Link:
         return timeout
 
     def put(self, data: bytes, pending: Pending, *, at_once: bool = False) -> None:
-        """Queue a frame with a receipt, the lock held; ``at_once``: write it now if no
-        other frame waits."""
+        """Queue a frame with a receipt. The lock is held. With ``at_once``, write the
+        frame now if no other frame waits."""
         self.ledger.reserve(pending, time.monotonic())
         put = self.writer.put_now if at_once else self.writer.put
         put(data, pending)
@@ -393,10 +398,11 @@ class Link:
         return request
 
     def put_barrier(self, pending: Pending) -> None:
-        """Queue a barrier; its answer settles the pending frame.
+        """Queue a barrier, whose answer settles the pending frame.
 
-        The barrier is a transaction begun and aborted at once. Frames of one connection
-        are handled in order, so its receipt proves that those before it were handled.
+        The barrier is a transaction that is begun and aborted at once. The broker
+        handles the frames of one connection in order, so the barrier's receipt proves
+        that it has handled the frames before it.
         """
         name = {"transaction": self.next_name("barrier-")}
         with self.lock:
@@ -414,11 +420,11 @@ class Link:
             logger.debug("DISCONNECT was not answered: %s", error)
 
     def drop(self) -> None:
-        """Make the threads end, from wherever an object is freed; takes no lock."""
+        """End the threads, when an object is freed anywhere. Takes no lock."""
         self._transport.drop()
 
     def close(self) -> None:
-        """End both threads and the socket; frames without an outcome stay unknown."""
+        """End both threads and the socket. Frames without an outcome stay unknown."""
         with self.lock:
             self.closed = True
             self.writer.stop()
@@ -429,5 +435,5 @@ class Link:
         self._transport.join(5.0)
 
     def abandon(self) -> None:
-        """Close the socket in a forked child; the parent's connection goes on."""
+        """Close the socket in a forked child. The parent's connection goes on."""
         self._transport.abandon()

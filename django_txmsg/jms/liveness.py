@@ -1,8 +1,8 @@
-"""The state of a connection for applications: whether it is alive, and the broker's
-identity.
+"""The state of a connection for applications: whether it is alive, and which broker it
+leads to.
 
-Hop 4 and 6 of a message. When its link is lost it stays failed and notifies its
-listeners; the factory opens a new one.
+Hops 4 and 6 of a message. When its link is lost, the connection stays failed and
+notifies its listeners; the factory opens a new one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Liveness(Closing):
 
     @property
     def server(self) -> str:
-        """The broker's own name and version."""
+        """The name and version that the broker reports."""
         return self.link.server
 
     @property
@@ -52,7 +52,7 @@ class Liveness(Closing):
 
     @property
     def error(self) -> MessagingError | None:
-        """Why the connection failed; ``None`` if it did not."""
+        """Why the connection has failed; ``None`` if it has not."""
         return self.link.error
 
     @property
@@ -67,7 +67,8 @@ class Liveness(Closing):
 
     @property
     def ignored_receipts(self) -> int:
-        """Receipts and errors that came late, twice, or matched no frame."""
+        """The number of receipts and errors that came late, came twice, or matched no
+        frame."""
         return self.link.ledger.ignored
 
     def check_usable(self) -> None:
@@ -101,7 +102,7 @@ class Liveness(Closing):
             self.link.pool.submit(partial(_tell, listener, error))
 
     def stop(self) -> None:
-        """Pause all consumers; sends go on, and completions are not waited for."""
+        """Pause all consumers. Sends go on, and completions are not waited for."""
         self._deliver(on=False)
 
     def start(self) -> None:

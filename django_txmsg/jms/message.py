@@ -1,8 +1,8 @@
 """One message as users of this client see it, before sending and after receiving.
 
-Hop 4 and 6. Its body is text, bytes, or a JSON value; headers are text. Values that the
-client sets (id, time, priority ...) are readable once the send has completed. While a
-send is in flight, reading or changing the message raises MessageNotAccessibleError.
+Hops 4 and 6. Its body is text, bytes, or a JSON value; headers are text. Values that
+the client sets (id, time, priority ...) are readable once the send has completed. While
+a send is in flight, reading or changing the message raises MessageNotAccessibleError.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _NOTHING = Provided()
 
 
 class Message:
-    """A body and headers; the same object may be sent again after it completed."""
+    """A body and headers. The same object may be sent again after its send has
+    completed."""
 
     __slots__ = (
         "_body", "_headers", "_in_flight", "_provided",
@@ -57,7 +58,7 @@ class Message:
     def __init__(
         self, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        """``body``: str, bytes, a JSON value, or ``None`` for none."""
+        """``body`` is a str, bytes, a JSON value, or ``None`` for no body."""
         self._body = body
         self._headers = dict(headers) if headers else {}
         self._in_flight = False
@@ -104,8 +105,8 @@ class Message:
         return f"<Message {self._provided.message_id or 'not sent'}>"
 
     def copy(self) -> Message:
-        """Return a message of the same content, to be sent as a new one: with the
-        sender's headers, and without an id yet."""
+        """Return a new message with the same body and the sender's headers, and without
+        an id."""
         self._accessible()
         copy = Message(self._body)
         copy._headers = {
@@ -135,7 +136,7 @@ class Message:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The application's headers. For a received message: all headers."""
+        """The application's headers. Of a received message: all headers."""
         self._accessible()
         return self._headers
 
@@ -158,7 +159,7 @@ class Message:
 
     @property
     def message_id(self) -> str | None:
-        """The identity, the same in every resend; set by the send."""
+        """The message's id, which is the same in every resend. The send sets it."""
         self._accessible()
         return self._provided.message_id
 
@@ -170,7 +171,7 @@ class Message:
 
     @property
     def timestamp(self) -> datetime | None:
-        """When it was sent by this process."""
+        """When this process sent the message."""
         self._accessible()
         return self._provided.timestamp
 
@@ -188,7 +189,7 @@ class Message:
 
     @property
     def expiration(self) -> datetime | None:
-        """When the broker may drop it; ``None``: never."""
+        """When the broker may drop the message; ``None`` means never."""
         self._accessible()
         return self._provided.expiration
 

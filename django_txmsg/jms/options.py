@@ -77,7 +77,7 @@ class Options:
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     def connect_headers(self, host: str) -> dict[str, str]:
-        """Headers of the CONNECT frame to a host."""
+        """Return the headers of the CONNECT frame to a host."""
         beat = int(self.heartbeat * 1000)
         headers = {
             "accept-version": "1.2",

@@ -23,8 +23,8 @@ _NOT_OF_A_POOL = contextlib.nullcontext()
 
 
 class CompletionPool:
-    """Runs tasks on daemon threads, at most ``max_workers``, not counting those that
-    wait for other tasks."""
+    """Runs tasks on daemon threads. There are at most ``max_workers``, without those
+    that wait for other tasks."""
 
     def __init__(self, max_workers: int = 32, idle_seconds: float = 5.0) -> None:
         """Start no thread until there is a task."""
@@ -68,8 +68,8 @@ class CompletionPool:
             return True
 
     def help_out(self) -> None:
-        """Run tasks on the waiting thread if no other thread can be started for
-        them."""
+        """Run tasks on this thread, which waits for them, if no other thread can be
+        started."""
         while self.stranded and not self.start_thread():
             with self._changed:
                 if not self._tasks:
@@ -111,18 +111,18 @@ class CompletionPool:
 
 
 def waiting() -> contextlib.AbstractContextManager[None]:
-    """Let another thread replace this one while a callback waits for callbacks:
-    otherwise all threads might wait for each other."""
+    """Let another thread replace this one while its callback waits for other callbacks.
+    Otherwise all threads might wait for each other."""
     pool: CompletionPool | None = getattr(_this_thread, "pool", None)
     return _NOT_OF_A_POOL if pool is None else pool._lent()
 
 
 def drain_at_exit(waiters: Callable[[], list[Callable[[float], int]]]) -> None:
-    """At interpreter exit give outstanding sends a short time, then log how many
+    """At the interpreter's exit, give outstanding sends a short time, then log how many
     remain.
 
-    ``waiters`` lists, for each open connection, a function that waits until a moment
-    and returns how many sends remain without an outcome.
+    ``waiters`` has a function for each open connection. It waits until a moment and
+    returns how many sends remain without an outcome.
     """
 
     def drain() -> None:

@@ -28,12 +28,13 @@ from .sends import AsyncSend, WaitedSend
 
 
 class MessageProducer(Closing):
-    """Created by ``session.create_producer``."""
+    """A producer, created by ``session.create_producer``."""
 
     def __init__(
         self, session: SendingSession, destination: Destination | None
     ) -> None:
-        """Send to this destination, or to the one that each call names."""
+        """Send to this destination, or, if it is None, to the destination that each
+        call names."""
         self.session = session
         self.destination = destination
         # The number of the last asynchronous send, among those of the session.
@@ -53,14 +54,16 @@ class MessageProducer(Closing):
         delivery: Delivery | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send and return when the broker has confirmed the message.
+        """Send, and return when the broker has confirmed the message.
 
-        In a transacted session it returns once queued, since nothing is stored before
-        the commit, which proves all its sends or raises. Raises ``SendRejectedError``,
-        ``SendOutcomeUnknownError`` or, with nothing written, another error.
+        In a transacted session it returns once the frame is queued: nothing is stored
+        before the commit, which proves all its sends or raises. Raises
+        ``SendRejectedError``, ``SendOutcomeUnknownError`` or, with nothing written,
+        another error.
 
-        ``timeout``: seconds to wait for room in the window, and then for the receipt; 0
-        means not to wait for room, and for the receipt as long as usual.
+        ``timeout`` limits how long to wait for room in the window, and then for the
+        receipt, in seconds. 0 means not to wait for room; the wait for the receipt is
+        then as long as usual.
         """
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
@@ -93,10 +96,11 @@ class MessageProducer(Closing):
         delivery: Delivery | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send and return once queued; the listener is called with the outcome, once.
+        """Send, and return once the frame is queued. The listener is called with the
+        outcome, once.
 
         Blocks while the session's window is full, and raises ``WindowFullError`` if it
-        stays full until the timeout: then the message was not written and the listener
+        stays full until the timeout. Then the message was not written and the listener
         is not called. The message is not accessible until the listener is called.
         """
         called = completion.as_listener(listener)
@@ -111,7 +115,8 @@ class MessageProducer(Closing):
         delivery: Delivery | None = None,
         timeout: float | None = None,
     ) -> CompletionFuture:
-        """Like ``send_async``, with a future that can be waited for or awaited."""
+        """Send like ``send_async``, and return a future that can be waited for or
+        awaited."""
         future = CompletionFuture(self.session)
         self._check_place()
         send = self._send_async(message, future, destination, delivery, timeout)
@@ -271,8 +276,8 @@ class MessageProducer(Closing):
     def close(self) -> None:
         """Wait for this producer's sends and their callbacks, then send no more.
 
-        Raises ``IllegalStateError`` inside a callback of its own, and inside one of its
-        session's while it has outstanding callbacks: those come after that one.
+        Raises ``IllegalStateError`` inside a callback of its own. Also inside another
+        callback of its session while this producer has callbacks that come later.
         """
         session = self.session
         session.link.refuse_inside()

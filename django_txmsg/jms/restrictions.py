@@ -1,9 +1,9 @@
-"""Where a completion listener should not be used, and how to respond.
+"""Where a completion listener should not be used, and what happens to such a send.
 
-Hop 1 rather than hop 4: inside ``transaction.atomic()`` a message belongs in the
-outbox, because a rollback cannot take back what a broker has stored. On an event loop a
-full window blocks the loop. Does not import Django, and only checks whether it is
-loaded.
+This concerns hop 1. Inside ``transaction.atomic()`` a message belongs in the outbox,
+because a rollback cannot take back what a broker has stored. On an event loop a full
+window blocks the loop. This module does not import Django; it only checks whether
+Django is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Policy(str, Enum):
 def check(in_atomic: Policy, on_event_loop: Policy) -> None:
     """Apply the connection's policies to a send that has a listener or a future.
 
-    Raises ``IllegalStateError`` if one forbids it.
+    Raises ``IllegalStateError`` if a policy forbids the send.
     """
     if in_atomic is not Policy.ALLOW and _inside_atomic_block():
         _apply(in_atomic, _IN_ATOMIC)

@@ -45,13 +45,14 @@ class SendingSession(Closing):
     # -- state --------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise ``IllegalStateError``, or the error the connection failed with."""
+        """Raise ``IllegalStateError`` if the session is closed, or the error with which
+        the connection has failed."""
         if self.closing:
             raise IllegalStateError("The session is closed.")
         self.link.check_alive()
 
     def check_usable(self) -> None:
-        """Like ``check_open``, before waiting or writing."""
+        """Raise the errors of ``check_open``. Called before waiting or writing."""
         self.link.refuse_inside()
         self.check_open()
 
@@ -97,12 +98,12 @@ class SendingSession(Closing):
         return lines
 
     def transaction(self) -> Transaction:
-        """Return the open transaction, a new one if there is none."""
+        """Return the open transaction. If there is none, begin a new one."""
         with self.link.lock:
             if self._transaction is None:
                 self._transaction = Transaction(self.link)
             return self._transaction
 
     def adopt(self, message: Message) -> None:
-        """Add a message received earlier to the current transaction."""
+        """Add a received message to the current transaction."""
         self.transaction().received.append(message)

@@ -65,9 +65,9 @@ class Window:
     ) -> None:
         """Wait until there is room for a send of that size.
 
-        Raises ``WindowFullError``, or what ``check`` raises after a wait. Sends from a
-        callback never wait, since its return is what makes room; only a hard limit
-        stops them.
+        Raises ``WindowFullError``, or the error that ``check`` raises after a wait. A
+        send from a callback does not wait, because the callback's return makes room;
+        only a hard limit stops it.
         """
         if completion.is_running_for(self._link):
             most = max(16 * self._messages, _HARD_CAP)
@@ -113,12 +113,12 @@ class Window:
         )
 
     def take(self, size: int) -> None:
-        """Count one more in flight."""
+        """Count one more send in flight."""
         self.in_flight += 1
         self._in_flight_bytes += size
 
     def release(self, size: int) -> None:
-        """Record one more outcome."""
+        """Count one send in flight less, because it has its outcome."""
         self.in_flight -= 1
         self._in_flight_bytes -= size
         # Waking a sender for every receipt would cost more than the send, so wait until
@@ -155,13 +155,13 @@ class WaitedSend(Request):
     def __init__(
         self, link: Link, what: str, timeout: float, sends: Sends, size: int
     ) -> None:
-        """It takes its place among the session's sends when it is queued."""
+        """The send takes its place among the session's sends when it is queued."""
         super().__init__(link, what, timeout)
         self._sends = sends
         self._size = size
 
     def on_settled(self) -> None:
-        """Free its place in the window, and wake the caller."""
+        """Release the send's place in the window, and wake the caller."""
         self._sends.release(self._size)
         super().on_settled()
 
@@ -183,7 +183,7 @@ class AsyncSend(Pending):
         size: int,
         scope: tuple[object, ...],
     ) -> None:
-        """``scope``: objects that the callback must not wait for."""
+        """The callback must not wait for the objects in ``scope``."""
         super().__init__(what, timeout)
         self._sends = sends
         self._message = message
@@ -192,20 +192,20 @@ class AsyncSend(Pending):
         self._scope = scope
 
     def on_settled(self) -> None:
-        """Free its place in the window; a failure makes the transaction fail; have the
-        callback run."""
+        """Release the send's place in the window, and let its callback run. A failure
+        makes the transaction fail."""
         self._sends.release(self.size)
         if self.error is not None and self.owner is not None:
             self.owner.fail(self.error)
         self._sends.completed()
 
     def withdraw(self) -> bool:
-        """Cancel it, if its frame has not been taken for writing."""
+        """Cancel the send, if its frame has not been taken for writing."""
         return self._sends.withdraw(self, self._message)
 
     def tell(self) -> None:
-        """Call the listener, on a pool thread. Its exceptions are logged and not
-        raised."""
+        """Call the listener, on a pool thread. Exceptions of the listener are logged
+        and not raised."""
         message, error = self._message, self.error
         listener, self._listener = self._listener, None  # a future's has this object
         assert listener is not None
@@ -227,7 +227,7 @@ class AsyncSend(Pending):
 
 
 class Sends(Window):
-    """The sends of one session; its lock is the connection's."""
+    """The sends of one session. Their lock is the connection's."""
 
     def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
         """Limit in-flight messages and bytes."""
@@ -257,7 +257,7 @@ class Sends(Window):
             return self._link.ledger.settle(send, CANCELLED, None)
 
     def completed(self) -> None:
-        """Run callbacks that are due; with the lock held."""
+        """Run the callbacks that are due. The lock is held."""
         if self._telling:
             if self._link.pool.stranded:
                 self._link.pool.start_thread()
@@ -266,7 +266,7 @@ class Sends(Window):
             self._link.pool.submit(self._tell)
 
     def _tell(self) -> None:
-        """Run the callbacks at the head of the order, on a pool thread."""
+        """Run the first callbacks of the order, on a pool thread."""
         send: AsyncSend | None = None
         order, thread = self._order, threading.current_thread()
         for _ in range(_IN_A_ROW):
@@ -295,10 +295,11 @@ class Sends(Window):
     # -- waiting ------------------------------------------------------------------
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until the callbacks of all sends so far, or up to one, have returned.
+        """Wait until the callbacks of all sends so far, or up to the send ``number``,
+        have returned.
 
-        Sends end by their deadlines; a callback that never returns is waited for, and a
-        warning names it.
+        Sends end by their deadlines. A callback that does not return is waited for, and
+        a warning names it.
         """
         number = self.accepted if number is None else number
         if self._wait(number, self._link.options.close_timeout):
@@ -310,8 +311,8 @@ class Sends(Window):
             self._wait(number, float("inf"))
 
     def _who_waits_for_whom(self) -> str:
-        """Describe the callback that is waited for, and its stack: it may have passed
-        this very wait to another thread, and be waiting for that."""
+        """Describe the callback that is waited for, and its stack. The callback may
+        have passed this very wait to another thread, and be waiting for that thread."""
         runs_in = self._runs_in
         if runs_in is None:
             return ""
@@ -324,7 +325,7 @@ class Sends(Window):
         )
 
     def wait_until(self, give_up: float) -> int:
-        """Wait until that moment for all callbacks; return how many sends remain."""
+        """Wait until that moment for all callbacks. Returns how many sends remain."""
         return self._wait(self.accepted, give_up - time.monotonic())
 
     def _wait(self, number: int, seconds: float) -> int:

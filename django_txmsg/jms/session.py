@@ -1,6 +1,7 @@
-"""A session: producers and consumers, sends and acknowledgements in one transaction.
+"""A session: it creates producers and consumers, and has one transaction for sends and
+acknowledgements.
 
-Hop 4 and 6 of a message. It creates producers and consumers.
+Hops 4 and 6 of a message.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ logger = logging.getLogger("django_txmsg.jms.session")
 
 
 class Session(SendingSession):
-    """Created by ``connection.create_session``; may be used from several threads."""
+    """A session, created by ``connection.create_session``. Several threads may use
+    it."""
 
     def __init__(
         self,
@@ -40,8 +42,7 @@ class Session(SendingSession):
         max_in_flight: int | None,
         on_closed: Callable[[Session], None],
     ) -> None:
-        """Use this connection, which is notified of the session's end; writes
-        nothing."""
+        """Use this connection. It is notified of the session's end. Writes nothing."""
         super().__init__(connection, transacted=transacted, max_in_flight=max_in_flight)
         self.ack_mode = ack_mode
         self._on_closed = on_closed
@@ -69,7 +70,7 @@ class Session(SendingSession):
         selector: str | None = None,
         timeout: float | None = None,
     ) -> MessageConsumer:
-        """Subscribe, and return once the broker has confirmed it.
+        """Subscribe, and return once the broker has confirmed that.
 
         ``prefetch`` limits the unacknowledged deliveries. ``subscription`` names a
         durable subscription to a topic, which collects messages while it has no
@@ -138,9 +139,10 @@ class Session(SendingSession):
     ) -> None:
         """Acknowledge this message, and no other.
 
-        Returns once the frame is queued: an acknowledgement that is lost with its
-        connection means a redelivery. ``wait`` asks for a receipt and waits for it. In
-        a transacted session it happens at the commit, for every message received.
+        Returns once the frame is queued; if the acknowledgement is lost with its
+        connection, the message is redelivered. With ``wait``, request a receipt and
+        wait for it. In a transacted session the commit acknowledges every message
+        received.
         """
         self.check_usable()
         consumer = self._consumers.get(message.subscription or "")
@@ -176,12 +178,12 @@ class Session(SendingSession):
     def commit(self, timeout: float | None = None, *, redeliver: bool = True) -> None:
         """Commit the sends, and the acknowledgements of all received messages.
 
-        Waits until those sends have their outcomes and callbacks; messages sent
-        meanwhile belong to the next transaction. Raises ``TransactionRolledBackError``
-        if none of it happened; received messages are then received again, unless
-        `redeliver=False`, as for ``rollback``. Raises ``TransactionInDoubtError`` if
-        the outcome is unknown. The next commit completes an interrupted one, and raises
-        if that one did not happen.
+        Waits until those sends have their outcomes and callbacks. Messages that are
+        sent during that time belong to the next transaction. Raises
+        ``TransactionRolledBackError`` if nothing of it happened. Received messages are
+        then received again, unless `redeliver=False`, as for ``rollback``. Raises
+        ``TransactionInDoubtError`` if the outcome is unknown. The next commit completes
+        an interrupted one, and raises if that one did not happen.
         """
         seconds = self._before_end("commit", timeout)
         if self.link.error is None:  # a lost connection has rolled it back
@@ -210,7 +212,7 @@ class Session(SendingSession):
                 consumer.forget(message)
 
     def rollback(self, *, redeliver: bool = True, timeout: float | None = None) -> None:
-        """Abort the transaction; its messages are received again.
+        """Abort the transaction. Its received messages are received again.
 
         With `redeliver=False` they are not: they stay unacknowledged until the
         connection ends, unless the caller adopts them into the next transaction. Raises
@@ -246,7 +248,7 @@ class Session(SendingSession):
         return self.link.seconds(timeout)
 
     def _end_transaction(self) -> Transaction:
-        """Take the open transaction, or one whose end was interrupted."""
+        """Take the open transaction, or a transaction whose end was interrupted."""
         with self.link.lock:
             transaction = self._ends
             if transaction is None:
@@ -258,7 +260,7 @@ class Session(SendingSession):
             return transaction
 
     def _give_back(self, transaction: Transaction) -> None:
-        """Make its received messages available again."""
+        """Make the transaction's received messages available again."""
         for name in {message.subscription for message in transaction.received}:
             consumer = self._consumers.get(name or "")
             if consumer is not None:
@@ -267,10 +269,10 @@ class Session(SendingSession):
     # -- ending -------------------------------------------------------------------
 
     def drain(self, timeout: float = 30.0) -> None:
-        """Wait without closing until every send has its outcome and its callback has
+        """Wait, without closing, until every send has its outcome and its callback has
         returned.
 
-        Raises ``TimeoutError`` if some have not by then.
+        Raises ``TimeoutError`` if the time is up before that.
         """
         self.refuse_own("drain")
         left = self.sends.wait_until(time.monotonic() + timeout)

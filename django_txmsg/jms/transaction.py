@@ -34,7 +34,7 @@ class Confirm(Pending):
     is_send = True
 
     def __init__(self, what: str, transaction: Transaction) -> None:
-        """Its time-out starts with COMMIT."""
+        """The time-out begins with COMMIT."""
         super().__init__(what, float("inf"), transaction)
         self._transaction = transaction
 
@@ -43,7 +43,8 @@ class Confirm(Pending):
 
 
 class Transaction:
-    """Begun with its first frame, ended by ``commit`` or ``abort``."""
+    """A transaction, which begins with its first frame, and ends by ``commit`` or
+    ``abort``."""
 
     def __init__(self, link: Link) -> None:
         """Take a unique name; writes nothing yet."""
@@ -69,7 +70,7 @@ class Transaction:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to commit."""
+        """Whether the transaction has nothing to commit."""
         return not self._begun and not self.received
 
     def begin(self) -> None:
@@ -89,7 +90,8 @@ class Transaction:
         self.error = self.error or error
 
     def spoil(self, broker_message: str) -> None:
-        """Handle an ERROR frame that can only be about one of its frames."""
+        """Handle an ERROR frame that can only be about one of the transaction's
+        frames."""
         self.fail(
             SendRejectedError(
                 f"{self.link.description} refused a frame of transaction "
@@ -114,7 +116,7 @@ class Transaction:
             self.link.changed.notify_all()
 
     def commit(self, timeout: float) -> None:
-        """Commit on the broker; resume if an earlier call was interrupted.
+        """Commit on the broker. If an earlier call was interrupted, continue it.
 
         Raises ``TransactionRolledBackError`` if nothing of it happened, and
         ``TransactionInDoubtError`` if COMMIT was written and not answered.
@@ -135,7 +137,8 @@ class Transaction:
                 self.link.post(frames.encode("ACK", {"id": ack_id}))
 
     def _prove_frames(self, ack_ids: list[str], timeout: float) -> None:
-        """Make sure that the broker has handled all frames before COMMIT."""
+        """Make sure that the broker has handled all frames of the transaction before
+        COMMIT."""
         if ack_ids and self.error is None:
             with self.link.lock, self.link.whole:
                 self.link.check_alive()
@@ -214,10 +217,11 @@ class Transaction:
         )
 
     def _wait_for_reason(self) -> None:
-        """Wait for ActiveMQ's ERROR about the refused SEND, which COMMIT's may
-        overtake.
+        """Wait for ActiveMQ's ERROR about the refused SEND, which may arrive after the
+        answer to COMMIT.
 
-        It has no receipt id: later it could only be attributed to another transaction.
+        It has no receipt id. If it came later, it could only be attributed to another
+        transaction.
         """
         give_up = time.monotonic() + _REASON_SECONDS
         with self.link.lock:
@@ -239,7 +243,8 @@ class Transaction:
             self.link.lose(f"it would keep transaction {self.name} open: {self.error}")
 
     def abort(self, timeout: float) -> None:
-        """Make sure that nothing of it happens; a lost connection aborts it as well."""
+        """Make sure that nothing of the transaction happens. If the connection is lost,
+        that aborts the transaction as well."""
         if self._begun:
             try:
                 abort = self._request("ABORT", timeout)

@@ -45,23 +45,24 @@ _RETRY = (
 
 
 def _until(give_up: float) -> float:
-    """Return the remaining seconds of a timeout, at least 0.01, because 0 would mean
+    """Return the remaining seconds until a moment, at least 0.01, because 0 would mean
     not to wait."""
     return max(0.01, give_up - time.monotonic())
 
 
 class FrameListener(Protocol):
-    """Receives the events of the connection; called on the I/O thread, never raises."""
+    """Receives the events of the connection. Its methods are called on the I/O thread,
+    and never raise."""
 
     def on_frames(self, frames: list[Frame | Receipt]) -> None:
         """Handle the frames of one read, in order."""
 
     def on_lost(self, reason: str, *, silent: bool = False) -> None:
-        """Handle the end of the connection and its reason; ``silent``: the broker
-        stopped reading or answering."""
+        """Handle the end of the connection, with its reason. ``silent`` means that the
+        broker stopped reading or answering."""
 
     def on_progress(self) -> None:
-        """Called when the broker reads again, after a write had to wait."""
+        """Handle progress: the broker reads again after a write had to wait."""
 
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
@@ -75,7 +76,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         tls: ssl.SSLContext | None = None,
         connect_timeout: float = 10.0,
     ) -> None:
-        """Prepare; ``start`` connects and raises ``OSError`` if it cannot."""
+        """Prepare the connection. ``start`` connects and raises ``OSError`` if that
+        fails."""
         super().__init__(auto_decode=False)
         self.address = address
         #: Seconds of silence after which the broker counts as dead, if any.
@@ -103,8 +105,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         return thread
 
     def attempt_connection(self) -> None:
-        """Open the socket; stomp.py's own method hides the reason of a failure, and
-        retries."""
+        """Open the socket. (stomp.py's own method hides the reason of a failure, and
+        tries again.)"""
         give_up = time.monotonic() + self._connect_timeout
         raw = self._connect(give_up)
         try:
@@ -120,8 +122,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         self._socket = connected
 
     def _connect(self, give_up: float) -> socket.socket:
-        """Connect to the first address of the host's name that answers, all within one
-        timeout."""
+        """Connect to the first address of the host's name that answers. One timeout is
+        for all addresses."""
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(
             *self.address, type=socket.SOCK_STREAM
@@ -142,7 +144,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         raise error or OSError("the host's name has no address")
 
     def receive(self) -> bytes:
-        """Read until the connection is over; stomp.py calls this on its I/O thread.
+        """Read until the connection has ended. stomp.py calls this on its I/O thread.
 
         Returns no bytes, which ends stomp.py's loop.
         """
@@ -187,9 +189,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 selector.select(0.5 if limit is None else limit - silent)
 
     def _acknowledge_at_once(self) -> None:
-        """Have the kernel acknowledge received data without its usual delay of 40 ms.
+        """Let the kernel acknowledge received data without its usual delay of 40 ms.
 
-        ActiveMQ leaves Nagle's algorithm on: a delivery followed by a receipt waits for
+        ActiveMQ leaves Nagle's algorithm on, so a receipt after a delivery waits for
         the TCP acknowledgement of the delivery. Linux resets the option after each
         read.
         """
@@ -239,10 +241,10 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 selector.close()
 
     def write_some(self, data: bytes) -> int:
-        """Write what the socket accepts at once, and return the number of bytes.
+        """Write the bytes that the socket accepts at once, and return their number.
 
-        0 over TLS, which may have to wait for the reader; 0 if writing fails, which
-        ``write`` will detect and report.
+        It is 0 over TLS, which may have to wait for the reader, and 0 if writing fails,
+        which ``write`` will detect and report.
         """
         if self._tls is not None or self._socket is None:
             return 0
@@ -253,7 +255,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
             return 0
 
     def disconnect_socket(self) -> None:
-        """End the connection; the I/O thread notices and leaves."""
+        """End the connection. The I/O thread notices that and ends."""
         self.running = False
         connected = self._socket
         if connected is None:
@@ -266,17 +268,17 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 connected.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
-        """End an unreferenced connection; takes no lock."""
+        """End the connection when nothing refers to it. Takes no lock."""
         self.running = False
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def cleanup(self) -> None:
-        """Close the socket; stomp.py calls this as the I/O thread ends.
+        """Close the socket. stomp.py calls this as the I/O thread ends.
 
-        Not while a writer uses it: its number may become another socket's at any
-        moment.
+        The socket stays open while a writer uses it, because its number may become
+        another socket's at any moment.
         """
         if self._socket is not None:
             with self._write_lock:
@@ -290,7 +292,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 os.close(self._socket.detach())
 
     def join(self, timeout: float) -> None:
-        """Wait for the I/O thread, unless this is it."""
+        """Wait for the I/O thread, unless this is the I/O thread."""
         thread = self.io_thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)

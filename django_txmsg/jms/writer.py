@@ -1,8 +1,8 @@
-"""The one thread that writes to a broker connection, and its timer.
+"""The thread that writes to a broker connection, and its timer.
 
-Hop 4 of a message. It takes the frames queued by any thread, joins waiting ones into
-one write, sends heartbeats when there are none, and checks deadlines - also while the
-broker reads nothing.
+Hop 4 of a message. It takes the frames that any thread has queued, joins waiting frames
+into one write, and sends heartbeats when there are none. It checks deadlines, even
+while the broker reads nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .transport import Transport
 
 
 class Writer:
-    """Queue and thread; the connection's lock guards every attribute."""
+    """The queue of frames, and the thread that writes them. The connection's lock
+    guards every attribute."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Writer:
         )
 
     def start(self, heartbeat: float | None) -> None:
-        """Begin writing, with a heartbeat at this interval in seconds, if any."""
+        """Begin writing. ``heartbeat`` is its interval in seconds, if any."""
         self._heartbeat = heartbeat
         self._thread.start()
 
@@ -71,8 +72,8 @@ class Writer:
 
     def put_now(self, data: bytes, entry: Pending) -> None:
         """Write a frame whose sender waits for its answer, if no other frame waits and
-        the socket takes it without blocking; otherwise queue it. With the lock held.
-        Saves the sender a thread switch."""
+        the socket accepts it without blocking. Otherwise queue it. The lock is held.
+        This saves the sender a thread switch."""
         written = 0
         if self._idle and not self._queue:
             # The frame may be written before the next line runs, and so may its answer
@@ -107,7 +108,7 @@ class Writer:
         return True
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread, unless this is it or it never ran."""
+        """Wait for the thread, unless this is the thread or it never ran."""
         if self._thread is not threading.current_thread() and self._thread.ident:
             self._thread.join(timeout)
 
@@ -125,7 +126,7 @@ class Writer:
             raise
 
     def _next(self) -> bytes | None:
-        """Wait for frames, a due heartbeat or a deadline; ``None`` to end."""
+        """Wait for frames, a due heartbeat or a deadline. Returns ``None`` to end."""
         never = float("inf")
         beat = time.monotonic() + self._heartbeat if self._heartbeat else never
         with self._wake:
@@ -144,7 +145,7 @@ class Writer:
             return None if self._stopped else self._take()
 
     def _take(self) -> bytes:
-        """Join queued frames up to the limit, never splitting one."""
+        """Join queued frames up to the limit, without splitting any."""
         parts: list[bytes] = []
         size = 0
         queue = self._queue
