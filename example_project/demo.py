@@ -205,6 +205,7 @@ class Shop:
         try:
             return bool(self._open("/").status == 200)
         except urllib.error.HTTPError as error:
+            error.close()
             raise Failed(f"{self.base}/ answered {error.code}") from error
         except OSError:
             return False

@@ -128,7 +128,8 @@ def ask(url: str) -> tuple[int, str]:
         with urllib.request.urlopen(url, timeout=20) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        with error:
+            return error.code, error.read().decode()
 
 
 def effects() -> int:

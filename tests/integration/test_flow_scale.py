@@ -162,7 +162,10 @@ class Wide(Flow[int, int], name="scale.wide", within=dt.timedelta(days=30)):
 
 @pytest.mark.timeout(3600)
 def test_a_gather_of_ten_thousand_branches_answers_once() -> None:
-    answers = declared(lambda number: number, price, name="scale.price")
+    def same(number: int) -> int:
+        return number
+
+    answers = declared(same, price, name="scale.price")
     with txmsg(SERVICE="tests", DISPATCH_ON_COMMIT="off"), at_hand(Wide), answers:
         with transaction.atomic():
             run = start(Wide, 10_000)

@@ -37,7 +37,8 @@ pytestmark = committing
 
 SOAK = float(os.environ.get("TXMSG_SOAK_SECONDS", "60"))
 #: How long a state lasts: long enough for more trials than a message has attempts.
-LASTING = [pytest.param(0.0, id="short"), pytest.param(SOAK, marks=pytest.mark.soak)]
+LONG = (pytest.mark.soak, pytest.mark.timeout(SOAK + 600))
+LASTING = [pytest.param(0.0, id="short"), pytest.param(SOAK, marks=LONG)]
 lasting = pytest.mark.parametrize("seconds", LASTING)
 PAUSES = 0.5
 
