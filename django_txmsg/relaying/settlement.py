@@ -61,9 +61,8 @@ class Receipts:
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Sort the rows by their outcomes. `apart` means that each row was sent after the
-    outcome of the row before was known. Then a broker that hangs up has hung up on the
-    row in flight."""
+    """Sort the rows by their outcomes. With `apart`, each was sent when the outcome of
+    the one before was known: a broker that hangs up then means the row in flight."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
