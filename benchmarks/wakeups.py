@@ -3,9 +3,10 @@ costs.
 
     python -m benchmarks.wakeups [--messages 200] [--part latency|idle|commits]
 
-All processes use one PostgreSQL and `database://`, with NOTIFY and by polling. Measured
-are the time from the commit to the handler of an idle `run`, and to the dispatch by a
-`relay`; the transactions a second of an idle process; and the commits of 32 clients.
+All processes use one PostgreSQL and `database://`, with NOTIFY and by polling. It
+measures the time from the commit to the handler of an idle `run`, and to the dispatch
+by a `relay`; the transactions a second of an idle process; and the commits a second of
+32 clients.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ def can_listen(connection: Any) -> bool:
 
 
 def begins_early(connection: Any) -> bool:
-    """Return whether the statement before a transaction can also begin it, as psycopg 3
-    permits if it binds parameters itself. Does not connect."""
+    """Return whether one round trip can contain a statement and the BEGIN after it.
+    psycopg 3 permits that if it binds parameters itself. Does not connect."""
     return bool(
         can_listen(connection)
         and not connection.in_atomic_block

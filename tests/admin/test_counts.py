@@ -53,7 +53,7 @@ Counts = dict[tuple[str, str], int]
 
 @pytest.fixture(autouse=True)
 def elsewhere() -> Iterator[None]:
-    """A stage of another database, which is thereby in use."""
+    """A stage with another database, which makes that database one in use."""
     one = stages.Stage(
         "elsewhere", "elsewhere", handler=lambda message: None, using="other"
     )
