@@ -460,6 +460,7 @@ def test_a_file_without_its_footer_is_named(
     assert judged(spark, spec) == expected
 
 
+@pytest.mark.matrix
 def test_rows_of_messages_before_since_are_not_read(
     spark, make_log, lake: LakeSpec
 ) -> None:
