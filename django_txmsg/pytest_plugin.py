@@ -66,7 +66,7 @@ class Txmsg:
 
 @pytest.fixture
 def txmsg(request: pytest.FixtureRequest) -> Txmsg:
-    """Gives access to `sent` messages and `drain()`. Gives the test the database."""
+    """Gives a test the database, the messages that it has `sent`, and `drain()`."""
     if not request.config.pluginmanager.hasplugin("django"):
         raise pytest.UsageError(
             "The fixture txmsg needs pytest-django: pip install pytest-django"

@@ -41,7 +41,7 @@ def read_only(on: str) -> None:
 
 
 def all_connections_ended() -> None:
-    """Like the fail-over of a proxy: every connection but the test's is gone."""
+    """End every connection but the test's, as a proxy does when it fails over."""
     ask(
         "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity"
         " WHERE datname = current_database() AND pid <> pg_backend_pid()"

@@ -95,7 +95,7 @@ class Stream:
         )
 
     def finish(self) -> None:
-        """Everything has happened, and once."""
+        """Check that every message has had its effect, and had it once."""
         self.reach(self.total)
         wait_until(
             lambda: not OutboxMessage.objects.filter(dispatched_at=None).exists()
