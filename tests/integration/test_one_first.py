@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, call_command
 from django.test import Client
-from django.utils import timezone
 
 from django_txmsg import Message, RedeliveryPolicy
 from django_txmsg.dead_letters import bulk
@@ -45,7 +44,7 @@ def work(stage: Stage, operation: BulkOperation, rounds: int = 60) -> list[int]:
     """Run operation and stage by turns. Returns the sizes of the batches."""
     sizes = []
     for _ in range(rounds):
-        BulkOperation.objects.update(due_at=timezone.now())
+        BulkOperation.objects.update(due_at=factories.ago(seconds=1))
         handled = bulk.work_batch("default")
         operation.refresh_from_db()
         if operation.state != "running":
@@ -53,7 +52,7 @@ def work(stage: Stage, operation: BulkOperation, rounds: int = 60) -> list[int]:
         if handled:
             sizes.append(handled)
             # Looked at again before the stage had its turn, it only waits.
-            BulkOperation.objects.update(due_at=timezone.now())
+            BulkOperation.objects.update(due_at=factories.ago(seconds=1))
             assert bulk.work_batch("default") == 0 or handled > 100
         step(stage, handled or 1)
     return sizes
@@ -115,7 +114,7 @@ def test_a_later_death_stops_the_rest_too(monkeypatch: pytest.MonkeyPatch) -> No
         bury(stage, 16)
         operation = bulk.start("redeliver", {}, tolerates=0)
         for size in (1, 10, 5):
-            BulkOperation.objects.update(due_at=timezone.now())
+            BulkOperation.objects.update(due_at=factories.ago(seconds=1))
             assert bulk.work_batch("default") == size
             handler.mended = size != 5
             step(stage, size)
