@@ -231,6 +231,7 @@ class Lane:
         with self._turn.at_database():
             # The lane may have been stopped while it waited for its turn.
             stopped = self._stop.is_set()
+            began = time.monotonic()
             claimed = (
                 [] if stopped else self._claim(token, part, ids, session_id, trial)
             )
@@ -246,6 +247,7 @@ class Lane:
                 self.using,
                 self._lease,
                 lambda: self._outbox().extend(held, token, self._lease),
+                began,
             ) as lease:
                 settlement = Settlement(
                     self.broker_alias,

@@ -30,12 +30,20 @@ class Lease:
 
     `renew` extends it to `seconds` from now, in one statement with the lease's token as
     a condition. It is called in another thread, and only if the work takes longer than
-    usual.
+    usual. `since` is an instant of `time.monotonic()` before the lease was granted: the
+    database may have counted its time from then on.
     """
 
-    def __init__(self, using: str, seconds: float, renew: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        using: str,
+        seconds: float,
+        renew: Callable[[], object],
+        since: float | None = None,
+    ) -> None:
         self.using, self.seconds, self._renew = using, seconds, renew
-        self._until = time.monotonic() + seconds
+        self._since = since
+        self._until = (since or time.monotonic()) + seconds
         self._lapsed = False
 
     @property
@@ -70,7 +78,7 @@ class Lease:
         """Begin to renew the lease. Call it right after the lease was granted for its
         full time."""
         if _keeper(self.using).add(self):
-            self._until = time.monotonic() + self.seconds
+            self._until = (self._since or time.monotonic()) + self.seconds
 
     def end(self) -> None:
         """Stop renewing the lease."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from django_txmsg.runtime.leases import Lease
 from tests.faults import wait_until
@@ -31,6 +32,13 @@ def test_a_database_that_hangs_costs_no_lease_in_another() -> None:
             assert lease.left > 0
     finally:
         back.set()
+
+
+def test_the_time_of_a_lease_begins_before_it_is_granted() -> None:
+    """The claim may take long after the database has set the lease's end."""
+    with Lease("other", 60.0, lambda: None, time.monotonic() - 40) as lease:
+        assert lease.left <= 20
+        assert not lease.lapsed
 
 
 def test_many_leases_in_one_database_share_a_thread() -> None:
