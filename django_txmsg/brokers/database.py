@@ -150,7 +150,7 @@ class DatabaseSession(Session):
         self._to_notify: set[str] = set()
         self._closed = threading.Event()
         self._wakeup: notifications.Wakeup | None = None
-        self._keeping = Lease(using, lease, self._extend)
+        self._keeping: Lease | None = None
         self._handed_at = 0.0
         self._pace = 1.0
 
@@ -250,7 +250,8 @@ class DatabaseSession(Session):
         self._closed.set()
         if self._wakeup is not None:
             self._wakeup.ring()
-        self._keeping.end()
+        if self._keeping is not None:
+            self._keeping.end()
         if self._share is not None:
             self._share.leave()
         if not self._durable:
@@ -316,12 +317,16 @@ class DatabaseSession(Session):
             else self._rows.claim
         )
         with self._share.claim(claiming.MAX_BYTES, ROOM_WAIT) as room:
+            since = time.monotonic()
             rows = claim(
                 self._queue, self._token, limit=limit, lease=self._lease, room=room
             )
             self._hold({pk: len(body) for pk, _, body, _ in rows})
             self._cramped = not room.complete
-            if rows:
+            if rows and self._keeping is None:
+                self._keeping = Lease(
+                    self._using, self._lease, self._extend, since=since
+                )
                 self._keeping.begin()
             shed(self._using, sum(len(body) for _, _, body, _ in rows))
         found = []

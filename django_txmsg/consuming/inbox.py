@@ -306,9 +306,13 @@ def _lease(arrival: Arrival) -> AbstractContextManager[object]:
     parked, token = arrival.parked, arrival.token
     if parked is None or token is None or arrival.mode.locks_parked():
         return nullcontext()
-    pk, seconds = parked.record.id, parked.lease
-    rows = arrival.inbox
-    return Lease(arrival.using, seconds, lambda: rows.extend(pk, token, seconds))
+    pk, seconds, rows = parked.record.id, parked.lease, arrival.inbox
+    return Lease(
+        arrival.using,
+        seconds,
+        lambda: rows.extend(pk, token, seconds),
+        since=parked.since,
+    )
 
 
 def _record(arrival: Arrival) -> None:

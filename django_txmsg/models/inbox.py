@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import json
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ class Parked:
     body: bytes
     #: Seconds from one renewal of the lease to its end.
     lease: float
+    #: An instant of `time.monotonic()` before the lease was granted.
+    since: float
     #: The slot that it waited for, at a stage with a rate, and the key of its line.
     slot: int | None = None
     key: str = ""
@@ -341,6 +344,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         readable, versions = _readable("c.", reads)
         connection = connections[self.db]
         now = now_sql(connection)
+        since = time.monotonic()
         sql = claim_sql(
             connection,
             self._table,
@@ -373,6 +377,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             headers=json.loads(headers) if isinstance(headers, str) else headers,
             body=bytes(body),
             lease=lease,
+            since=since,
             slot=slot,
             key=key,
         )

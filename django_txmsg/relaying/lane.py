@@ -247,7 +247,7 @@ class Lane:
                 self.using,
                 self._lease,
                 lambda: self._outbox().extend(held, token, self._lease),
-                began,
+                since=began,
             ) as lease:
                 settlement = Settlement(
                     self.broker_alias,

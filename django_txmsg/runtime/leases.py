@@ -28,10 +28,10 @@ class Lease:
     """The lease of one worker. It is renewed inside the `with` block, or from `begin()`
     to `end()`.
 
-    `renew` extends it to `seconds` from now, in one statement with the lease's token as
-    a condition. It is called in another thread, and only if the work takes longer than
-    usual. `since` is an instant of `time.monotonic()` before the lease was granted: the
-    database may have counted its time from then on.
+    `renew` extends the lease to `seconds` from now, in one statement with the lease's
+    token as a condition. It is called in another thread, and only if the work takes
+    longer than usual. `since` is an instant of `time.monotonic()` before the claim: the
+    database counts the time of a lease from the beginning of the claim.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Lease:
         using: str,
         seconds: float,
         renew: Callable[[], object],
-        since: float | None = None,
+        *,
+        since: float,
     ) -> None:
         self.using, self.seconds, self._renew = using, seconds, renew
-        self._since = since
-        self._until = (since or time.monotonic()) + seconds
+        self._until = since + seconds
         self._lapsed = False
 
     @property
@@ -75,10 +75,8 @@ class Lease:
             self._until = until
 
     def begin(self) -> None:
-        """Begin to renew the lease. Call it right after the lease was granted for its
-        full time."""
-        if _keeper(self.using).add(self):
-            self._until = (self._since or time.monotonic()) + self.seconds
+        """Begin to renew the lease."""
+        _keeper(self.using).add(self)
 
     def end(self) -> None:
         """Stop renewing the lease."""
@@ -102,11 +100,9 @@ class _Keeper:
         self._running = False
         self._short = threading.Event()
 
-    def add(self, lease: Lease) -> bool:
-        """Add a lease to renew. Returns False if the lease was added before."""
+    def add(self, lease: Lease) -> None:
+        """Add a lease to renew."""
         with self._lock:
-            if lease in self._held:
-                return False
             self._held.add(lease)
             if not self._running:
                 thread = threading.Thread(
@@ -122,7 +118,6 @@ class _Keeper:
                     self._running = True
         if lease.seconds < 4:
             self._short.set()
-        return True
 
     def remove(self, lease: Lease) -> None:
         """Remove a lease."""

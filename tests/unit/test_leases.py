@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 from django_txmsg.runtime.leases import Lease
 from tests.faults import wait_until
@@ -23,8 +24,10 @@ def test_a_database_that_hangs_costs_no_lease_in_another() -> None:
 
     try:
         with (
-            Lease("default", 0.2, hang),
-            Lease("other", 0.2, lambda: renewed.append(1)) as lease,
+            Lease("default", 0.2, hang, since=time.monotonic()),
+            Lease(
+                "other", 0.2, lambda: renewed.append(1), since=time.monotonic()
+            ) as lease,
         ):
             assert asked.wait(30)
             del renewed[:]
@@ -36,7 +39,7 @@ def test_a_database_that_hangs_costs_no_lease_in_another() -> None:
 
 def test_the_time_of_a_lease_begins_before_it_is_granted() -> None:
     """The claim may take long after the database has set the lease's end."""
-    with Lease("other", 60.0, lambda: None, time.monotonic() - 40) as lease:
+    with Lease("other", 60.0, lambda: None, since=time.monotonic() - 40) as lease:
         assert lease.left <= 20
         assert not lease.lapsed
 
@@ -44,7 +47,7 @@ def test_the_time_of_a_lease_begins_before_it_is_granted() -> None:
 def test_many_leases_in_one_database_share_a_thread() -> None:
     renewed: set[int] = set()
     leases = [
-        Lease("other", 0.2, lambda number=number: renewed.add(number))  # type: ignore[misc]
+        Lease("other", 0.2, partial(renewed.add, number), since=time.monotonic())
         for number in range(20)
     ]
     for lease in leases:
@@ -66,5 +69,5 @@ def test_a_renewal_that_fails_is_tried_again() -> None:
         if len(renewed) < 3:
             raise ValueError("any reason")
 
-    with Lease("other", 0.2, renew):
+    with Lease("other", 0.2, renew, since=time.monotonic()):
         wait_until(lambda: len(renewed) > 3)
