@@ -74,7 +74,7 @@ def as_text(column: Column) -> str:
     """Return PostgreSQL's expression for values that CSV and JDBC cannot carry as
     bytes."""
     casts = {"uuid": "::text", "xid": "::text::bigint", "json": "::text"}
-    return f'{column.quoted}{casts.get(column.kind, "")} AS "{column.name}"'
+    return f'{column.sql}{casts.get(column.kind, "")} AS "{column.name}"'
 
 
 def parent_of(pid: int) -> int:
@@ -181,7 +181,8 @@ class Bench:
         started = time.monotonic()
         days = DayFiles(files, f"{root}/outbox", "bench", "created_at", "copy")
         with psycopg.connect(self.url) as connection, connection.cursor() as cursor:
-            sql = f"COPY (SELECT {asked} FROM {OUTBOX.relation}) TO STDOUT (FORMAT csv)"
+            rows = f"SELECT {asked} FROM {OUTBOX.relation} t"
+            sql = f"COPY ({rows}) TO STDOUT (FORMAT csv)"
             with cursor.copy(sql) as copy:
                 parts: list[bytes] = []
                 size = 0
@@ -224,7 +225,7 @@ class Bench:
             .option("url", f"jdbc:postgresql://{place}")
             .option("user", name).option("password", password)
             .option("dbtable", f"(SELECT {asked}, created_at::date AS day FROM"
-                               f" {OUTBOX.relation}) t")
+                               f" {OUTBOX.relation} t) found")
             .option("partitionColumn", "id").option("lowerBound", 1)
             .option("upperBound", self.rows).option("numPartitions", parts)
             .option("fetchsize", 10_000).load()

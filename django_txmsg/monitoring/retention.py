@@ -23,6 +23,7 @@ from ..django_internals import delete_where
 from ..http_outbox import control_message
 from ..models import (
     Attempt,
+    Batch,
     DeadLetter,
     IdempotencyKey,
     InboxMessage,
@@ -37,7 +38,7 @@ from ..models import (
     Worker,
 )
 from ..models.fields import Holds, clock
-from ..rules import dead_letters, inbox, outbox
+from ..rules import dead_letters, flows, inbox, outbox
 from ..rules.rule import Rule
 
 #: Days after which the row of a killed worker is deleted.
@@ -106,13 +107,13 @@ def kinds() -> list[Kind]:
             logged=False,
         ),
         Kind(
-            "runs of flows",
-            Run,
+            "batches of runs",
+            Batch,
             keep.FLOWS,
-            _ended,
-            by="ended_at",
+            _of_an_ended_run,
             logged=False,
         ),
+        Kind("runs of flows", Run, keep.FLOWS, _by(flows.ENDED), by="ended_at"),
         # They record the outcome of the transactions that filled the outbox.
         Kind(
             "session records",
@@ -210,9 +211,9 @@ def _doomed(kind: Kind, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
 
 def _delete(doomed: QuerySet[Any], using: str) -> int:
     """Delete in one transaction, which checks again whether each row is settled."""
-    if doomed.model is Run:
-        # With its steps and its undos.
-        return int(doomed.delete()[1].get(Run._meta.label, 0))
+    if doomed.model in (Batch, Run):
+        # With its branches; with its steps and its undos.
+        return int(doomed.delete()[1].get(doomed.model._meta.label, 0))
     if doomed.model is not InboxMessage:
         return delete_where(doomed)
     attempts = Attempt.objects.using(using)
@@ -249,8 +250,8 @@ def _old(cutoff: dt.datetime) -> Q:
     return Q(created_at__lt=cutoff)
 
 
-def _ended(cutoff: dt.datetime) -> Q:
-    return Q(ended_at__lt=cutoff)
+def _of_an_ended_run(cutoff: dt.datetime) -> Q:
+    return Q(run__ended_at__lt=cutoff)
 
 
 def _of_no_use(cutoff: dt.datetime) -> Q:

@@ -17,14 +17,13 @@ from ..models import DeadLetter, Run
 from ..models.dead_letter import Resolution
 from ..models.fields import Holds, Later
 from ..models.run import Outcome
+from ..rules import flows
 from ..rules.rule import Rule
 from .waiting import CAP, OVERDUE, places_sql
 
 #: How long an undo may take, with its redeliveries.
 UNDONE = dt.timedelta(hours=1)
 
-_OPEN = Rule("{ended_at} IS NULL")
-_UNDOING = _OPEN & Rule("{failing}")
 _TABLE = "django_txmsg_run"
 
 
@@ -43,14 +42,14 @@ class Runs:
 
 def states() -> dict[str, Q]:
     """Return the condition of each state of a run, by its name."""
-    is_open, undoing = Q(Holds(_OPEN)), Q(Holds(_UNDOING))
+    is_open, undoing = Q(Holds(flows.OPEN)), Q(Holds(flows.UNDOING))
     letters = DeadLetter.objects.filter(
         message_id=OuterRef("request_id"), resolution=Resolution.OPEN
     )
     late = Q(since__lte=Later(-UNDONE.total_seconds()))
     return {
         "open": is_open,
-        "waiting": Q(Holds(_OPEN & ~Rule("{failing}"))),
+        "waiting": Q(Holds(flows.WAITING)),
         "overdue": Q(due_at__lte=Later(-OVERDUE.total_seconds())),
         "undoing": undoing,
         "undo stuck": undoing & (late | Q(Exists(letters))),
@@ -79,8 +78,8 @@ def read(using: str) -> list[Runs]:
 
     with connections[using].cursor() as cursor:
         cursor.execute(
-            f"{places_sql(_TABLE, ('service', 'flow'), _OPEN)} SELECT o.service,"  # noqa: S608 - constants only
-            f" o.flow, {count(_OPEN)}, {count(_UNDOING)} FROM places"
+            f"{places_sql(_TABLE, ('service', 'flow'), flows.OPEN)} SELECT o.service,"  # noqa: S608 - constants only
+            f" o.flow, {count(flows.OPEN)}, {count(flows.UNDOING)} FROM places"
             f" JOIN {_TABLE} o ON o.id = places.id ORDER BY o.service, o.flow",
             [],
         )

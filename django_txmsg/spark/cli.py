@@ -21,6 +21,12 @@ from ..webhook import VARIABLE as WEBHOOK_URL
 from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden, password_variable
 
+#: The tables of the log, in the order in which they are archived.
+ARCHIVED = (
+    "outbox", "inbox", "attempts", "dead_letters", "flow_steps", "flow_undos",
+    "flow_runs",
+)  # fmt: skip
+
 
 def duration(text: str) -> dt.timedelta:
     """Return the duration of a text such as 30d, 12h, 15m or 45s."""
@@ -99,7 +105,7 @@ def add_jobs(
     archive.add_argument(
         "--table",
         action="append",
-        choices=("outbox", "inbox", "attempts", "dead_letters"),
+        choices=ARCHIVED,
     )
     archive.add_argument("--older-than", type=duration, help="default: the retention")
     archive.add_argument("--batch-rows", type=positive, default=100_000)
@@ -284,7 +290,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument(
         "--table",
         action="append",
-        choices=("outbox", "inbox", "attempts", "dead_letters"),
+        choices=ARCHIVED,
     )
     follow.add_argument("--older-than", type=duration, help="default: the retention")
     follow.add_argument("--batch-rows", type=positive, default=100_000)

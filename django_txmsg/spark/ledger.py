@@ -133,9 +133,9 @@ class Ledger:
         """Select the next batch: at most `rows` rows with ids above `after`, up to the
         limit of bytes."""
         where = self._settled(cutoff, horizon)
-        heavy = [one.quoted for one in self.table.columns if one.kind == "bytes"]
+        heavy = [one.sql for one in self.table.columns if one.kind == "bytes"]
         length = "octet_length" if self.spec.vendor == "postgresql" else "length"
-        size = " + ".join(f"{length}(t.{name})" for name in heavy) or "0"
+        size = " + ".join(f"{length}({name})" for name in heavy) or "0"
         first, last = self.connection.rows(
             "SELECT min(id), max(id) FROM (SELECT id, size, sum(size) OVER (ORDER BY"
             f" id) AS total FROM (SELECT t.id, {size} AS size FROM"
@@ -189,7 +189,7 @@ class Ledger:
         if self.spec.vendor == "sqlite":
             return self._settle_sqlite(ids, messages, hashes, columns)
         settled = self._settled(self.clock()[0], None)
-        message = "t.message_id::text"
+        message = f"{self.table.column('message_id').sql}::text"
         if any(one.name == "stage" for one in columns):
             message += " || '/' || t.stage"
         (_, _, deleted), *living = self.connection.rows(

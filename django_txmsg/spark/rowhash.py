@@ -23,11 +23,15 @@ from .schemas import Column
 
 #: PostgreSQL's type ids: fixed in its catalogue since before version 8.
 _TYPE_ID = {
-    "long": 20, "xid": 20, "int": 23, "double": 701, "uuid": 2950, "text": 25,
-    "json": 25, "bytes": 17, "instant": 1184,
+    "long": 20, "xid": 20, "int": 23, "double": 701, "bool": 16, "uuid": 2950,
+    "text": 25, "json": 25, "bytes": 17, "instant": 1184,
 }  # fmt: skip
-_WIDTH = {"long": 8, "xid": 8, "int": 4, "double": 8, "uuid": 16, "instant": 8}
-_BIG_ENDIAN = {"long": ">i8", "xid": ">i8", "int": ">i4", "double": ">f8"}
+_WIDTH = {
+    "long": 8, "xid": 8, "int": 4, "double": 8, "bool": 1, "uuid": 16, "instant": 8,
+}  # fmt: skip
+_BIG_ENDIAN = {
+    "long": ">i8", "xid": ">i8", "int": ">i4", "double": ">f8", "bool": ">i1",
+}  # fmt: skip
 #: Microseconds from 1970, Arrow's epoch, to 2000, PostgreSQL's.
 _EPOCH = 946_684_800_000_000
 
@@ -92,7 +96,7 @@ def _records(batch: pa.RecordBatch, columns: Sequence[Column]) -> Any:
 
 
 _ZERO = {
-    "long": 0, "xid": 0, "int": 0, "double": 0.0,
+    "long": 0, "xid": 0, "int": 0, "double": 0.0, "bool": False,
     "uuid": "00000000-0000-0000-0000-000000000000",
     "instant": pa.scalar(0, pa.timestamp("us", tz="UTC")),
 }  # fmt: skip

@@ -13,14 +13,14 @@ from typing import Literal
 import pyarrow as pa
 from pyspark.sql import types as t
 
-from ..rules import dead_letters, inbox, outbox
+from ..rules import dead_letters, flows, inbox, outbox
 from ..rules.rule import Rule
 
 #: Version of the lake's layout and schemas. A reader refuses a newer one.
 LAKE_VERSION = 1
 
 Kind = Literal[
-    "long", "int", "double", "uuid", "text", "json", "bytes", "instant", "xid"
+    "long", "int", "double", "bool", "uuid", "text", "json", "bytes", "instant", "xid"
 ]
 
 _INSTANT = pa.timestamp("us", tz="UTC")
@@ -28,6 +28,7 @@ _SPARK: dict[str, t.DataType] = {
     "long": t.LongType(),
     "int": t.IntegerType(),
     "double": t.DoubleType(),
+    "bool": t.BooleanType(),
     "uuid": t.StringType(),
     "text": t.StringType(),
     "json": t.StringType(),
@@ -39,6 +40,7 @@ _ARROW: dict[str, pa.DataType] = {
     "long": pa.int64(),
     "int": pa.int32(),
     "double": pa.float64(),
+    "bool": pa.bool_(),
     "uuid": pa.string(),
     "text": pa.string(),
     "json": pa.string(),
@@ -62,6 +64,10 @@ class Column:
     nullable: bool = False
     source: str = ""
     """The column's name in the database, where it differs."""
+    expression: str = ""
+    """SQL for a value from another row; the table is `t`."""
+    personal: bool = False
+    """Whether a lake without bodies leaves it out, as it leaves out all bytes."""
 
     @property
     def spark(self) -> t.StructField:
@@ -74,19 +80,19 @@ class Column:
         return pa.field(self.name, _ARROW[self.kind], self.nullable)
 
     @property
-    def quoted(self) -> str:
-        """The column in SQL."""
-        return f'"{self.source or self.name}"'
+    def sql(self) -> str:
+        """The column in SQL, in which the table is `t`."""
+        return self.expression or f't."{self.source or self.name}"'
 
     @property
     def selected(self) -> str:
         """PostgreSQL's expression for reading it."""
-        return f'{self.quoted}{_CASTS.get(self.kind, "")} AS "{self.name}"'
+        return f'{self.sql}{_CASTS.get(self.kind, "")} AS "{self.name}"'
 
     @property
     def hashed(self) -> str:
         """PostgreSQL's expression for hashing it."""
-        return f"{self.quoted}{_HASHED.get(self.kind, '')}"
+        return f"{self.sql}{_HASHED.get(self.kind, '')}"
 
 
 @dataclass(frozen=True)
@@ -275,7 +281,90 @@ DEAD_LETTERS = Table(
     outcome="resolution",
 )
 
-TABLES = {one.name: one for one in (OUTBOX, INBOX, ATTEMPTS, DEAD_LETTERS)}
+#: The id of the run that a row belongs to.
+_RUN = "(SELECT r.run_id FROM django_txmsg_run r WHERE r.id = t.run_id)"
+
+FLOW_STEPS = Table(
+    name="flow_steps",
+    relation="django_txmsg_flowstep",
+    clock="created_at",
+    columns=(
+        Column("id", "long"),
+        Column("message_id", "uuid"),
+        Column("run_id", "uuid", expression=_RUN),
+        Column("step", "text"),
+        Column("version", "int"),
+        Column("state", "text", personal=True),
+        Column("then", "text"),
+        Column("undos", "int"),
+        Column("left", "bool"),
+        Column("created_at", "instant"),
+    ),
+    settled=flows.OF_AN_ENDED_RUN,
+    outcome=(("done", ""),),
+)
+
+FLOW_UNDOS = Table(
+    name="flow_undos",
+    relation="django_txmsg_flowundo",
+    clock="created_at",
+    columns=(
+        Column("id", "long"),
+        # The message that started the run: a step's own work has no request.
+        Column("message_id", "uuid", expression=_RUN),
+        Column("number", "int"),
+        Column("destination", "text"),
+        Column("body", "bytes"),
+        Column("body_type", "text"),
+        Column("request_id", "uuid", nullable=True),
+        Column("cancels", "bool"),
+        Column("answered", "bool"),
+        Column("created_at", "instant"),
+        Column("confirmed_at", "instant", nullable=True),
+    ),
+    settled=flows.OF_AN_ENDED_RUN,
+    outcome=(("confirmed", "confirmed_at"), ("open", "")),
+)
+
+FLOW_RUNS = Table(
+    name="flow_runs",
+    relation="django_txmsg_run",
+    clock="created_at",
+    columns=(
+        Column("id", "long"),
+        Column("message_id", "uuid", source="run_id"),
+        Column("flow", "text"),
+        Column("key", "text"),
+        Column("correlation_id", "text"),
+        Column("first_run", "uuid"),
+        Column("version", "int"),
+        Column("state", "text", personal=True),
+        Column("step", "text"),
+        Column("waits_for", "text"),
+        Column("asked", "text"),
+        Column("request_id", "uuid", nullable=True),
+        Column("since", "instant"),
+        Column("undos", "int"),
+        Column("answer", "text", personal=True),
+        Column("answer_type", "text"),
+        Column("result", "text", source="outcome"),
+        Column("caller", "json"),
+        Column("baggage", "json", personal=True),
+        Column("created_at", "instant"),
+        Column("ended_at", "instant", nullable=True),
+    ),
+    settled=flows.SETTLED,
+    outcome="result",
+    live=(Column("due_at", "instant", nullable=True),),
+)
+
+#: All tables, in the order in which they are archived: a run after its steps and undos.
+TABLES = {
+    one.name: one
+    for one in (
+        OUTBOX, INBOX, ATTEMPTS, DEAD_LETTERS, FLOW_STEPS, FLOW_UNDOS, FLOW_RUNS,
+    )
+}  # fmt: skip
 
 #: The writer's input: one message for each row.
 STAGED = t.StructType(

@@ -10,7 +10,14 @@ import pytest
 
 from django_txmsg.spark.databases import open_database
 from django_txmsg.spark.rowhash import postgres_sql, row_hashes
-from django_txmsg.spark.schemas import DEAD_LETTERS, INBOX, OUTBOX
+from django_txmsg.spark.schemas import (
+    DEAD_LETTERS,
+    FLOW_RUNS,
+    FLOW_STEPS,
+    FLOW_UNDOS,
+    INBOX,
+    OUTBOX,
+)
 from tests.spark.log import UTC, Log
 
 HOSTILE = [
@@ -46,13 +53,43 @@ def hostile_log(log: Log) -> None:
               {"message_id": uuid.uuid4(), "traceback": HOSTILE[-1]}])  # fmt: skip
 
 
+def hostile_flows(log: Log) -> None:
+    """Add a run for each hostile text, with a step and an undo."""
+    runs = [
+        {
+            "id": number, "run_id": uuid.uuid4(), "service": "shop", "flow": text[:200],
+            "key": text[:255], "version": 1, "state": text, "step": "s", "reads": "",
+            "otherwise": "", "turn": uuid.uuid4(), "waits_for": "", "asked": "",
+            "failing": False, "undos": 1, "answer": text, "answer_type": "",
+            "outcome": "", "caller": {"txmsg-reply-to": text},
+            "first_run": uuid.uuid4(), "hop": 0, "baggage": {}, "correlation_id": "",
+        }
+        for number, text in enumerate(HOSTILE, 1)
+    ]  # fmt: skip
+    log.insert("django_txmsg_run", runs)
+    log.insert(
+        "django_txmsg_flowstep",
+        [{"run_id": run["id"], "step": "s", "message_id": uuid.uuid4(), "version": 1,
+          "state": run["state"], "then": "", "left": run["id"] % 2 == 0}
+         for run in runs],
+    )  # fmt: skip
+    log.insert(
+        "django_txmsg_flowundo",
+        [{"run_id": run["id"], "number": 1, "destination": "d", "body_type": "",
+          "body": run["state"].encode(), "cancels": False, "answered": True,
+          "request_id": uuid.uuid4() if run["id"] % 2 else None} for run in runs],
+    )  # fmt: skip
+
+
 def test_postgresql_and_arrow_agree_on_every_row_of_a_hostile_corpus(
     pg_log: Log,
 ) -> None:
     hostile_log(pg_log)
 
-    for table in (OUTBOX, INBOX, DEAD_LETTERS):
-        sql = f"SELECT {postgres_sql(table.columns)} FROM {table.relation} ORDER BY 1"
+    hostile_flows(pg_log)
+
+    for table in (OUTBOX, INBOX, DEAD_LETTERS, FLOW_STEPS, FLOW_UNDOS, FLOW_RUNS):
+        sql = f"SELECT {postgres_sql(table.columns)} FROM {table.relation} t ORDER BY 1"
         theirs = [row[0] for row in pg_log.rows(sql)]
         read = open_database(pg_log.spec).read(table, table.columns, "")
         ours = sorted(one for batch in read for one in row_hashes(batch, table.columns))

@@ -142,6 +142,9 @@ def job_spec(alias: str) -> Any:
             "inbox": retention.INBOX,
             "attempts": retention.INBOX,
             "dead_letters": retention.DEAD_LETTERS,
+            "flow_steps": retention.FLOWS,
+            "flow_undos": retention.FLOWS,
+            "flow_runs": retention.FLOWS,
         },
         subscriptions=tuple(
             Subscription(one.destination, txmsg.SERVICE, one.name)

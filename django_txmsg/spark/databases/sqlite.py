@@ -102,7 +102,7 @@ def read_rows(
     schema = schema_of(columns)
     selected = ", ".join(
         # SQLite has no transaction ids, and no columns for them.
-        "NULL" if one.kind == "xid" else f"t.{one.quoted}"
+        "NULL" if one.kind == "xid" else one.sql
         for one in columns
     )
     cursor = connection.execute(
@@ -144,4 +144,6 @@ def _array(column: Column, values: Sequence[Any]) -> pa.Array:
     if column.kind == "instant":
         text = pa.array(values, pa.string())
         return text.cast(pa.timestamp("us")).cast(kind)
+    if column.kind == "bool":
+        return pa.array(values, pa.int8()).cast(kind)
     return pa.array(values, kind)

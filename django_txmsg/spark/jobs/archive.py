@@ -368,7 +368,8 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
     if given.dry_run:
         for name, age in chosen.items():
             run.counts[name], held = waiting(source, TABLES[name], age)
-            outcome.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
+            if run.counts[name]:
+                outcome.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
             _tell_held(name, held, given.stuck_after, run, outcome)
         run.rows = sum(run.counts.values())
         return outcome
@@ -399,10 +400,11 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
             run.counts[name] = done.rows
             refused += done.refused
             seconds[name] = {k: round(v, 2) for k, v in done.seconds.items()}
-            outcome.lines.append(
-                f"{name}: {done.rows:,} rows in {done.batches} batches are in the lake "
-                "and out of the database."
-            )
+            if done.rows or done.batches:
+                outcome.lines.append(
+                    f"{name}: {done.rows:,} rows in {done.batches} batches are in the "
+                    "lake and out of the database."
+                )
             outcome.lines += done.notes
             _tell_held(name, done.held, given.stuck_after, run, outcome)
     outcome.lines += refused

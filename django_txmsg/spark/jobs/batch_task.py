@@ -131,7 +131,8 @@ def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:
     """Return the columns of a table that the lake stores."""
     if lake.keep_bodies:
         return table.columns
-    return tuple(one for one in table.columns if one.kind != "bytes")
+    kept = (one for one in table.columns if one.kind != "bytes" and not one.personal)
+    return tuple(kept)
 
 
 def _with_outcome(rows: pa.Table, table: Table, number: int) -> pa.Table:

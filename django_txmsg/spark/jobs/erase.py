@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -47,9 +49,13 @@ _RELATIONS = {
     "verdicts": ("django_txmsg_finding",),
     "dead_letters": ("django_txmsg_deadletter",),
     "outbox": ("django_txmsg_stagedmessage", "django_txmsg_outboxmessage"),
+    # A branch has an answer, and a run's other rows have to be gone before it.
+    "flow_steps": ("django_txmsg_flowstep",),
+    "flow_undos": ("django_txmsg_flowundo",),
+    "flow_runs": ("django_txmsg_branch", "django_txmsg_batch", "django_txmsg_run"),
 }
 _QUEUE, _INBOX = "django_txmsg_queuemessage", "django_txmsg_inboxmessage"
-_OUTBOX = "django_txmsg_outboxmessage"
+_OUTBOX, _RUN = "django_txmsg_outboxmessage", "django_txmsg_run"
 #: The responses to requests with an Idempotency-Key.
 RESPONSES = "django_txmsg_idempotencykey"
 #: Most messages of a statement: in SQLite all other writers wait for it.
@@ -60,7 +66,7 @@ def messages_named(
     source: SourceSpec, keys: Sequence[str], correlation_ids: Sequence[str]
 ) -> set[str]:
     """Return the ids of the messages in a database that have one of these keys or
-    correlation ids."""
+    correlation ids. The id of a run is that of the message that started it."""
     found: set[str] = set()
     with closing(connect_plain(source)) as connection:
         header = _header(connection, wire.KEY)
@@ -73,6 +79,7 @@ def messages_named(
                 ("django_txmsg_deadletter", header),
             ):
                 found |= _ids(connection, relation, column, value)
+            found |= _ids(connection, _RUN, '"key"', value, "run_id")
         for value in correlation_ids:
             found |= _queued(connection, wire.CORRELATION_ID, value)
             for relation in (
@@ -80,6 +87,7 @@ def messages_named(
                 "django_txmsg_inboxmessage", "django_txmsg_deadletter",
             ):  # fmt: skip
                 found |= _ids(connection, relation, "correlation_id", value)
+            found |= _ids(connection, _RUN, "correlation_id", value, "run_id")
     return found
 
 
@@ -175,10 +183,14 @@ def erase_responses(
     return count
 
 
-def _ids(connection: Connection, relation: str, column: str, value: str) -> set[str]:
-    rows = connection.rows(
-        f"SELECT message_id FROM {relation} WHERE {column} = %s", value
-    )
+def _ids(
+    connection: Connection,
+    relation: str,
+    column: str,
+    value: str,
+    of: str = "message_id",
+) -> set[str]:
+    rows = connection.rows(f"SELECT {of} FROM {relation} WHERE {column} = %s", value)
     return {str(uuid.UUID(str(row[0]))) for row in rows}
 
 
@@ -209,6 +221,11 @@ def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
     if connection.vendor == "sqlite":
         texts = [one.replace("-", "") for one in texts]
     listed = ", ".join(f"'{one}'" for one in texts)
+    if relation in _OF_A_RUN:
+        # An open run is needed until it ends.
+        ended = f"SELECT id FROM {_RUN} WHERE ended_at IS NOT NULL"
+        own = f"{ended} AND run_id IN ({listed})"
+        return _OF_A_RUN[relation].format(own=own, ended=ended, listed=listed)
     return f"message_id IN ({listed})"
 
 
@@ -218,10 +235,30 @@ def _header(connection: Connection, name: str) -> str:
     return f"headers ->> '{name}'"
 
 
+#: The condition for the rows that belong to runs.
+_OF_A_RUN = {
+    "django_txmsg_flowstep": "run_id IN ({own})"
+    " OR message_id IN ({listed}) AND run_id IN ({ended})",
+    "django_txmsg_flowundo": "run_id IN ({own})"
+    " OR request_id IN ({listed}) AND run_id IN ({ended})",
+    "django_txmsg_batch": "run_id IN ({own})",
+    "django_txmsg_branch": "batch_id IN (SELECT id FROM django_txmsg_batch WHERE"
+    " run_id IN ({own}))",
+    _RUN: "id IN ({own})",
+}
+
+#: The columns by which a row of the lake belongs to a message.
 _ID = ["message_id"]
+_IDS = {
+    "flow_steps": ["message_id", "run_id"],
+    "flow_undos": ["message_id", "request_id"],
+}
 _ANY_TIME = dt.datetime.max.replace(tzinfo=dt.timezone.utc)
-#: The lake's tables with messages; the last two show which messages have a key.
-ORDER = ("attempts", "inbox", "verdicts", "journeys", "dead_letters", "outbox")
+#: The lake's tables with messages; the last three show which messages have a key.
+ORDER = (
+    "attempts", "inbox", "verdicts", "journeys", "flow_steps", "flow_undos",
+    "flow_runs", "dead_letters", "outbox",
+)  # fmt: skip
 _REWRITTEN = t.StructType(
     [
         t.StructField("number", t.LongType(), False),
@@ -332,6 +369,7 @@ def _chosen(
         "outbox": correlated | sf.col("key").isin(*options.keys),
         "inbox": correlated,
         "dead_letters": correlated | header.isin(*options.keys),
+        "flow_runs": correlated | sf.col("key").isin(*options.keys),
     }
     own = [one.service for one in services]
     for name, condition in named.items():
@@ -434,13 +472,13 @@ class EraseTask:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Check the files with the incoming numbers; return the new files."""
         place = place_of(self.lake)
-        root, wanted = f"{place.root}/{self.name}", pa.array(self.ids, pa.string())
+        root, names = f"{place.root}/{self.name}", _IDS.get(self.name, _ID)
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 file = self.named[number]
                 rows = 0
-                for batch in rows_of(place.files, f"{root}/{file.path}", _ID):
-                    rows += pc.sum(pc.is_in(batch.column(0), wanted)).as_py() or 0
+                for batch in rows_of(place.files, f"{root}/{file.path}", names):
+                    rows += pc.sum(self._erased(batch)).as_py() or 0
                 if not rows:
                     continue
                 fresh = LakeFile("", file.service, file.day, 0, file.rows - rows, 0)
@@ -455,8 +493,14 @@ class EraseTask:
                 )
 
     def _kept(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        found = batch.column(batch.schema.get_field_index("message_id"))
-        return batch.filter(pc.invert(pc.is_in(found, pa.array(self.ids, pa.string()))))
+        return batch.filter(pc.invert(self._erased(batch)))
+
+    def _erased(self, batch: pa.RecordBatch) -> Any:
+        """Return which rows belong to a message to erase."""
+        wanted = pa.array(self.ids, pa.string())
+        names = _IDS.get(self.name, _ID)
+        columns = [batch.column(batch.schema.get_field_index(one)) for one in names]
+        return reduce(pc.or_, [pc.is_in(one, wanted) for one in columns])
 
     def _checksum(self, batch: pa.RecordBatch) -> int:
         table = TABLES.get(self.name)

@@ -51,6 +51,7 @@ from ..transforms.reconcile import (
 )
 from .counted import as_outcome, received_by_all, usable
 from .findings import known_findings, standing_findings
+from .flows import Flows
 from .journeys import MANY, Journeys, Marks, marks_of, parted
 from .listeners import (
     Listener,
@@ -199,6 +200,7 @@ def run_reconcile(
     ):
         rest = journeys.rest(options.since)
         earlier = journeys.listening(options.since)
+        flows = Flows(log, options.since)
         # Live rows are copied: no transaction is open during the comparison.
         log.release()
         least = _judgement(spec, options, log)
@@ -236,6 +238,9 @@ def run_reconcile(
         verdicts = reconcile(again, expected, by)
         if whole is not None:
             verdicts = verdicts.unionByName(judge(whole, by))
+        of_flows = flows.verdicts(rest, journeys, by)
+        if of_flows is not None:
+            verdicts = verdicts.unionByName(of_flows)
         found = Reconciliation(by.horizon, clocks=clocks)
         found.retired = listening.retired
         outcomes = outcome(verdicts)

@@ -45,10 +45,19 @@ _STEPS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("created_at", "dead letter: {reason}"),
         ("resolved_at", "dead letter {resolution} by {resolved_by}"),
     ),
+    "flow_steps": (("created_at", "step {step} of run {run_id}; then: {then}"),),
+    "flow_undos": (
+        ("created_at", "undo {number} registered, by {destination}"),
+        ("confirmed_at", "undo {number} confirmed, by {destination}"),
+    ),
+    "flow_runs": (
+        ("created_at", "run of flow {flow} began"),
+        ("ended_at", "run of flow {flow} ended: {result}"),
+    ),
 }
 #: The columns by which a message is found.
 _KEYS = ("message_id", "key", "correlation_id")
-_HEAVY = ("body", "headers", "traceback")
+_HEAVY = ("body", "headers", "traceback", "state", "answer", "caller", "baggage")
 
 
 def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
@@ -104,7 +113,8 @@ def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any
         if any(one.name == name for one in columns)
     ]
     with suppress(ValueError):
-        conditions.append(f"t.message_id = {database.uuid(term)}")
+        own = table.column("message_id").sql
+        conditions.append(f"{own} = {database.uuid(term)}")
     if conditions and term:
         for batch in database.read(table, columns, f"({' OR '.join(conditions)})"):
             for row in batch.to_pylist():

@@ -62,7 +62,7 @@ def _condition(one: Filter, table: Table, database: Database) -> str | None:
         return None
     if column.kind == "xid" and database.vendor == "sqlite":
         return None  # which has no such column
-    name = f"t.{column.quoted}"
+    name = column.sql
     if isinstance(one, IsNull):
         return f"{name} IS NULL"
     if isinstance(one, IsNotNull):

@@ -93,10 +93,10 @@ SUMMARY = t.StructType(
 #: The columns of a summary, with a row for each finding.
 OUTCOME = t.StructType([*SUMMARY.fields, t.StructField("finding", VERDICT)])
 
-#: Verdicts of messages that are lost, and of those that wait for too long; both end a
-#: run with exit code 1. And all that are worth a look.
-LOST = ("never_received", "processed_twice")
-STUCK = ("not_processed", "not_sent")
+#: Verdicts of messages that are lost, and of messages and runs of flows that wait for
+#: too long; both end a run with exit code 1. And all that are worth a look.
+LOST = ("never_received", "processed_twice", "undo_without_request")
+STUCK = ("not_processed", "not_sent", "unanswered", "not_undone")
 FINDINGS = (*LOST, *STUCK, "dead", "late", "unknown_sender")
 
 

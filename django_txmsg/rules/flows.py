@@ -1,0 +1,40 @@
+"""The states of a run of a flow: `waiting → undoing → ended`, or from waiting
+directly to ended."""
+
+from __future__ import annotations
+
+from .rule import Rule
+
+#: It has not ended.
+OPEN = Rule("{ended_at} IS NULL")
+
+#: It is open, and undoes its work.
+UNDOING = OPEN & Rule("{failing}")
+
+#: It is open, and continues when what it waits for comes.
+WAITING = OPEN & ~Rule("{failing}")
+
+#: It may be deleted together with its steps, undos and batches.
+ENDED = Rule("{ended_at} < {cutoff}")
+
+#: A step or an undo may be archived: its run has ended.
+OF_AN_ENDED_RUN = Rule(
+    "EXISTS (SELECT 1 FROM django_txmsg_run r WHERE r.id = {run_id}"  # noqa: S608 - constants only
+    f" AND {ENDED.sql('r', cutoff='{cutoff}')})"
+)
+
+
+def _none_in(relation: str) -> Rule:
+    """Return the rule for "no row of `relation` belongs to this run"."""
+    return Rule(
+        f"NOT EXISTS (SELECT 1 FROM {relation} x WHERE x.run_id = {{id}})"  # noqa: S608 - constants only
+    )
+
+
+#: A run may be archived: its steps and undos are, and its batches are deleted.
+SETTLED = (
+    ENDED
+    & _none_in("django_txmsg_flowstep")
+    & _none_in("django_txmsg_flowundo")
+    & _none_in("django_txmsg_batch")
+)
