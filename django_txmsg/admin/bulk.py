@@ -28,6 +28,7 @@ PERMISSIONS = {
     BulkKind.REDELIVER: "django_txmsg.redeliver_deadletter",
     BulkKind.DISCARD: "django_txmsg.discard_deadletter",
     BulkKind.RESTORE: "django_txmsg.discard_deadletter",
+    BulkKind.GO_BACK: "django_txmsg.go_back_run",
 }
 
 
@@ -78,7 +79,9 @@ class BulkAdmin(ReadOnlyAdmin):
         rate = handled / seconds
         left = max(operation.total - handled, 0)
         context = {
-            **self.page_context(request, f"{operation.kind.capitalize()} in bulk"),
+            **self.page_context(
+                request, f"{operation.get_kind_display().capitalize()} in bulk"
+            ),
             "operation": operation,
             "handled": handled,
             "percent": 100
@@ -129,7 +132,7 @@ class BulkAdmin(ReadOnlyAdmin):
 
     @admin.display(description="filter")
     def filters(self, operation: BulkOperation) -> str:
-        """The filter of the operation's dead letters."""
+        """The filter of the operation."""
         return filter_text(operation.filter)
 
     @admin.display(description="asked for")

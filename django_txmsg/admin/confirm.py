@@ -125,7 +125,7 @@ class ConfirmPages:
             audit(
                 request,
                 operation,
-                f"{kind.capitalize()} {operation.letters}"
+                f"{kind.capitalize()} {operation.subject}"
                 f"{', even if processed in the meantime' if forced else ''}"
                 f"{', one first' if first else ''}; "
                 f"filter: {filter_text(filters)}{f'; why: {why}' if why else ''}.",

@@ -9,25 +9,29 @@ from typing import Any
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.db.models import Q, QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.db.models import Max, Min, Q, QuerySet
+from django.http import HttpRequest, HttpResponse, QueryDict
 from django.shortcuts import render
 from django.urls import path
 from django.utils.safestring import SafeString
 from django.views.decorators.http import require_POST
 
 from .. import wire
-from ..dead_letters import masking
+from ..consuming import go_back
+from ..dead_letters import bulk, masking
+from ..dead_letters.selection import Changed, Shown
 from ..errors import TxmsgError
 from ..flows import acts
 from ..flows.declaration import declarations
 from ..models import FlowStep, FlowUndo, Run
+from ..models.bulk_operation import BulkKind
 from ..monitoring import runs
 from . import display
 from .addresses import led
 from .audit import audit, audited
 from .base import ReadOnlyAdmin, plain
 from .body import pretty
+from .bulk import PERMISSIONS, filter_text
 from .counting import count, listed
 from .filters import AgeFilter, CountingFilter, StateFilter
 from .sequence import sequence
@@ -109,6 +113,7 @@ class RunAdmin(ReadOnlyAdmin):
     search_fields = ("run_id",)
     search_help_text = "Exact id of a run, or key"
     ordering = ("-id",)
+    change_list_template = "admin/django_txmsg/runs.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Run]:
         """Do not load the long columns."""
@@ -150,12 +155,84 @@ class RunAdmin(ReadOnlyAdmin):
         return display.age(run.due_at)
 
     def get_urls(self) -> list[Any]:
-        """Add the address of the acts."""
-        view = self.admin_site.admin_view(require_POST(self.act))
+        """Add the addresses of the acts."""
+        wrap = self.admin_site.admin_view
+        view = wrap(require_POST(self.act))
+        back = wrap(self.go_back)
         return [
             path("<int:pk>/act/<str:name>/", view, name="django_txmsg_run_act"),
+            path("go-back/", back, name="django_txmsg_run_go_back"),
             *super().get_urls(),
         ]
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Offer to send all runs back that wait for the chosen step of a flow."""
+        chosen = {name: request.GET.get(name, "") for name in ("flow", "step")}
+        may = request.user.has_perm(PERMISSIONS[BulkKind.GO_BACK])
+        query = QueryDict(mutable=True)
+        query.update(chosen)
+        back = query.urlencode() if may and all(chosen.values()) else ""
+        return super().changelist_view(request, {"back": back, **(extra_context or {})})
+
+    def go_back(self, request: HttpRequest) -> HttpResponse:
+        """Ask for confirmation (GET), or start the bulk operation (POST)."""
+        may = request.user.has_perm(PERMISSIONS[BulkKind.GO_BACK])
+        if not may or not self.has_view_permission(request):
+            raise PermissionDenied
+        given = request.POST if request.method == "POST" else request.GET
+        flow, step, to = (plain(given.get(one, "")) for one in ("flow", "step", "to"))
+        declared = {one.name: one for one in declarations()}.get(flow)
+        using = router.db_for_write(Run)
+        filters = go_back.filters_of(flow, step, to)
+        steps = declared.steps.values() if declared else ()
+        targets = [one.name for one in steps if not one.joins]
+        if request.method == "POST" and to in targets:
+            try:
+                return self._start(request, filters, using)
+            except Changed as error:
+                messages.warning(request, f"{error} Look at the new numbers.")
+            except (TxmsgError, ValueError) as error:
+                messages.error(request, str(error))
+        found = go_back.matching(filters, using)
+        shown = Shown.of(found)
+        if not shown.count or not targets:
+            messages.warning(request, "No run that waits for this step can go back.")
+            return self.led_to_list(request)
+        ages = shown.bound(found).aggregate(oldest=Min("since"), newest=Max("since"))
+        context = {
+            **self.page_context(
+                request,
+                f"Send {shown.count:,} run{'s' * (shown.count != 1)} back to a step?",
+            ),
+            **{"flow": flow, "step": step, "steps": targets, **ages},
+            **{"count": shown.count, "shown": str(shown)},
+        }
+        return render(request, "admin/django_txmsg/go_back.html", context)
+
+    def _start(
+        self, request: HttpRequest, filters: dict[str, str], using: str
+    ) -> HttpResponse:
+        rate = request.POST.get("rate", "").strip()
+        why = plain(request.POST.get("why", "")).strip()
+        with audited(using):
+            operation = bulk.start(
+                BulkKind.GO_BACK,
+                filters,
+                using=using,
+                by=request.user.get_username(),
+                why=why,
+                rate=float(rate) if rate else None,
+                shown=Shown.parse(request.POST.get("shown", "")),
+            )
+            audit(
+                request,
+                operation,
+                f"Send {operation.subject} back to step {filters['to']}; "
+                f"filter: {filter_text(filters)}{f'; why: {why}' if why else ''}.",
+            )
+        return led(request, "admin:django_txmsg_bulkoperation_change", operation.pk)
 
     def change_view(
         self,

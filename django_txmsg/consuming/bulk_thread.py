@@ -16,6 +16,7 @@ from ..monitoring import periods
 from ..runtime import database_health, liveness, notifications
 from ..runtime.connections import recycle
 from ..runtime.liveness import RARELY, Activity
+from . import go_back  # noqa: F401 - provides one kind of operation
 
 
 class BulkThread:

@@ -1,4 +1,4 @@
-"""Bulk operations on dead letters: many thousands, in batches.
+"""Bulk operations on dead letters and runs of flows: many thousands, in batches.
 
 The request is a row (`BulkOperation`); `manage.py consume` executes it in growing
 batches. The cursor advances in the batch's own transaction, so that closing the browser
@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import F, Max
+from django.db.models import F, Max, Q, QuerySet
 from django.db.models.functions import Now
 
 from .. import conf
@@ -101,7 +101,35 @@ def next_step(step: int, batch: list[DeadLetter], tally: Tally) -> dict[str, Any
 
 log = logging.getLogger("django_txmsg.bulk")
 
+Matching = Callable[[Mapping[str, Any], str], QuerySet[Any]]
+Do = Callable[[BulkOperation, Any, Tally, str], None]
+
 LARGEST_BATCH = 1000
+
+
+#: What an operation of a kind selects and does, if it is not about dead letters.
+_PROVIDED: dict[str, tuple[Matching, Do]] = {}
+
+
+def provide(kind: BulkKind, matching: Matching, do: Do) -> None:
+    """Declare what operations of a kind are about: `matching` selects the rows by a
+    filter, `do` handles a batch of them in its transaction. The filter names the
+    service whose processes execute the operation."""
+    _PROVIDED[kind] = matching, do
+
+
+def _matching(kind: str, filters: Mapping[str, Any], using: str) -> QuerySet[Any]:
+    if kind in _PROVIDED:
+        return _PROVIDED[kind][0](filters, using)
+    return selection.matching(kind, filters, using=using)
+
+
+def _ours(using: str) -> QuerySet[BulkOperation]:
+    """Return the running operations that processes of this service execute."""
+    about_letters = ~Q(kind=BulkKind.GO_BACK)
+    own = Q(filter__service=conf.get().SERVICE)
+    running = BulkOperation.objects.using(using).filter(state=BulkState.RUNNING)
+    return running.filter(about_letters | own)
 
 
 #: Seconds that a batch waits for a message that a worker holds, before it is tried
@@ -128,9 +156,9 @@ def start(
     shown: Shown | None = None,
     tolerates: int | None = None,
 ) -> BulkOperation:
-    """Request `kind` for the dead letters that match now. Nothing is executed yet.
+    """Request `kind` for the rows that match now. Nothing is executed yet.
 
-    `rate` limits the messages per second. Messages that die later are not included.
+    `rate` limits the rows per second. Messages that die later are not included.
     With `shown`, exactly those are included: raises Changed if one no longer matches.
 
     With `tolerates`, a redelivery tries one message first, then 10, then 100, then the
@@ -142,10 +170,11 @@ def start(
     kind = BulkKind(kind)
     selection.insist_on_few_ids(filters)
     filters = dict(filters)
-    letters = selection.matching(kind, filters, using=using)
+    letters = _matching(kind, filters, using)
     if shown is not None:
         letters = shown.insist(letters)
-        filters["before"] = shown.before(filters)
+        if kind not in _PROVIDED:
+            filters["before"] = shown.before(filters)
     with transaction.atomic(using=using), connections[using].cursor() as cursor:
         sql, values = dead_letters.bulk_operation(
             connections[using].vendor,
@@ -168,7 +197,7 @@ def start(
         notify(using, {notifications.WORK})
     log.info(
         "bulk operation %d: %s %s, asked for by %s, filter %s",
-        operation.pk, kind, operation.letters, by or "unknown", dict(filters),
+        operation.pk, kind, operation.subject, by or "unknown", dict(filters),
     )  # fmt: skip
     return operation
 
@@ -192,7 +221,7 @@ def work_off(using: str, stop: threading.Event) -> int:
 def running(using: str) -> bool:
     """Return whether an operation has work left, even if its rate postpones that
     work."""
-    return BulkOperation.objects.using(using).filter(state=BulkState.RUNNING).exists()
+    return _ours(using).exists()
 
 
 def finish(
@@ -254,9 +283,7 @@ def work_batch(
 def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int | None:
     # A pause or cancellation of the operation waits for the batch.
     limit_waits(connections[using], PATIENCE)
-    due = BulkOperation.objects.using(using).filter(
-        state=BulkState.RUNNING, due_at__lte=Now()
-    )
+    due = _ours(using).filter(due_at__lte=Now())
     if only is not None:
         due = due.filter(pk=only)
     if connections[using].vendor == "postgresql":
@@ -313,11 +340,11 @@ def _stop(operation: BulkOperation, using: str, back: int) -> int:
     return 0
 
 
-def _next(operation: BulkOperation, using: str) -> list[DeadLetter]:
+def _next(operation: BulkOperation, using: str) -> list[Any]:
     size = operation.batch_size
     if operation.rate is not None:
         size = max(1, min(size, int(operation.rate)))
-    letters = selection.matching(operation.kind, operation.filter, using=using).filter(
+    letters = _matching(operation.kind, operation.filter, using).filter(
         pk__gt=operation.cursor,
         pk__lte=operation.up_to,
         created_at__lte=operation.created_at,
@@ -326,7 +353,9 @@ def _next(operation: BulkOperation, using: str) -> list[DeadLetter]:
         # No SKIP LOCKED here: the cursor would pass a message that is locked for a
         # moment.
         letters = letters.select_for_update()
-    return list(letters.only(*_NEEDED).order_by("pk")[:size])
+    if operation.kind not in _PROVIDED:
+        letters = letters.only(*_NEEDED)
+    return list(letters.order_by("pk")[:size])
 
 
 #: The columns of a dead letter that operations read; the longest are copied within the
@@ -336,11 +365,11 @@ _NEEDED = (
 )  # fmt: skip
 
 
-def _do(
-    operation: BulkOperation, batch: list[DeadLetter], tally: Tally, using: str
-) -> None:
+def _do(operation: BulkOperation, batch: list[Any], tally: Tally, using: str) -> None:
     by = operation.by
-    if operation.kind == BulkKind.REDELIVER:
+    if operation.kind in _PROVIDED:
+        _PROVIDED[operation.kind][1](operation, batch, tally, using)
+    elif operation.kind == BulkKind.REDELIVER:
         resolution.redeliver(batch, tally, using=using, by=by, force=operation.force)
     elif operation.kind == BulkKind.DISCARD:
         resolution.discard(batch, tally, using=using, by=by)

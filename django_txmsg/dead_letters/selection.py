@@ -130,8 +130,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a confirmation page showed to an operator: how many letters, when, and the
-    newest one."""
+    """What a confirmation page showed to an operator: how many dead letters (or runs),
+    when, and the newest one."""
 
     count: int
     up_to: int
@@ -139,12 +139,10 @@ class Shown:
     """The instant, by the database's clock (RFC 3339)."""
 
     @classmethod
-    def of(cls, letters: QuerySet[DeadLetter]) -> Shown:
-        """Return what a page shows now. Letters that die from now on are excluded."""
-        now = clock(letters.db)
-        found = letters.filter(created_at__lt=now).aggregate(
-            n=Count("pk"), last=Max("pk")
-        )
+    def of(cls, rows: QuerySet[Any]) -> Shown:
+        """Return what a page shows now. Later rows are excluded."""
+        now = clock(rows.db)
+        found = rows.filter(created_at__lt=now).aggregate(n=Count("pk"), last=Max("pk"))
         return cls(found["n"], found["last"] or 0, now.isoformat())
 
     @classmethod
@@ -167,25 +165,24 @@ class Shown:
         given = filters.get("before", self.as_of)
         return min((self.as_of, str(given)), key=_instant)
 
-    def bound(self, letters: QuerySet[DeadLetter]) -> QuerySet[DeadLetter]:
-        """Return the shown letters that still match."""
-        return letters.filter(pk__lte=self.up_to, created_at__lt=_instant(self.as_of))
+    def bound(self, rows: QuerySet[Any]) -> QuerySet[Any]:
+        """Return the shown rows that still match."""
+        return rows.filter(pk__lte=self.up_to, created_at__lt=_instant(self.as_of))
 
-    def insist(self, letters: QuerySet[DeadLetter]) -> QuerySet[DeadLetter]:
-        """Return the shown letters. Raises Changed unless all of them still match."""
-        found = self.bound(letters)
+    def insist(self, rows: QuerySet[Any]) -> QuerySet[Any]:
+        """Return the shown rows. Raises Changed unless all of them still match."""
+        found = self.bound(rows)
         count = found.count()
         if count != self.count:
             raise Changed(
                 f"Nothing is done yet: {self.count - count:,} of the {self.count:,} "
-                f"that you were shown have been resolved, or died again, in the "
-                f"meantime."
+                f"that you were shown have changed since."
             )
         return found
 
 
 class Changed(TxmsgError):
-    """The letters that an operator has seen are no longer those that match."""
+    """The rows that an operator was shown no longer match."""
 
 
 def summary(letters: QuerySet[DeadLetter]) -> Summary:

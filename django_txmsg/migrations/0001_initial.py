@@ -362,6 +362,7 @@ class Migration(migrations.Migration):
                             ("redeliver", "redeliver"),
                             ("discard", "discard"),
                             ("restore", "restore"),
+                            ("go-back", "go back"),
                         ],
                         max_length=16,
                     ),

@@ -1,4 +1,5 @@
-"""A bulk operation on dead letters, executed batch by batch and recorded.
+"""A bulk operation on dead letters or runs of flows, executed batch by batch, and
+recorded.
 
 States: `running ⇄ paused`, then `done | cancelled`. The cursor advances in the
 transaction of its batch, so a crash neither loses nor doubles a message.
@@ -12,11 +13,12 @@ from django.db.models.functions import Now
 
 
 class BulkKind(models.TextChoices):
-    """What the operation does to each dead letter."""
+    """What the operation does to each dead letter, or to each run of a flow."""
 
     REDELIVER = "redeliver", "redeliver"
     DISCARD = "discard", "discard"
     RESTORE = "restore", "restore"
+    GO_BACK = "go-back", "go back"
 
 
 class BulkState(models.TextChoices):
@@ -64,9 +66,9 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
 
 
 class BulkOperation(models.Model):
-    """An action on all dead letters that match a filter.
+    """An action on all dead letters, or runs, that match a filter.
 
-    Messages that died after the request are excluded (`up_to`).
+    Messages that died after the request, and later runs, are excluded (`up_to`).
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -122,9 +124,14 @@ class BulkOperation(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.letters}"
+        return f"{self.kind} {self.subject}"
 
     @property
-    def letters(self) -> str:
-        """The number of dead letters that were requested, in words."""
-        return f"{self.total:,} dead letter{'s' * (self.total != 1)}"
+    def subject(self) -> str:
+        """How many of what were requested, in words."""
+        return f"{self.total:,} {self.noun}{'s' * (self.total != 1)}"
+
+    @property
+    def noun(self) -> str:
+        """What the operation is about: a dead letter, or a run."""
+        return "run" if self.kind == BulkKind.GO_BACK else "dead letter"

@@ -71,7 +71,7 @@ def test_letter_that_died_again_asks_for_confirmation_again(
 
     page = operator.post(URL, form).content.decode()
 
-    assert "1 of the 2 that you were shown have been resolved, or died again" in page
+    assert "1 of the 2 that you were shown have changed since" in page
     assert "Discard 2 messages?" in page or "Discard 1 message?" in page
     assert open_letters() == 2
     assert not BulkOperation.objects.exists()

@@ -17,6 +17,7 @@ from django.test import Client
 from selenium.webdriver.common.by import By
 
 from django_txmsg import stages
+from django_txmsg.dead_letters import bulk
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
 from django_txmsg.testing import drain
 from tests import factories
@@ -119,11 +120,15 @@ def test_a_run_is_readable_in_light_dark_and_on_a_phone(
             (True, PHONE, "run-phone-dark"),
         ):
             walker.look(dark=dark, size=size)
-            for path in ("", f"{run.pk}/change/"):
+            for path, shows in (
+                ("?flow=acts.trip&step=approved", f"{name}s"),
+                ("go-back/?flow=acts.trip&step=approved", f"{name}s-back"),
+                (f"{run.pk}/change/", name),
+            ):
                 walker.open(f"/admin/django_txmsg/run/{path}")
                 assert not walker.overflows(), (path, name)
                 assert walker.errors() == []
-                walker.photograph(pictures, f"{name}{'' if path else 's'}")
+                walker.photograph(pictures, shows)
             drawing = walker.find("svg.txmsg-sequence")
             letters = drawing.find_elements(By.CSS_SELECTOR, "text")
             assert min(one.size["height"] for one in letters) > 9
@@ -135,6 +140,14 @@ def test_a_run_is_readable_in_light_dark_and_on_a_phone(
         drain()
         walker.open(f"/admin/django_txmsg/run/{run.pk}/change/")
         assert "answered" in walker.text
+        waiting("A-2")
+        walker.open("/admin/django_txmsg/run/?flow=acts.trip&step=approved")
+        walker.find(".object-tools a").click()
+        walker.until("Send 1 run back")
+        walker.find(".txmsg-buttons button").click()
+        walker.until("of 1 run,")
+        bulk.finish(BulkOperation.objects.get())
+        walker.until("done")
 
 
 @pytest.mark.usefixtures("shop_stages")

@@ -13,7 +13,8 @@ from django.contrib.admin.models import LogEntry
 from django.test import Client, override_settings
 
 from django_txmsg.admin import sequence
-from django_txmsg.models import AuditEntry, FlowStep, FlowUndo, Run
+from django_txmsg.dead_letters import bulk
+from django_txmsg.models import AuditEntry, BulkOperation, FlowStep, FlowUndo, Run
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.testing import drain
 from tests.running import IMPATIENT, txmsg
@@ -248,3 +249,109 @@ def test_only_the_newest_steps_of_a_long_run_are_drawn(
     assert "5 earlier steps are not drawn." in page
     assert page.count('class="step"') == 3
     assert "and 28 more lines" in page
+
+
+def back(client: Client, path: str = "", **fields: Any) -> str:
+    address = f"{URL}go-back/{path}"
+    answer = (
+        client.post(address, fields, follow=True) if fields else client.get(address)
+    )
+    return answer.content.decode() if answer.status_code == 200 else "refused"
+
+
+WHICH = {"flow": "acts.trip", "step": "approved"}
+QUERY = "?flow=acts.trip&step=approved"
+
+
+def shown_by(page: str) -> str:
+    found = re.search(r'name="shown" value="([^"]+)"', page)
+    assert found, page
+    return found[1]
+
+
+def test_all_runs_that_match_go_back_in_a_bulk_operation(operator: Client) -> None:
+    runs = [waiting(f"A-{number}") for number in range(3)]
+    listed = operator.get(URL, WHICH).content.decode()
+    assert f"go-back/{QUERY.replace('&', '&amp;')}" in listed
+    assert "go-back/?" not in operator.get(URL).content.decode()
+    question = back(operator, QUERY)
+    assert "Send 3 runs back" in question
+
+    page = back(
+        operator, **WHICH, to="booked", shown=shown_by(question), rate="5", why="wrong"
+    )
+
+    assert "of 3 runs" in page
+    operation = BulkOperation.objects.get()
+    assert (operation.kind, operation.total, operation.rate) == ("go-back", 3, 5.0)
+    assert operation.by.startswith("user-")
+    assert "Send 3 runs back to step booked" in LogEntry.objects.get().change_message
+    with override_settings(TXMSG={**IMPATIENT, "SERVICE": "other"}):
+        assert bulk.work_batch("default") is None, "another service's"
+        assert not bulk.running("default")
+    assert bulk.finish(operation).done == 3
+    Shop.by = "second"
+    drain()
+    for run in runs:
+        run.refresh_from_db()
+        assert (run.step, run.waits_for) == ("approved", WaitsFor.RESUME)
+        assert json.loads(run.state)["said"] == ["first", "second"]
+    assert Shop.did.count("unpay") == 3
+    assert Shop.did.count("unbook") == 0
+
+
+def test_run_that_cannot_go_back_is_skipped_with_the_reason(operator: Client) -> None:
+    good, bad = waiting("A-1"), waiting("A-2")
+    FlowStep.objects.filter(run=bad).delete()
+
+    back(operator, **WHICH, to="booked", shown=shown_by(back(operator, QUERY)))
+
+    done = bulk.finish(BulkOperation.objects.get())
+    assert (done.done, done.skipped) == (1, 1)
+    page = operator.get(f"/admin/django_txmsg/bulkoperation/{done.pk}/change/")
+    assert f"{URL}{bad.pk}/change/" in page.content.decode()
+    assert "has no step" in page.content.decode()
+    good.refresh_from_db()
+    assert good.failing
+
+
+def test_runs_that_went_on_since_the_page_was_opened_are_not_sent_back(
+    operator: Client,
+) -> None:
+    waiting("A-1")
+    gone = waiting("A-2")
+    token = shown_by(back(operator, QUERY))
+    act(operator, gone, "cancel")
+    drain()
+
+    page = back(operator, **WHICH, to="booked", shown=token)
+
+    assert (
+        "Nothing is done yet: 1 of the 2 that you were shown have changed since" in page
+    )
+    assert "Send 1 run back" in page
+    assert not BulkOperation.objects.exists()
+
+
+def test_going_back_in_bulk_needs_the_permission(
+    somebody: Callable[..., Client],
+) -> None:
+    waiting()
+    viewer = somebody("view_run")
+
+    assert back(viewer, QUERY) == "refused"
+    assert back(viewer, **WHICH, to="booked", shown="1.1.x") == "refused"
+    assert "go-back/?" not in viewer.get(URL, WHICH).content.decode()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"to": "nowhere"}, {"rate": "-1"}, {"rate": "x"}, {"shown": "x"}]
+)
+def test_wrong_input_starts_nothing(operator: Client, wrong: dict[str, str]) -> None:
+    waiting()
+    good = {**WHICH, "to": "booked", "shown": shown_by(back(operator, QUERY))}
+
+    back(operator, **{**good, **wrong})
+    back(operator, "?flow=x&step=y")
+
+    assert not BulkOperation.objects.exists()

@@ -392,7 +392,7 @@ class Command(BaseCommand):
             )
             operator.record(
                 using,
-                f"{action.capitalize()} {operation.letters}"
+                f"{action.capitalize()} {operation.subject}"
                 f"{', even if processed in the meantime' if operation.force else ''}"
                 f"{', one first' if options['one_first'] else ''}; "
                 f"filter: {filters or 'all'}{f'; why: {why}' if why else ''}.",
