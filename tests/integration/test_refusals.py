@@ -12,26 +12,35 @@ import os
 import threading
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.conf import settings
+from django.db import connections, transaction
+from django.test import override_settings
 
+from django_txmsg import stages, wire
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Outgoing
+from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.errors import BrokerUnavailable
-from django_txmsg.models import DeadLetter, OutboxMessage
+from django_txmsg.flows import batch, cancel, resume
+from django_txmsg.flows.batches import Batches
+from django_txmsg.models import DeadLetter, OutboxMessage, Run
+from django_txmsg.models.run import WaitsFor
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.runtime import breaker
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.faults import Proxy, wait_until
-from tests.running import IMPATIENT, at_work, committing, drained, txmsg
+from tests.running import IMPATIENT, at_work, committing, declared, drained, txmsg
 from tests.services import ByAmqp, RabbitMQ, SilentActiveMQ, SmallActiveMQ
 from tests.services.activemq import CRAMPED
 from tests.services.stomp_server import PASSWORD
+from tests.shelved_flows import at_hand
+from tests.trips import Shop, begin, trips
 
 pytestmark = committing
 
@@ -376,3 +385,92 @@ def fill_the_store(
     for key in range(5):
         numbers = [n for n in found if n % 5 == key]
         assert numbers == sorted(numbers)
+
+
+@contextmanager
+def consumed(*names: str) -> Iterator[None]:
+    """Run stages in a consumer's threads until the end of the block."""
+    consumer = Consumer(stages.find(names))
+
+    def run() -> None:
+        consumer.run()
+        connections.close_all()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        consumer.stop()
+        thread.join(30)
+
+
+@lasting
+def test_flows_batches_and_rates_wait_out_a_full_queue(
+    rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int], seconds: float
+) -> None:
+    """A flow's request is refused for as long as it takes. What needs other queues goes
+    on: other steps, a flow batch, a stage with a rate, and the undos of runs that are
+    cancelled meanwhile."""
+    node, policy, ended = ByAmqp(rabbitmq), uuid.uuid4().hex, threading.Event()
+    rated = declared(lambda message: None, f"{destination}.rated", rate="50/s")
+    one = declared(lambda message: None, f"{destination}.one")
+    over = declared(lambda message: ended.set(), f"{destination}.over")
+    with (
+        relayed(node.url()),
+        override_settings(TXMSG={**settings.TXMSG, "FLOWS": {"BATCHES": True}}),
+        trips(),
+        at_hand(Batches),
+        rated as slow,
+        one as each,
+        over as last,
+    ):
+        free = ["acts.trip", "acts.trip.steps", "acts.book", "acts.unbook"]
+        free += [slow.name, each.name, last.name]
+        free += [s.name for s in stages.all_stages() if "batches" in s.name]
+        paying = consumed("acts.pay", "acts.unpay")
+        with paying:
+            pass  # its queue is there
+        node.control(
+            "set_policy", policy, "^acts[.]pay$",
+            '{"max-length": 3, "overflow": "reject-publish"}', "--apply-to", "queues",
+        )  # fmt: skip
+        with consumed(*free):
+            runs = [begin(f"A-{number}") for number in range(20)]
+            outage("destination", "full")
+            with transaction.atomic():
+                send_messages(
+                    {"destination": slow.destination, "body": n} for n in range(30)
+                )
+                batch(
+                    [{"destination": each.destination, "body": 1}] * 30,
+                    then=last.destination,
+                )
+            booked = Run.objects.filter(step="paid", waits_for=WaitsFor.ANSWER)
+            wait_until(lambda: booked.count() == 20, deadline=60)
+            assert ended.wait(60)
+            wait_until(lambda: not pending(slow.destination), deadline=60)
+            for run in booked[:5]:
+                with transaction.atomic():
+                    cancel(run, "meanwhile")
+            stays(trials, seconds)
+            node.control("clear_policy", policy)
+            with consumed("acts.pay", "acts.unpay"):
+                resumable = Run.objects.filter(waits_for=WaitsFor.RESUME)
+                wait_until(lambda: resumable.count() == 15, deadline=90)
+                for run in resumable:
+                    assert run.turn is not None
+                    with transaction.atomic():
+                        resume(wire.ticket(run.run_id, run.turn), True)
+                open_ = Run.objects.filter(ended_at=None)
+                wait_until(lambda: not open_.exists(), deadline=90)
+    # By STOMP they would be queues of another kind.
+    for name in ("acts.pay", "acts.unpay", "tests.txmsg.control", *free):
+        node.control("delete_queue", name)
+    outcomes = Counter(Run.objects.filter(flow="acts.trip").values_list("outcome"))
+    assert outcomes == {("answered",): 15, ("failed",): 5}, len(runs)
+    assert not DeadLetter.objects.exists()
+    assert not OutboxMessage.objects.exclude(attempts=0).exists()
+    did = Counter(Shop.did)
+    assert (did["book"], did["unbook"]) == (20, 5)
+    assert did["pay"] - did["unpay"] == 15
