@@ -68,16 +68,23 @@ class Later(models.Func):
         return later_sql(connection), [later_value(connection, self.seconds)]
 
 
+#: Most characters of a message's key.
+KEY_LENGTH = 255
+
+
 class MessageKey(models.Func):
-    """The ordering key in a column of headers. The SQL contains the header's name as a
-    constant, because PostgreSQL does not use the index for a parameter."""
+    """The ordering key in a column of headers, up to the length of a key of ours. A
+    foreign one may be longer than an index of PostgreSQL can hold. The SQL contains the
+    header's name as a constant, because PostgreSQL does not use the index for a
+    parameter."""
 
     output_field = models.TextField()
-    template = f"(%(expressions)s ->> '{wire.KEY}')"
+    template = f"LEFT(%(expressions)s ->> '{wire.KEY}', {KEY_LENGTH})"
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
         """Use a function: SQLite before 3.38 does not know the operator."""
-        template = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
+        key = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
+        template = f"SUBSTR({key}, 1, {KEY_LENGTH})"
         return self.as_sql(compiler, connection, template=template, **context)
 
 

@@ -47,6 +47,8 @@ _CLASSES = ("08", "57P", "25006", "58030")
 #: Insufficient resources: 53100 no room on the disk, 53200 in memory, 53300 no
 #: connection.
 _RESOURCES = "53"
+#: A limit of the program, such as the size of an index row: no other try helps.
+_LIMITS = "54"
 #: SQLite's errors if it cannot open its file, or cannot write it.
 _SQLITE = ("unable to open", "readonly database", "disk i/o error")
 _SQLITE_FULL = "database or disk is full"
@@ -105,6 +107,8 @@ def may_pass(error: BaseException | None) -> bool:
     trigger, a policy or a missing privilege refused the statement. It is not so for a
     value that the database cannot store, nor for an error that the database has not
     raised."""
+    if isinstance(error, DatabaseError) and sqlstate(error).startswith(_LIMITS):
+        return False
     if isinstance(error, OperationalError) or is_away(error):
         return True
     if not isinstance(error, DatabaseError) or isinstance(error, DataError):

@@ -3,6 +3,8 @@ bytes."""
 
 from __future__ import annotations
 
+import random
+import string
 import uuid
 
 import pytest
@@ -11,10 +13,11 @@ from django.db import connection
 from django_txmsg import wire
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.consuming.decoding import MAX_HEADERS
+from django_txmsg.dead_letters import bulk
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage
-from tests.running import committing, declared, put, step, txmsg
+from tests.running import Script, committing, declared, put, step, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -31,6 +34,7 @@ BAD: dict[str, tuple[bytes, dict[str, str]]] = {
     "no UUID": (b"1", {**JSON, "txmsg-id": "seven"}),
     "too many headers": (b"1", {**JSON, **{f"h{n}": "" for n in range(MAX_HEADERS)}}),
     "headers too large": (b"1", {**JSON, "big": "x" * 200_000}),
+    "key too large": (b"1", {**JSON, wire.KEY: "x" * 1_000_000}),
     "nested too deep": (b"[" * 100_000 + b"]" * 100_000, JSON),
 }
 
@@ -55,6 +59,35 @@ def test_bad_message_is_buried_and_others_are_processed(
     assert letter.exception
     for name in headers:
         assert letter.headers[name] == headers[name]
+
+
+def no_words(length: int) -> str:
+    """Return a text that PostgreSQL cannot compress much."""
+    chosen = random.Random(1)
+    return "".join(chosen.choices(string.ascii_letters + string.digits, k=length))
+
+
+@pytest.mark.parametrize("name", [wire.KEY, wire.CORRELATION_ID, wire.TICKET])
+@pytest.mark.parametrize("options", [{}, {"ordered": "skip"}, {"rate": "100/s"}])
+def test_header_longer_than_an_index_row_stops_no_stage(
+    name: str, options: dict[str, str]
+) -> None:
+    """PostgreSQL refuses an index row of more than 2,704 bytes. The letter has all of
+    the header."""
+    headers = {**JSON, name: no_words(12_000)}
+    with declared(Script(*[ValueError("no")] * 3), **options) as stage:
+        put(stage.destination, b"1", headers)
+        step(stage, times=6)
+    letter = DeadLetter.objects.get()
+    assert letter.headers[name] == headers[name]
+    assert not QueueMessage.objects.filter(queue=stage.destination).exists()
+    with txmsg(), declared(Script(), name=stage.name, **options) as mended:
+        bulk.finish(bulk.start("redeliver", {"ids": [letter.pk]}))
+        step(mended, times=2)
+    letter.refresh_from_db()
+    row = InboxMessage.objects.filter(processed_at__isnull=False)
+    # What is no flow's, nor a place in an order, is the same garbage again.
+    assert row.exists() or DeadLetter.objects.filter(resolution="open").exists()
 
 
 @pytest.mark.parametrize(
