@@ -90,7 +90,9 @@ def install(registry: Any = None) -> None:
             "dangerous_window_failed", "Broker commits that failed.", ("stage",)
         ),
         session=histogram(
-            "session_seconds", "From a session's begin to its end.", ("outcome",)
+            "session_seconds",
+            "Time from the beginning of a session to its end.",
+            ("outcome",),
         ),
         control_sent=histogram(
             "control_message_send_seconds", "Until its receipt.", ("outcome",)

@@ -297,9 +297,7 @@ def load_app(url: str) -> Any:
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(app, Celery):
-        raise ConfigurationError(
-            f"{path!r} is {type(app).__name__}, and not a Celery app."
-        )
+        raise ConfigurationError(f"{path!r} is {type(app).__name__}, not a Celery app.")
     return app
 
 

@@ -35,8 +35,8 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
         )
     if settings.task_protocol != 2:
         yield (
-            f"task_protocol is {settings.task_protocol}, and messages are stored as "
-            f"protocol 2 has them.",
+            f"task_protocol is {settings.task_protocol}, but messages are stored in "
+            f"the form of protocol 2.",
             "Leave task_protocol at 2.",
         )
     transport = str(settings.broker_url or "").partition("://")[0]
@@ -74,16 +74,15 @@ def _plain(where: str, app: Any) -> Iterator[CheckMessage]:
     if isinstance(app, Celery) and lossy:
         yield Warning(
             f"{where}: delay_on_commit() of {', '.join(lossy[:5])} is Celery's own, "
-            f"and loses the task when the process ends after its commit.",
+            f"and loses the task if the process dies right after its commit.",
             hint="Give the task, or its class, django_txmsg.celery.TransactionalTask "
-            "for a base.",
+            "as its base.",
             id="txmsg.W020",
         )
     if not isinstance(app, Celery) and not issubclass(app.Task, TransactionalTask):
         yield Warning(
-            f"{where}: the app is Celery's own, and its tasks are too: what is called "
-            f"inside a transaction goes to the broker at once, and not through the "
-            f"outbox.",
+            f"{where}: the app is a plain Celery app, and so are its tasks: a call "
+            f"inside a transaction goes to the broker at once, not through the outbox.",
             hint="Write `from django_txmsg.celery import Celery`, or give the app "
             'task_cls="django_txmsg.celery:TransactionalTask".',
             id="txmsg.W020",

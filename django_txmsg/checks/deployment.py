@@ -51,7 +51,7 @@ def _exposed(broker: Broker, url: str) -> Iterator[CheckMessage]:
         )
     if (password or user).lower() in GUESSED or password == user != "":
         yield Warning(
-            f"{where} logs in as {user!r} with a password that anybody can guess.",
+            f"{where} logs in as {user!r} with a password that is easy to guess.",
             hint="Make a user for this service on the broker, with a password.",
             id="txmsg.W102",
         )
@@ -104,8 +104,8 @@ def _for_tests() -> Iterator[CheckMessage]:
 def _twice() -> Iterator[CheckMessage]:
     if list(settings.MIDDLEWARE).count(MIDDLEWARE) > 1:
         yield Warning(
-            f"{MIDDLEWARE!r} is in MIDDLEWARE more than once: each request opens a "
-            "session in a session.",
+            f"{MIDDLEWARE!r} is in MIDDLEWARE more than once: each request would open "
+            f"a session inside another one.",
             hint="Keep the last one.",
             id="txmsg.W108",
         )

@@ -43,10 +43,11 @@ def check(asked: Sequence[str]) -> Iterator[CheckMessage]:
             if missing:
                 yield Error(
                     f"{count} open runs of flow {flow!r} in database {using!r} wait "
-                    f"for what this code does not have: {', '.join(missing)}.",
+                    "for something that this code does not have: "
+                    f"{', '.join(missing)}.",
                     hint="Keep it until these runs have ended. A step that has another "
-                    "name now: @step(was=…). Newer code in a roll-back: the runs wait "
-                    "until it is back.",
+                    "name now: @step(was=…). After a roll-back, the runs wait until "
+                    "the newer code is back.",
                     id="txmsg.E064",
                 )
 

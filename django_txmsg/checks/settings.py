@@ -62,7 +62,7 @@ def _problems() -> Iterator[CheckMessage]:
 def _time_zone() -> Iterator[CheckMessage]:
     if not django_settings.USE_TZ:
         yield Error(
-            "USE_TZ is False, and the due times of messages are instants.",
+            "USE_TZ is False, but the due time of a message needs a time zone.",
             hint="Set USE_TZ = True.",
             id="txmsg.E002",
         )
@@ -159,8 +159,8 @@ def _paths() -> Iterator[CheckMessage]:
 def _pipeline() -> Iterator[CheckMessage]:
     if conf.get().LAKE is not None and not apps.is_installed("django_txmsg.spark"):
         yield Error(
-            'TXMSG["LAKE"] is set, and the pipeline\'s app is not installed: nothing '
-            "archives the message log, and prune_messages leaves it alone.",
+            'TXMSG["LAKE"] is set, but the pipeline\'s app is not installed: nothing '
+            "archives the message log, and prune_messages does not delete it.",
             hint='Add "django_txmsg.spark" to INSTALLED_APPS, and migrate.',
             id="txmsg.E013",
         )

@@ -151,7 +151,7 @@ def _isolation(stage: Stage) -> Iterator[CheckMessage]:
     if stage.definition.isolation and connections[using].vendor == "sqlite":
         yield Warning(
             f"Stage {stage.name!r} asks for {stage.definition.isolation}, which "
-            f"SQLite does not know: its transactions are serializable.",
+            f"SQLite does not have: its transactions are serializable.",
             hint="Leave isolation= out where the stage runs on SQLite.",
             id="txmsg.W002",
         )
@@ -190,7 +190,7 @@ def _middleware(stage: Stage) -> Iterator[CheckMessage]:
             f"Stage {stage.name!r} has batch={stage.batch}, but each of its messages "
             "gets a separate transaction, because a middleware has "
             "outside_transaction = True.",
-            hint="Have the middleware do its work inside of the transaction, or raise "
+            hint="Let the middleware do its work inside the transaction, or raise "
             "MiddlewareNotUsed for this stage.",
             id="txmsg.W007",
         )

@@ -215,7 +215,7 @@ class Settings:
     False: all poll, as on other databases."""
     LISTEN_DATABASE: str | None = None
     """The alias by which to listen in the outbox's database, if its own alias connects
-    through a pooler that LISTEN does not pass."""
+    through a pooler that does not support LISTEN."""
     MAX_MESSAGE_BYTES: int = 16 * 1024 * 1024
     """Largest body that send_message() takes."""
     TRANSACTION_DEFINITION: str | None = None
@@ -243,14 +243,15 @@ class Settings:
     """Bytes of those messages, headers included, at which the stage stops receiving; 0:
     no limit."""
     CODECS: tuple[str, ...] = ()
-    """Dotted paths of codecs that read and write typed bodies, asked in this order,
+    """Dotted paths of codecs that read and write typed bodies, tried in this order,
     before pydantic."""
     CONTRACT: str | None = None
     """Path of the committed contract; None: asyncapi.json in BASE_DIR."""
     SCHEDULE: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Recurring messages by name, each with the arguments of `every()` in capitals."""
     MISSED_TICKS: Literal["latest", "all"] = "latest"
-    """Which ticks are caught up that passed while no relay ran: "latest" or "all"."""
+    """Which of the ticks that passed while no relay ran are caught up: "latest" or "
+    ""all"."""
     RELAY: RelaySettings = field(default_factory=RelaySettings)
     REDELIVERY: RedeliverySettings = field(default_factory=RedeliverySettings)
     CONSUME: ConsumeSettings = field(default_factory=ConsumeSettings)

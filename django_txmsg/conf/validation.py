@@ -111,7 +111,7 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
         elif name == "KINDS" and (unknown := {*value} - {*KINDS, BAD}):
             found = min(unknown)
             hint = _did_you_mean(found, [*KINDS, BAD])
-            yield Problem(where, f"has {found!r}, which is no kind of alarm.", hint)
+            yield Problem(where, f"has {found!r}, which is not a kind of alarm.", hint)
         elif name == "DEAD_LETTER_DESTINATIONS" and not all(value):
             yield Problem(where, "must name queues; one of its names is empty.")
 
@@ -135,7 +135,7 @@ def _service_problems(given: object, path: str) -> Iterator[Problem]:
             f"must be a name that destinations and subscriptions can begin with, not "
             f"{given[:40]!r}.",
             f"Use letters, digits, '.', '-' and '_', at most {MAX_SERVICE_LENGTH} of "
-            f"them, and no '.' or '-' in front.",
+            f"them, and no '.' or '-' at the beginning.",
         )
 
 
@@ -218,7 +218,7 @@ def _section_of(name: object, known: Mapping[str, Any]) -> str:
     """Return the section that has a setting of that name; "" if there is none."""
     for section, kind in known.items():
         if isinstance(kind, type) and is_dataclass(kind) and name in hints(kind):
-            return f'It belongs into "{section}": {{"{section}": {{"{name}": …}}}}.'
+            return f'It belongs in "{section}": {{"{section}": {{"{name}": …}}}}.'
     return ""
 
 

@@ -50,7 +50,7 @@ def _received(old: Contract, new: Contract) -> Iterator[Change]:
         for name in gone:
             yield Change(channel, f"no stage takes {name} any more", OLD_MESSAGES)
         if not types:
-            what = "its stage took every message, and takes typed ones now"
+            what = "its stage took every message, and now takes typed ones only"
             yield Change(channel, what, OLD_MESSAGES)
 
 

@@ -87,8 +87,9 @@ def _go_back(run: Run, given: Given) -> str:
     row = rows.filter(**named).last()
     if row is None or row.step not in declared.steps:
         raise FlowError(
-            f"Run {run.run_id} has no step {given.to!r} to go back to: steps that this "
-            f"code has, in the history of the run, and not left by going back before."
+            f"Run {run.run_id} cannot go back to step {given.to!r}: the step must be "
+            f"in the history of the run, must still exist in this code, and must not "
+            f"have been left by going back before."
         )
     argument = _argument_of(declared, row, given)
     before = rows.filter(pk__lt=row.pk).last()
@@ -156,7 +157,7 @@ def refused(name: str, run: Run) -> str:
         )
     if run.waits_for not in ACTS[name].waits:
         waits = WaitsFor(run.waits_for).label
-        return f"Run {run.run_id} waits for {waits}: it takes no {name}."
+        return f"Run {run.run_id} waits for {waits}: {name} is not possible."
     return ""
 
 

@@ -237,8 +237,8 @@ class Going:
         if (made and made[-1] is not result) or len(made) > 1:
             raise FlowError(
                 f"Step {step.name!r} of flow {self.declared.name!r} made "
-                f"{len(made)} continuations and returned {type(result).__name__}: it "
-                f"makes one, and returns it."
+                f"{len(made)} continuations and returned {type(result).__name__}: a "
+                f"step makes one continuation, and returns it."
             )
         return result
 

@@ -203,7 +203,7 @@ class MessageConsumer(Closing):
         except MessagingError as error:
             if delete_subscription or isinstance(error, IllegalStateError):
                 raise
-            logger.warning("%r is closed all the same: %s", self, error)
+            logger.warning("%r is closed nevertheless: %s", self, error)
 
     def _close(self, *, delete: bool) -> None:
         link = self._link

@@ -50,7 +50,7 @@ class Delivery:
             if not isinstance(given, timedelta):
                 raise ValueError(f"A duration is a timedelta, not {given!r}.")
         if min(self.time_to_live, self.delay) < timedelta(0):
-            raise ValueError("time_to_live and delay are not negative.")
+            raise ValueError("time_to_live and delay must not be negative.")
 
 
 #: The options of a send that sets none.

@@ -65,5 +65,5 @@ def _report(error: Exception) -> str:
     return (
         "Django cannot start, because a module of stages cannot be imported:\n"
         f"{printable_lines(raised_at)}"
-        "Mend that line. --traceback shows all of Python's traceback.\n"
+        "Fix that line. --traceback shows all of Python's traceback.\n"
     )

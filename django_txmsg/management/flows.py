@@ -38,13 +38,17 @@ class Command(BaseCommand):
         add("--step", help="the step that runs next")
         add("--state", choices=list(runs.states()), metavar="STATE",
             help=f"{', '.join(runs.states())} (default: open)")  # fmt: skip
-        add("--older-than", metavar="AGE", help="has waited for so long: 30m, 12h, 7d")
+        add(
+            "--older-than",
+            metavar="AGE",
+            help="has waited at least this long: 30m, 12h, 7d",
+        )
         add("--all", action="store_true", help="all open runs")
         add("--limit", type=int, default=50, metavar="N", help="lines of list")
         add("--to", default="", metavar="STEP", help="of go-back: the step")
         add("--value", default="", metavar="JSON",
             help="of resume and go-back: the step's argument")  # fmt: skip
-        add("--type", default="", help="its type, where the step takes several")
+        add("--type", default="", help="its type, if the step takes several")
         add("--why", default="", help="for the audit, and the reason of cancel")
         add("--rate", type=float, metavar="N", help="runs a second at most")
         add("--dry-run", action="store_true", help="print how many, change nothing")

@@ -131,7 +131,7 @@ class Reschedule(_PerMessage):
 class Bulk(BaseCommand):
     """Show bulk operations; pause, resume and cancel them."""
 
-    help = "Bulk operations on dead letters: progress, pausing, cancelling."
+    help = "Bulk operations: list, pause, resume and cancel them."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -19,7 +19,7 @@ from .terminal import printable, read_age
 class Command(BaseCommand):
     """Show the rates of stages; change one for a while."""
 
-    help = "The rates of stages: each with what it is now; changing one for a while."
+    help = "Rates of stages: list them, and change one for a while."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -22,7 +22,7 @@ from .terminal import require_tables
 class Command(PausingCommand):
     """Show recurring messages; pause, resume, make and remove them."""
 
-    help = "Recurring messages: when each is due, pausing, resuming and making one."
+    help = "Recurring messages: list, pause, resume, make and remove them."
     noun = "recurring message"
     change = staticmethod(pausing.set_recurring)
     database = staticmethod(pausing.database_of_recurring)
@@ -40,7 +40,9 @@ class Command(PausingCommand):
         make.add_argument("destination", metavar="DESTINATION")
         make.add_argument("--body", default="null", metavar="JSON")
         make.add_argument("--tz", metavar="ZONE", help="default: TIME_ZONE")
-        remove = actions.add_parser("remove", help="Remove one that was made so.")
+        remove = actions.add_parser(
+            "remove", help="Remove a message that `make` has made."
+        )
         remove.add_argument("name", nargs="+", metavar="NAME")
 
     def handle(self, *args: Any, **options: Any) -> None:

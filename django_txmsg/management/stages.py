@@ -18,7 +18,7 @@ from .terminal import printable, require_tables
 class Command(PausingCommand):
     """Show stages; pause and resume them."""
 
-    help = "Stages: what waits there, pausing and resuming."
+    help = "Stages: list what waits there, pause and resume."
     noun = "stage"
     change = staticmethod(pausing.set_stage)
     database = staticmethod(lambda name: router.db_for_write(StageState))

@@ -73,6 +73,6 @@ def read_age(text: str) -> dt.timedelta:
     """Return an age like 30m, 12h or 7d. Raises CommandError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
-        raise CommandError(f"{text!r} is no age: write one like 30m, 12h or 7d.")
+        raise CommandError(f"{text!r} is not an age: write one like 30m, 12h or 7d.")
     units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
     return dt.timedelta(**{units[match[2]]: float(match[1])})

@@ -173,8 +173,8 @@ def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:
     """Add a message to the broker's transaction of the stage."""
     if row.unique:
         raise InvalidMessage(
-            "unique= needs to be stored at once, and this stage's messages are kept "
-            'until it has returned. Use transaction="outbox".'
+            "A message with unique= must be stored at once, but this stage stores its "
+            'messages after it has returned. Use transaction="outbox".'
         )
     now = timezone.now()
     if row.expiry is not None:
@@ -250,7 +250,8 @@ def _new_message(
         raise InvalidMessage(f"message_id must be a uuid.UUID, not {message_id!r}.")
     if on_conflict not in get_args(OnConflict):
         raise InvalidMessage(
-            f"on_conflict={on_conflict!r} is none of {', '.join(get_args(OnConflict))}."
+            f"on_conflict={on_conflict!r} is not one of "
+            f"{', '.join(get_args(OnConflict))}."
         )
     check_until(unique, unique_until)
     origin: Origin = "new" if message_id is None else "caller"

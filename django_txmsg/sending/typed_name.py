@@ -48,6 +48,6 @@ class TypedName(Generic[Body]):
         if len(fitting) == 1:
             return fitting[0]
         raise InvalidMessage(
-            f"{self.name!r} takes one of {', '.join(one.name for one in types)}, and "
-            f"not {type(body).__name__}."
+            f"{self.name!r} takes one of {', '.join(one.name for one in types)}, not "
+            f"{type(body).__name__}."
         )

@@ -62,7 +62,7 @@ class Lake:
             )
         if not create:
             raise NoLake(
-                f"There is no lake at {self.spec.uri} yet. `archive` makes it."
+                f"There is no lake at {self.spec.uri} yet. `archive` creates it."
             )
         # Others may be creating it as well: no reader may see half a marker.
         self.files.create_dir(self.root, recursive=True)

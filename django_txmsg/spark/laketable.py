@@ -150,7 +150,7 @@ class LakeTable:
         named = {f"{self.root}/{one.path}" for one in self.named(after)}
         if missing := sorted(there.keys() - named):
             raise EnvironmentFault(
-                f"{self.uri} was to name {missing[0]}, and does not: the log of this "
+                f"{self.uri} should name {missing[0]}, but does not: the log of this "
                 "table is another's, or the file was removed at once."
             )
         insist_on(self.files, there)

@@ -310,7 +310,7 @@ def test_run_that_cannot_go_back_is_skipped_with_the_reason(operator: Client) ->
     assert (done.done, done.skipped) == (1, 1)
     page = operator.get(f"/admin/django_txmsg/bulkoperation/{done.pk}/change/")
     assert f"{URL}{bad.pk}/change/" in page.content.decode()
-    assert "has no step" in page.content.decode()
+    assert "cannot go back to step" in page.content.decode()
     good.refresh_from_db()
     assert good.failing
 

@@ -198,7 +198,7 @@ OUT = comparison.OLD_READERS
         ({"sends": {"orders.place": First | Cancel}}, {"sends": ORDER}, []),
         # From every message to typed ones, and back.
         ({"takes": {"orders.place": Message}}, {"takes": ORDER},
-         ["orders.place: its stage took every message, and takes typed ones now; "
+         ["orders.place: its stage took every message, and now takes typed ones only; "
           + IN]),
         ({"takes": ORDER}, {"takes": {"orders.place": Message}}, []),
         # By direction: who takes, and who sends.

@@ -30,7 +30,10 @@ class Command(BaseCommand):
             "--concurrency", type=int, metavar="N", help="threads for each stage"
         )
         parser.add_argument(
-            "--max-messages", type=int, metavar="N", help="end after so many deliveries"
+            "--max-messages",
+            type=int,
+            metavar="N",
+            help="end after this many deliveries",
         )
         parser.add_argument(
             "--max-memory", type=float, metavar="MIB", help="end above so much memory"

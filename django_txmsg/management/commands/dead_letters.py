@@ -209,7 +209,9 @@ class Command(BaseCommand):
             help="of mute: it does not apply while more than N are open",
         )  # fmt: skip
         parser.add_argument(
-            "--older-than", metavar="AGE", help="buried so long ago: 30m, 12h, 7d"
+            "--older-than",
+            metavar="AGE",
+            help="buried at least this long ago: 30m, 12h, 7d",
         )
         parser.add_argument(
             "--again", action="store_true", help="died again after a redelivery"
@@ -333,7 +335,7 @@ class Command(BaseCommand):
         if not options["fingerprint"]:
             raise CommandError(f"Which error to {action}? Give its --fingerprint.")
         if action == "note" and options["text"] is None:
-            raise CommandError("What is to be noted? Give it as --text.")
+            raise CommandError("Give the note as --text.")
         with transaction.atomic(using=using):
             note = FailureNote.objects.db_manager(using).keep(
                 options["fingerprint"],

@@ -41,7 +41,7 @@ class Command(BaseCommand):
             f"(default: {','.join(sorted(STUCK))}, without warnings)",
         )  # fmt: skip
         parser.add_argument(
-            "--database", metavar="ALIAS", help="only this one, not all that are in use"
+            "--database", metavar="ALIAS", help="only this database, not all in use"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:

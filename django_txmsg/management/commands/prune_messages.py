@@ -17,7 +17,7 @@ from ..terminal import require_tables
 class Command(BaseCommand):
     """Delete settled rows past their retention."""
 
-    help = 'Deletes settled rows that TXMSG["RETENTION"] keeps no longer.'
+    help = 'Deletes settled rows that are older than TXMSG["RETENTION"].'
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--dry-run", action="store_true", help="say how many")

@@ -144,7 +144,7 @@ class Command(BaseCommand):
                 f"need a stage that consumes it."
             )
         if self.refused:
-            raise CommandError("Not all of it can be taken over.")
+            raise CommandError("Not everything can be taken over.")
 
     def _send(self, using: str, options: dict[str, Any]) -> tuple[int, int]:
         """Store the unsent messages, and mark them as sent, in one transaction for each
