@@ -43,7 +43,7 @@ def test_an_ended_operation_is_not_watched_any_more(operator: Client) -> None:
 
     page = operator.get(f"{URL}{operation.pk}/change/").content.decode()
 
-    assert "<b>1</b> of 1 messages, 100 %" in page
+    assert "<b>1</b> of 1 message, 100 %" in page
     assert 'data-txmsg-live="off"' in page
 
 

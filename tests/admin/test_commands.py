@@ -229,7 +229,7 @@ def test_a_dry_run_names_undos_in_doubt_that_it_would_confirm() -> None:
         (["redeliver", "--all", "--rate", "0"], "greater than zero"),
         (["show"], "Which one"),
         (["note", "--text", "x"], "Which error"),
-        (["note", "--fingerprint", "x"], "What is to be noted"),
+        (["note", "--fingerprint", "x"], "Give the note"),
         (["mute", "--fingerprint", "feedfacefeedface"], "why this error is muted"),
     ],
 )

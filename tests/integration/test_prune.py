@@ -253,7 +253,7 @@ def test_a_lake_leaves_the_message_log_to_the_archive() -> None:
     with txmsg(LAKE="file:///var/lake", RETENTION={"DEAD_LETTERS": 1}):
         output = prune()
 
-    assert output.count("left to `manage.py pipeline archive`") == 3
+    assert output.count("left to `manage.py pipeline archive`") == 4
     assert OutboxMessage.objects.count() == InboxMessage.objects.count() == 1
     assert DeadLetter.objects.count() == 1
     assert IdempotencyKey.objects.count() == 0

@@ -516,7 +516,7 @@ def test_without_an_outbox_there_is_no_key() -> None:
 
     with declared(handler, "tests.first", transaction="best_effort_1pc"):
         send_message("tests.first", 1)
-        with pytest.raises(InvalidMessage, match="needs to be stored at once"):
+        with pytest.raises(InvalidMessage, match="must be stored at once"):
             drain("tests.first")
 
 
