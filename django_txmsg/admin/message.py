@@ -7,17 +7,21 @@ address contains its id.
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
+from django.db.models import Q
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 
-from .. import conf
+from .. import conf, wire
 from ..consuming import deadline
 from ..errors import InvalidMessage
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
@@ -27,9 +31,183 @@ from . import body as bodies
 from .addresses import MESSAGE, led
 from .audit import audit, audited
 from .base import ReadOnlyAdmin, plain
-from .flow import flow
 from .received import shown_state, with_state
-from .timeline import timeline
+
+# The messages that led to a message and that it led to: all with the same correlation
+# id, as a tree.
+
+#: Most messages of one flow that are shown.
+MOST = 200
+
+
+@dataclass
+class Node:
+    """One message of the tree."""
+
+    message_id: uuid.UUID
+    destination: str
+    at: dt.datetime
+    state: str
+    stages: list[tuple[str, str]] = field(default_factory=list)
+    session_id: uuid.UUID | None = None
+    depth: int = 0
+    current: bool = False
+
+
+def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node]:
+    """Return the tree of a message, causes before their effects.
+
+    A message that started a tree has no correlation id; the others then have its
+    message id as theirs.
+    """
+    name = correlation_id or str(message_id)
+    same = Q(correlation_id=name)
+    with suppress(ValueError):
+        same |= Q(message_id=uuid.UUID(name))
+    stored = OutboxMessage.objects.using(using).filter(same).defer("body", "headers")
+    received = InboxMessage.objects.using(using).filter(same).defer("body", "headers")
+    nodes: dict[uuid.UUID, Node] = {}
+    for row in stored.order_by("pk")[:MOST]:
+        nodes[row.message_id] = Node(
+            row.message_id, row.destination, row.created_at, row.state.value,
+            session_id=row.session_id,
+        )  # fmt: skip
+    for seen in received.order_by("pk")[:MOST]:
+        node = nodes.get(seen.message_id)
+        if node is None:
+            at = seen.created_at or seen.first_received_at
+            node = Node(seen.message_id, seen.destination, at, "received")
+            nodes[seen.message_id] = node
+        state = "redelivering" if seen.due_at else seen.state.value
+        node.stages.append((seen.stage, state))
+    if message_id in nodes:
+        nodes[message_id].current = True
+    return _in_order(nodes)
+
+
+def _in_order(nodes: dict[uuid.UUID, Node]) -> list[Node]:
+    service = conf.get().SERVICE
+    marks = {
+        wire.session_id(service, node.message_id, stage): node.message_id
+        for node in nodes.values()
+        for stage, _ in node.stages
+    }
+    children: dict[uuid.UUID | None, list[Node]] = {}
+    for node in nodes.values():
+        cause = marks.get(node.session_id) if node.session_id else None
+        if cause == node.message_id:
+            cause = None
+        children.setdefault(cause, []).append(node)
+    ordered: list[Node] = []
+
+    def walk(cause: uuid.UUID | None, depth: int) -> None:
+        for node in sorted(children.pop(cause, []), key=lambda one: one.at):
+            node.depth = min(depth, 12)
+            ordered.append(node)
+            walk(node.message_id, depth + 1)
+
+    walk(None, 0)
+    for left in [one for rest in children.values() for one in rest]:
+        ordered.append(left)  # a circle of causes, which only a foreign id can make
+    return ordered
+
+
+# A message's history from the tables: stored, dispatched, received, processed.
+
+
+@dataclass
+class Event:
+    """One event: where it happened, and how long after the event before."""
+
+    at: dt.datetime
+    what: str
+    where: str
+    detail: str = ""
+    tone: str = "quiet"
+    gap: dt.timedelta | None = None
+
+
+def timeline(
+    outbox: Iterable[OutboxMessage],
+    inbox: Iterable[InboxMessage],
+    attempts: Iterable[Attempt],
+    letters: Iterable[DeadLetter],
+) -> list[Event]:
+    """Return all recorded events of one message, in order."""
+    events: list[Event] = []
+    stored = False
+    for row in outbox:
+        stored = True
+        events += _of_outbox(row)
+    rows = list(inbox)
+    for received in rows:
+        if received.created_at is not None and not stored:
+            events.append(
+                Event(received.created_at, "stored", received.service or "elsewhere")
+            )
+            stored = True
+        events += _of_inbox(received)
+    error = ""
+    for attempt in sorted(attempts, key=lambda one: one.failed_at):
+        known, error = error, attempt.exception.partition("\n")[0]
+        events.append(
+            Event(
+                attempt.failed_at,
+                f"attempt {attempt.number} failed",
+                attempt.stage,
+                "" if error == known else error,
+                "bad",
+            )
+        )
+    for letter in letters:
+        events += _of_letter(letter)
+    events.sort(key=lambda event: event.at)
+    for before, after in itertools.pairwise(events):
+        after.gap = after.at - before.at
+    return events
+
+
+def _of_outbox(row: OutboxMessage) -> Iterator[Event]:
+    again = f"again, by {row.replay_id}" if row.replay_id else ""
+    yield Event(row.created_at, "stored", row.destination, again)
+    if row.due_at - row.created_at > dt.timedelta(seconds=1) and not row.attempts:
+        yield Event(row.due_at, "due", row.destination, "it was stored with a delay")
+    if row.dispatched_at is not None:
+        detail = f"after {row.attempts} rejections" if row.attempts else ""
+        yield Event(row.dispatched_at, "dispatched", row.destination, detail, "good")
+    if row.cancelled_at is not None:
+        why = row.last_error.partition(": ")[2]
+        yield Event(row.cancelled_at, "cancelled", row.destination, why)
+    elif row.dead_at is not None:
+        yield Event(row.dead_at, "given up", row.destination, row.last_error, "bad")
+
+
+def _of_inbox(row: InboxMessage) -> Iterator[Event]:
+    yield Event(row.first_received_at, "received", row.stage)
+    if row.deliveries > 1:
+        yield Event(
+            row.last_received_at,
+            f"received copy {row.deliveries}",
+            row.stage,
+            "",
+            "warn",
+        )
+    if row.started_at is not None and row.attempts > 1:
+        yield Event(row.started_at, f"attempt {row.attempts} began", row.stage)
+    if row.processed_at is not None:
+        yield Event(row.processed_at, "processed", row.stage, "", "good")
+    if row.due_at is not None:
+        yield Event(row.due_at, "next attempt", row.stage, "", "warn")
+
+
+def _of_letter(letter: DeadLetter) -> Iterator[Event]:
+    where = letter.stage or letter.destination
+    times = f", death {letter.deaths}" if letter.deaths > 1 else ""
+    yield Event(letter.created_at, "buried", where, f"{letter.reason}{times}", "bad")
+    if letter.resolved_at is not None:
+        by = f"by {letter.resolved_by}" if letter.resolved_by else ""
+        yield Event(letter.resolved_at, letter.resolution, where, by, "good")
+
 
 #: Most attempts that are shown, newest first.
 MOST_ATTEMPTS = 50

@@ -19,7 +19,7 @@ from django.db import connection, transaction
 
 from django_txmsg.management.commands import _run
 from django_txmsg.models import DeadLetter, OutboxMessage, Worker
-from django_txmsg.monitoring import pruning
+from django_txmsg.monitoring import retention
 from django_txmsg.sending.outbox import send_message
 from tests import factories as make
 from tests.acceptance.stop_states import World
@@ -39,11 +39,11 @@ STAGES = """
 import threading
 from django_txmsg import RedeliveryPolicy, stage
 from django_txmsg.management.commands import _run
-from django_txmsg.monitoring import pruning
+from django_txmsg.monitoring import retention
 from tests.app.models import Effect
 
 _run.GRACE = 1.0
-pruning.FIRST = 0.1
+retention.FIRST = 0.1
 
 
 def declare():
@@ -324,7 +324,7 @@ def _stands_still(process: ManageProcess) -> bool:
 
 def test_the_modules_that_are_watched_are_the_projects_own() -> None:
     seen = dict(_run.files())
-    assert str(Path(pruning.__file__)) in seen
+    assert str(Path(retention.__file__)) in seen
     assert str(Path(__file__)) in seen
     assert not [one for one in seen if "site-packages" in one]
     assert os.__file__ not in seen

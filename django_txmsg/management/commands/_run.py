@@ -31,7 +31,7 @@ from ...models import Worker
 from ...monitoring.alerting import Alerting
 from ...monitoring.databases import with_tables
 from ...monitoring.presence import Presence
-from ...monitoring.pruning import Pruner
+from ...monitoring.retention import Pruner
 from ...relaying.relay import Relay
 from ...runtime.thread_group import ThreadGroup
 from ...scheduling.timekeeper import Timekeeper

@@ -3,25 +3,150 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from django.core.management.base import CommandError
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 
 from ... import metrics
 from ...errors import ConfigurationError
+from ...metrics import of_database, of_processes
 from ...monitoring import process_states
+from ...monitoring.process_states import WITHIN
 from ...runtime import liveness
 from . import _supervisor
-from ._http_server import HttpServer
 from ._process import say
 from ._supervisor import Supervisor, cores, log
+
+# `--http HOST:PORT`: `/alive`, `/ready` and `/metrics` of a worker.
+
+#: Seconds that a client may take to send its request.
+TIMEOUT = 10.0
+
+
+class HttpServer(ThreadingHTTPServer):
+    """Answers for one process, or for the parent of several.
+
+    `alive` is called with a number of seconds. It returns the name of a loop that has
+    not run for that long, if any. `folder` is the directory in which several processes
+    count for Prometheus.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        address: str,
+        alive: Callable[[float], str],
+        ready: Callable[[], bool],
+        folder: str | None = None,
+    ) -> None:
+        self.alive, self.ready, self.folder = alive, ready, folder
+        host, port = address_of(address)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as error:
+            raise CommandError(f"--http {address}: {error.strerror}.") from error
+
+    @contextmanager
+    def answering(self) -> Iterator[str]:
+        """Answer while the block runs. Yields the server's address."""
+        threading.Thread(
+            target=self.serve_forever, name="txmsg-http", daemon=True
+        ).start()
+        host, port = self.server_address[:2]
+        try:
+            yield f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}"
+        finally:
+            self.shutdown()
+            self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: HttpServer
+    timeout = TIMEOUT
+
+    def do_GET(self) -> None:
+        """Answer /alive?within=SECONDS, /ready and /metrics."""
+        address = urlsplit(self.path)
+        path = address.path.rstrip("/")
+        if path == "/alive":
+            self._alive(address.query)
+        elif path == "/ready":
+            ready = self.server.ready()
+            self._answer(200 if ready else 503, "ready" if ready else "not ready")
+        elif path == "/metrics":
+            self._metrics()
+        else:
+            self._answer(404, "There are /alive, /ready and /metrics.")
+
+    def do_HEAD(self) -> None:
+        """Answer as a GET, without the body."""
+        self.do_GET()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing, because a probe comes every few seconds."""
+
+    def _alive(self, query: str) -> None:
+        try:
+            within = float(parse_qs(query).get("within", [str(WITHIN)])[0])
+        except ValueError:
+            self._answer(400, "within is a number of seconds.")
+            return
+        why = self.server.alive(within)
+        self._answer(503 if why else 200, why or "alive")
+
+    def _metrics(self) -> None:
+        try:
+            text = of_processes(self.server.folder)
+        except ConfigurationError as error:
+            self._answer(501, str(error))
+            return
+        try:
+            # A worker's own counts are useful while the database is away.
+            with contextlib.suppress(DatabaseError, InterfaceError):
+                text += of_database()
+        finally:
+            connections.close_all()
+        self._answer(200, text, "text/plain; version=0.0.4; charset=utf-8")
+
+    def _answer(
+        self, status: int, text: str | bytes, kind: str = "text/plain; charset=utf-8"
+    ) -> None:
+        body = text if isinstance(text, bytes) else f"{text}\n".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return host and port of a text. Raises CommandError if it is not HOST:PORT."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise CommandError(
+            f"--http {text!r} must be HOST:PORT, as 0.0.0.0:8071 for all interfaces."
+        )
+    return host.strip("[]"), int(port)
+
 
 MULTIPROC = "PROMETHEUS_MULTIPROC_DIR"
 
