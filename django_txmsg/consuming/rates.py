@@ -12,6 +12,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from django.db import router
@@ -79,7 +80,7 @@ def _waiting(arrival: Arrival) -> Outcome | None:
     # After a change of `per` a message has another line, which knows no such slot.
     before = parked.slot if parked is not None and parked.key == key else None
     conflicts = Conflicts()
-    held = _of_thread.__dict__.setdefault("held", Held())
+    held = _held()
     while True:
         try:
             slot, delay = held.place(lines, stage.name, key, stage.rate, before)
@@ -104,8 +105,8 @@ class Held:
     """The slots of one line that a thread has taken and not used yet.
 
     A thread that is busy with one line takes several slots with one statement, if at
-    least four times as many are due. So few slots are used then that the stage can lose
-    those which the thread does not use.
+    least four times as many are due. The stage is then far below its rate, so it does
+    not matter if the thread never uses some of them.
     """
 
     def __init__(self) -> None:
@@ -117,13 +118,15 @@ class Held:
         self, lines: Any, stage: str, key: str, rate: Rate, before: int | None
     ) -> tuple[int, float]:
         """Return a slot, and in how many seconds it is due: 0 or less if it is due."""
+        place = partial(lines.place, stage, key, rate.period, rate.tolerance)
         if before is not None:
-            return self._take(lines, stage, key, rate, slot=before)
+            again: tuple[int, float] = place(slot=before)
+            return again
         line, now = (lines.db, stage, key, rate.period), time.monotonic()
         busy = line == self._line and now < self._until
         if not busy or not self._left:
             count = self._spare if busy else 1
-            slot, delay = self._take(lines, stage, key, rate, count=count)
+            slot, delay = place(count=count)
             now = time.monotonic()
             self._line, self._slot, self._left = line, slot, count
             self._due, self._until = now + delay, now + KEPT
@@ -133,17 +136,16 @@ class Held:
         self._due += rate.period
         return found
 
-    @staticmethod
-    def _take(
-        lines: Any, stage: str, key: str, rate: Rate, **which: int
-    ) -> tuple[int, float]:
-        found: tuple[int, float] = lines.place(
-            stage, key, rate.period, rate.tolerance, **which
-        )
-        return found
-
 
 _of_thread = threading.local()
+
+
+def _held() -> Held:
+    """Return the slots that this thread has taken."""
+    if not hasattr(_of_thread, "held"):
+        _of_thread.held = Held()
+    held: Held = _of_thread.held
+    return held
 
 
 def _key(arrival: Arrival) -> str:

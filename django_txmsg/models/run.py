@@ -163,10 +163,8 @@ class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
         """Return the seconds until the earliest deadline of these flows: 0 or less if
         it has passed, None if there is no deadline."""
         rows = self.filter(service=service, flow__in=flows, due_at__isnull=False)
-        first = rows.order_by("due_at").values_list("due_at", Now())[:1]
-        for due, now in first:
-            return float((due - now).total_seconds())
-        return None
+        first = rows.order_by("due_at").values_list("due_at", Now()).first()
+        return None if first is None else (first[0] - first[1]).total_seconds()
 
 
 class Run(models.Model):

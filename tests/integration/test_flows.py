@@ -886,7 +886,7 @@ def test_step_that_does_not_return_its_continuation_is_an_error(how: str) -> Non
         with transaction.atomic():
             run = start(Careless, Pack("1", how))
         drained = drain(raises=False)
-    assert "makes one, and returns it" in str(drained.errors[0])
+    assert "a step makes one continuation" in str(drained.errors[0])
     assert again(run).waits_for == WaitsFor.START
 
 
