@@ -33,13 +33,19 @@ class Subscription:
         return queue_name(self.topic, self.subscriber)
 
 
+def served(living: Collection[Worker]) -> set[str]:
+    """Return the subscribers that the stages of these processes would be, if they
+    consume topics."""
+    return {f"{one.service}.{stage}" for one in living for stage in one.stages}
+
+
 def read(using: str, living: Collection[Worker]) -> list[Subscription]:
     """Return all subscriptions, in one query. `living` are the live processes, which
     may run stages that are not declared here (during a deployment, say)."""
     declared = {
         one.subscriber: one.destination for one in all_stages() if one.subscriber
     }
-    served = {f"{one.service}.{stage}" for one in living for stage in one.stages}
+    at_work = served(living)
     own = f"{conf.get().SERVICE}."
     found = []
     for topic, subscriber in (
@@ -49,7 +55,7 @@ def read(using: str, living: Collection[Worker]) -> list[Subscription]:
     ):
         # A stage with a new topic has left its old subscription behind.
         used = declared.get(subscriber) == topic or (
-            subscriber not in declared and subscriber in served
+            subscriber not in declared and subscriber in at_work
         )
         ours = subscriber.startswith(own)
         found.append(Subscription(topic, subscriber, used, ours and not used))

@@ -36,7 +36,15 @@ from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
 from tests.factories import WorkerFactory
 from tests.faults import ManageProcess, wait_until
-from tests.running import committing, declared, send, ship, step, txmsg
+from tests.running import (
+    committing,
+    declared,
+    running,
+    send,
+    ship,
+    step,
+    txmsg,
+)
 
 pytestmark = committing
 
@@ -131,6 +139,40 @@ def test_the_subscription_of_a_stage_that_was_renamed_is_found_and_ended() -> No
             assert f"{TOPIC} billing.billing.new: 3" in told("subscriptions", "list")
     assert not QueueMessage.objects.filter(queue__endswith="old").exists()
     assert QueueMessage.objects.count() == 6
+
+
+def test_a_live_process_keeps_its_subscription_in_another_database() -> None:
+    """The queues are in a database that has no rows of workers."""
+    with txmsg():
+        with declared(note, TOPIC, name="old", broker="apart") as stage:
+            step(stage)
+        remove = f"subscriptions remove {TOPIC} tests.old --broker apart".split()
+        worker = WorkerFactory(service="tests", stages=["old"])
+        assert "abandoned" not in told("subscriptions", "list", "--broker", "apart")
+        with pytest.raises(CommandError, match="or run by a live process"):
+            call_command(*remove)
+        worker.delete()
+        assert "Removed" in told(*remove)
+
+
+@pytest.mark.parametrize("kind", ["rabbitmq", "rabbitmq_amqp", "activemq"])
+def test_a_live_process_keeps_its_subscription_at_a_server(
+    kind: str, request: pytest.FixtureRequest, destination: str
+) -> None:
+    """RabbitMQ would delete the queue from which a process receives over STOMP."""
+    topic, subscriber = f"topic:{destination}", f"tests.{destination}"
+    server = request.getfixturevalue(kind)
+    with txmsg(BROKERS={"default": {"URL": server.url()}}):
+        with declared(note, topic, name=destination) as stage:
+            step(stage)
+        worker = WorkerFactory(service="tests", stages=[destination])
+        with pytest.raises(CommandError, match="or run by a live process"):
+            call_command("subscriptions", "remove", topic, subscriber)
+        send(topic, 1)
+        with declared(note, topic, name=destination) as stage, running(stage):
+            wait_until(Effect.objects.exists)
+        worker.delete()
+        assert "Removed" in told("subscriptions", "remove", topic, subscriber)
 
 
 def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:

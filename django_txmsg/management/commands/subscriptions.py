@@ -12,7 +12,7 @@ from django.db import router
 from ...brokers import get_broker
 from ...brokers.base import Broker
 from ...errors import BrokerError, ConfigurationError
-from ...models import AuditEntry
+from ...models import AuditEntry, Worker
 from ...models.fields import clock
 from ...models.queue import QueueMessage, queue_name
 from ...monitoring import attendance, subscriptions
@@ -105,6 +105,7 @@ class Command(BaseCommand):
         else:
             # A server may allow only one subscription of a name, whatever the topic.
             used = [one.subscriber for one in all_stages()]
+            used += subscriptions.served(_living())
         if subscriber in used:
             raise CommandError(
                 f"{subscriber!r} is the subscription of a stage that is declared here, "
@@ -129,8 +130,15 @@ class Command(BaseCommand):
 
     def _known(self, using: str) -> list[Subscription]:
         require_tables(using)
-        living = attendance.read_living(using, clock(using)).living
-        return subscriptions.read(using, living)
+        return subscriptions.read(using, _living())
+
+
+def _living() -> list[Worker]:
+    """Return the live processes. Their rows are in the database of the workers, which
+    need not be that of the broker."""
+    home = router.db_for_write(Worker)
+    require_tables(home)
+    return attendance.read_living(home, clock(home)).living
 
 
 def _tables_of(broker: Broker) -> str | None:
