@@ -265,7 +265,8 @@ class Consumer:
             if away is not None:
                 raise away
         all_queried = all(
-            thread.dry or thread.paused.is_set() for thread in self.threads
+            (thread.dry or thread.paused.is_set()) and not thread.on_parked
+            for thread in self.threads
         )
         return (
             all_queried

@@ -167,6 +167,8 @@ class StageThread:
         self.busy_since: float | None = None
         #: Whether it has queried the broker, and got nothing.
         self.dry = False
+        #: Whether it is claiming or processing a parked message.
+        self.on_parked = False
         self.handled = 0
         self._stopping = stop
         self._subscription = Subscription(self.stage, breaker)
@@ -362,6 +364,13 @@ class StageThread:
 
     def _work_parked(self, session: Session) -> bool:
         """Run one due parked message, if there is one."""
+        self.on_parked = True
+        try:
+            return self._worked_parked(session)
+        finally:
+            self.on_parked = False
+
+    def _worked_parked(self, session: Session) -> bool:
         parked = self._parking.claim()
         if parked is None:
             return False

@@ -14,6 +14,7 @@ import pytest
 from django.db import DatabaseError, connection, connections, transaction
 
 from django_txmsg import every
+from django_txmsg.consuming.consumer import IDLE, Consumer
 from django_txmsg.consuming.intake import IntakeThread
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
@@ -281,6 +282,35 @@ def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
         )
     assert not DeadLetter.objects.exists()
     assert InboxMessage.objects.get().attempts == 2
+
+
+def test_once_does_not_end_while_a_parked_message_is_tried_again() -> None:
+    """Between two tries no handler runs, for longer than `--once` waits for work."""
+    # By then, the stage has looked for messages and found none.
+    later = RedeliveryPolicy(initial_delay=0.5, jitter=0)
+    with declared(handler, redelivery=later) as stage:
+        consumer = Consumer([stage])
+
+        def run() -> None:
+            try:
+                consumer.run(once=True)
+            finally:
+                connections.close_all()
+
+        running_once = threading.Thread(target=run)
+        with ends_refused():
+            put(stage.destination, b'"fails"')
+            running_once.start()
+            try:
+                wait_until(refused_often(consumer.threads))
+                wait_until(lambda: consumer._activity.idle > 2 * IDLE)
+            except BaseException:
+                consumer.stop()
+                running_once.join()
+                raise
+        running_once.join()
+    assert Effect.objects.count() == 1
+    assert InboxMessage.objects.get().processed_at is not None
 
 
 @contextmanager
