@@ -89,6 +89,7 @@ class Connection(Liveness):
         if not first:
             return
         try:
+            link.ending = True
             for session in sessions:
                 session.begin_close()
             for session in sessions:

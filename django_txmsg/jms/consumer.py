@@ -217,8 +217,9 @@ class MessageConsumer(Closing):
             self._buffer.clear()
             self.arrived.notify_all()
         self._on_closed(self)
+        left_to_disconnect = link.ending and link.dialect.late_deliveries_fail
         try:
-            if not link.closed and link.error is None:
+            if not link.closed and link.error is None and not left_to_disconnect:
                 self._unsubscribe(delete=delete)
         except ConnectionLostError:
             pass  # which ends the subscription as well

@@ -54,6 +54,9 @@ class Dialect:
     message_ids_stay: bool = True
     #: An acknowledgement in a transaction waits for its COMMIT.
     acks_join_transaction: bool = True
+    #: A delivery that is under way when its subscription ends is an ERROR, with which
+    #: the broker ends the connection.
+    late_deliveries_fail: bool = False
     #: JMS clients consume its messages, and `amq-msg-type` makes one a text message.
     serves_jms: bool = True
 
@@ -183,6 +186,7 @@ class RabbitMQDialect(Dialect):
     errors_name_receipts: bool = False
     answers_inside_transaction: bool = False
     message_ids_stay: bool = False
+    late_deliveries_fail: bool = True
     serves_jms: bool = False
     #: Patterns of existing queues, of any type.
     existing: tuple[str, ...] = ()

@@ -109,6 +109,8 @@ class Link:
         self._refusal = ""
         self._broker_message = ""
         self._leaving = False
+        #: Whether the connection is being closed, which ends its subscriptions.
+        self.ending = False
         self._send_every: float | None = None
         self._transport = Transport(
             address, self, tls=options.tls, connect_timeout=options.connect_timeout

@@ -383,3 +383,25 @@ def test_on_rabbitmq_a_refused_send_puts_its_transaction_in_doubt_or_rolls_it_ba
         session.commit()
 
     assert take_all(connect(rabbitmq.url()), good) == []
+
+
+def test_a_consumer_that_leaves_in_mid_stream_breaks_no_connection(
+    server: StompServer,
+    connect: Connect,
+    destination: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The acknowledgement lets RabbitMQ deliver another message, which is under way
+    when the subscription ends."""
+    batch = [(destination, jms.Message(str(n))) for n in range(200)]
+    with connect(server.url()).create_session() as session:
+        assert session.send_batch(batch) == [None] * 200
+    for _ in range(10):
+        connection = connect(server.url())
+        session = connection.create_session()
+        consumer = session.create_consumer(destination, prefetch=10)
+        message = consumer.receive(30)
+        assert message is not None
+        session.acknowledge(message)
+        connection.close()
+    assert not [one for one in caplog.messages if "ERROR" in one]
