@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import re
 
-from ..errors import BrokerError, DestinationUnavailable, DispatchRejected
+from ..errors import (
+    BrokerError,
+    DestinationUnavailable,
+    DispatchRejected,
+    DispatchUnknown,
+)
 
 #: AMQP's codes for states of a destination: access refused, not found, locked.
 _CODES = (403, 404, 405)
@@ -23,6 +28,9 @@ _OVER_STOMP = re.compile(
     r"|ACCESS_REFUSED|NOT_FOUND|RESOURCE_LOCKED|" + _OF_A_QUEUE.pattern,
     re.I,
 )
+#: RabbitMQ's text over STOMP for a failure of its own. If it refuses one of several
+#: messages in flight, the next one can meet the channel that has just ended.
+_OF_THE_SERVER = re.compile(r"Processing error")
 #: The text for a negative confirm.
 NACK = (
     "the broker could not store it: its queue is full and refuses more, is only being "
@@ -40,7 +48,10 @@ def by_amqp(code: int, text: str) -> BrokerError:
 
 def by_stomp(short: str, text: str) -> BrokerError:
     """Return the outcome of an ERROR frame for one message. `short` is the broker's
-    short message; `text` is everything that it sent."""
+    short message; `text` is everything that it sent. DispatchUnknown if the frame says
+    nothing about a message."""
     if _OVER_STOMP.search(short):
         return DestinationUnavailable(short.partition("\n")[0])
+    if _OF_THE_SERVER.match(short):
+        return DispatchUnknown(text, hung_up=True)
     return DispatchRejected(text)

@@ -151,7 +151,10 @@ def outcome(
     if isinstance(error, jms.SendHeldBackError):
         return DispatchHeld(str(error))
     if isinstance(error, jms.SendRejectedError):
-        return refusals.by_stomp(error.broker_message, str(error))
+        found = refusals.by_stomp(error.broker_message, str(error))
+        if alone and isinstance(found, DispatchUnknown):
+            return DestinationUnavailable(str(error))
+        return found
     about_the_message = (
         jms.InvalidDestinationError,
         jms.MessageFormatError,
@@ -167,6 +170,8 @@ def outcome(
         found = refusals.by_stomp(error.broker_message, str(error))
         if isinstance(found, DestinationUnavailable):
             return found
+        if isinstance(found, DispatchUnknown):
+            return DestinationUnavailable(str(error))
     return DispatchUnknown(str(error), written=written, hung_up=hung_up)
 
 

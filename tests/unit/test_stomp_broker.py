@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 
 import pytest
 
+from django_txmsg import wire
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.stomp import StompBroker, StompSession
-from django_txmsg.errors import BrokerUnavailable
+from django_txmsg.errors import (
+    BrokerUnavailable,
+    DestinationUnavailable,
+    DispatchRejected,
+    DispatchUnknown,
+)
 from django_txmsg.testing import ScriptedBroker
 from tests.faults import wait_until
 
@@ -42,3 +49,33 @@ def test_a_missing_certificate_is_found_by_the_check_and_opens_nothing() -> None
     assert broker.check()
     with pytest.raises(BrokerUnavailable):
         broker.open()
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_failure_of_rabbitmq_itself_blames_no_message(isolate: bool) -> None:
+    """RabbitMQ answers so if the message before this one has just ended its channel.
+    Other messages of the batch are then sent one by one."""
+    batch = [
+        Outgoing("orders.place", {wire.MESSAGE_ID: str(uuid.uuid4())}, b"x"),
+        Outgoing("orders.place", {wire.MESSAGE_ID: str(uuid.uuid4())}, b"y"),
+    ]
+    with ScriptedBroker("rabbitmq") as broker:
+        session = StompBroker("default", f"{broker.url}?dialect=rabbitmq").open()
+        broker.on("SEND", nth=1).reject("Processing error", "Processing error")
+        first, *_ = session.send(batch[:1] if isolate else batch, isolate=isolate)
+        session.close()
+    if isolate:
+        assert isinstance(first, DestinationUnavailable)
+    else:
+        assert isinstance(first, DispatchUnknown)
+        assert first.hung_up
+
+
+def test_refusal_of_a_message_by_rabbitmq_is_still_one() -> None:
+    with ScriptedBroker("rabbitmq") as broker:
+        session = StompBroker("default", f"{broker.url}?dialect=rabbitmq").open()
+        broker.on("SEND", nth=1).reject("Bad header", "priority is no number")
+        headers = {wire.MESSAGE_ID: str(uuid.uuid4())}
+        (error,) = session.send([Outgoing("orders.place", headers, b"x")], isolate=True)
+        session.close()
+    assert isinstance(error, DispatchRejected)
