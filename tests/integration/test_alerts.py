@@ -279,7 +279,7 @@ def test_an_unknown_kind_is_an_error_of_check() -> None:
     with txmsg(ALERTS={"KINDS": ["overdue", "deaf"]}):
         (error,) = checks.check()
 
-    assert "'deaf', which is no kind of alarm" in error.msg
+    assert "'deaf', which is not a kind of alarm." in error.msg
     assert "newer-code" in (error.hint or "")
 
 
