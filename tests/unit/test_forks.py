@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
+import time
 import uuid
 from collections.abc import Callable
 
@@ -28,8 +30,17 @@ pytestmark = [
 
 
 def fork_without_python() -> int:
-    """Fork without Python's hooks, while both sides hold the lock."""
-    return int(ctypes.PyDLL(None).fork())
+    """Fork without Python's hooks, while both sides hold Python's lock (the GIL).
+
+    No other thread may have asked for the lock: the child would release it and wait
+    for ever for that thread, which does not exist in the child."""
+    interval, library = sys.getswitchinterval(), ctypes.PyDLL(None)
+    sys.setswitchinterval(60)  # seconds until another thread asks for the lock
+    time.sleep(0)  # let the threads run that have asked already
+    try:
+        return int(library.fork())
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("fork", [os.fork, fork_without_python])
@@ -41,6 +52,7 @@ def test_a_forked_process_makes_ids_of_its_own(
     reader, writer = os.pipe()
     child = fork()
     if child == 0:  # pragma: no cover - the other process
+        signal.alarm(20)
         os.write(writer, str(make()).encode())
         os._exit(0)
     ours = uuid.UUID(str(make()))
