@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ def fork_without_python() -> int:
     for ever for that thread, which does not exist in the child."""
     interval, library = sys.getswitchinterval(), ctypes.PyDLL(None)
     sys.setswitchinterval(60)  # seconds until another thread asks for the lock
-    time.sleep(0)  # let the threads run that have asked already
+    select.select([], [], [], 0)  # let the threads run that have asked already
     try:
         return int(library.fork())
     finally:
