@@ -32,7 +32,7 @@ from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
 from .archive import ArchiveOptions, Archiver, ages, waiting
 from .outcome import Outcome, options_of
-from .reconcile import Reconciling
+from .reconciling import Reconciling
 from .sweep import SweepOptions, run_sweep
 
 

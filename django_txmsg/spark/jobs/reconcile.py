@@ -11,17 +11,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime as dt
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame, SparkSession
@@ -387,74 +381,6 @@ def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
 
 def _instant(micros: int | None) -> dt.datetime | None:
     return None if micros is None else instant(micros)
-
-
-#: Only the end of its output is kept.
-LONGEST_ERROR = 500
-
-
-class Reconciling:
-    """A run of `reconcile` with these command-line arguments, in a process of its own,
-    because it needs a JVM.
-
-    Its specification, which may contain secrets, is passed through a pipe, so that no
-    file and no list of processes shows it.
-    """
-
-    def __init__(self, spec: JobSpec, words: Sequence[str]) -> None:
-        self.spec, self.words = spec, words
-        self._process: subprocess.Popen[bytes] | None = None
-        self._out: IO[bytes] | None = None
-        self._errors: IO[bytes] | None = None
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a run is in progress."""
-        return self._process is not None
-
-    def start(self) -> None:
-        """Start a run."""
-        home = str(Path(__file__).resolve().parents[3])
-        known = os.environ.get("PYTHONPATH", "")
-        paths = os.pathsep.join(filter(None, [home, known]))
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115 - poll() closes them
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(  # noqa: S603 - our own words
-            [sys.executable, "-m", "django_txmsg.spark", "reconcile", "--spec",
-             "/dev/stdin", "--json", *self.words],
-            stdin=subprocess.PIPE, stdout=self._out, stderr=self._errors,
-            env=os.environ | {"PYTHONPATH": paths},
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        with self._process.stdin as stdin:
-            stdin.write(json.dumps(dataclasses.asdict(self.spec)).encode())
-
-    def poll(self) -> dict[str, Any] | None:
-        """Return the run's result once it has ended: its facts, or its `error`."""
-        if self._process is None or self._process.poll() is None:
-            return None
-        code, out, errors = self._process.returncode, self._out, self._errors
-        self._process = None
-        assert out is not None
-        assert errors is not None
-        with out, errors:
-            out.seek(0)
-            lines = out.read().decode(errors="replace").splitlines()
-            errors.seek(0)
-            text = errors.read().decode(errors="replace")[-LONGEST_ERROR:].strip()
-        try:
-            facts: dict[str, Any] = json.loads(lines[-1])
-        except (IndexError, ValueError):
-            facts = {"error": f"it ended with exit code {code}: {text}"}
-        return facts
-
-    def stop(self) -> None:
-        """End the run, if it is in progress. It has changed nothing that another run
-        would miss."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-            self._process = None
 
 
 def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:

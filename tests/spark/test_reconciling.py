@@ -1,0 +1,112 @@
+"""The process in which `follow` runs `reconcile`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import psutil
+import pytest
+
+from django_txmsg.spark.jobs.reconciling import Reconciling
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.faults import wait_until
+from tests.spark.log import Log
+
+pytestmark = pytest.mark.timeout(300)
+
+OLD = timedelta(hours=2)
+
+
+@pytest.fixture
+def reconciling(log: Log, lake: LakeSpec) -> Iterator[Callable[..., Reconciling]]:
+    """Make processes that judge the log, and end them."""
+    made = []
+
+    def make(*words: str, url: str = log.spec.url) -> Reconciling:
+        spec = JobSpec((replace(log.spec, url=url),), lake)
+        made.append(Reconciling(spec, words))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+def run(one: Reconciling) -> dict[str, Any]:
+    one.start()
+    facts: list[dict[str, Any] | None] = []
+
+    def ended() -> bool:
+        facts.append(one.poll())
+        return facts[-1] is not None
+
+    wait_until(ended, deadline=120)
+    assert facts[-1] is not None
+    assert not one.under_way
+    return facts[-1]
+
+
+def children() -> set[int]:
+    """Return the running processes of this kind."""
+    found = set()
+    for one in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "django_txmsg.spark.reconciler" in one.cmdline():
+                found.add(one.pid)
+    return found
+
+
+def test_runs_share_a_session(
+    log: Log, reconciling: Callable[..., Reconciling]
+) -> None:
+    one = reconciling("--since", "3d")
+    log.send_many(3, created_at=datetime.now(timezone.utc) - OLD)
+    first = run(one)
+    assert first["new"] == {"never_received": 3}
+    process = children()
+    assert len(process) == 1
+
+    log.send_many(2, created_at=datetime.now(timezone.utc) - OLD)
+    second = run(one)
+    assert second["new"] == {"never_received": 2}
+    assert second["run"] != first["run"]
+    assert children() == process
+
+
+@pytest.mark.matrix
+def test_a_killed_process_is_replaced(reconciling: Callable[..., Reconciling]) -> None:
+    one = reconciling()
+    assert run(one)["state"] == "clean"
+    [process] = children()
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert run(one)["state"] == "clean"
+    [successor] = children()
+    assert successor != process
+
+    one.start()
+    os.kill(successor, signal.SIGKILL)
+    facts: list[dict[str, Any] | None] = []
+    wait_until(lambda: facts.append(one.poll()) or facts[-1] is not None)
+    assert "ended with exit code -9" in (facts[-1] or {})["error"]
+    assert not children()
+
+
+def test_a_failed_run_ends_the_process(reconciling: Callable[..., Reconciling]) -> None:
+    one = reconciling(url="sqlite:////nowhere/at/all.sqlite3")
+    assert "There is no SQLite database at /nowhere" in run(one)["error"]
+    assert not children()
+
+
+def test_an_error_says_why_spark_does_not_start(
+    reconciling: Callable[..., Reconciling],
+) -> None:
+    one = reconciling("--conf", "spark.master=nonsense")
+    assert "Spark does not start" in run(one)["error"]
+    assert not children()
