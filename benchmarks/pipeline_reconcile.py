@@ -21,6 +21,7 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks.pipeline_ways import peak, turns
 from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
+from django_txmsg.spark.jobs.reconciling import Reconciling
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import LakeFile, directory_of
 from django_txmsg.spark.laketable import app_name
@@ -51,28 +52,34 @@ def measure(
     source = SourceSpec("a", f"sqlite:///{directory}/default.sqlite3")
     spec = JobSpec((source, dataclasses.replace(source, service="b")), lake)
 
-    def ours(until: int, *, keep: bool, since: dt.datetime | None = None) -> float:
+    def whole() -> float:
         started = time.monotonic()
-        options = ReconcileOptions(grace=dt.timedelta(0), keep=keep, since=since)
+        options = ReconcileOptions(grace=dt.timedelta(0), keep=False)
         found = run_reconcile(spark, spec, options, Run("reconcile", {}))
         spent = time.monotonic() - started
-        assert since is not None or found.counts == _counts(until)
+        assert found.counts == _counts(messages)
         return spent
 
     fill_lake(spark, lake, source, range(messages), 1, day)
-    ways = {"reconcile": lambda: ours(messages, keep=False)}
-    whole = turns(ways, count)["reconcile"]
-    first = ours(messages, keep=True)
-    again = ours(messages, keep=True)
+    at_once = turns({"reconcile": whole}, count)["reconcile"]
+    # As `follow` does: one process for all runs, whose start is part of the first.
+    staying = Reconciling(spec, ["--grace", "0s"])
+    first = _judged(staying, _counts(messages))
+    again = _judged(staying, _counts(messages))
     days, until = [], messages
     for number in range(count):
         until += day
         fill_lake(spark, lake, source, range(until - day, until), 2 + number, day)
-        days.append(ours(until, keep=True))
+        days.append(_judged(staying, _counts(until)))
+    staying.stop()
     last_sent = dt.datetime.fromtimestamp(
         (_BEGUN + until * (86_400_000_000 // day)) / 1e6, dt.timezone.utc
     )
-    late = ours(until, keep=True, since=last_sent - dt.timedelta(hours=24))
+    since = (last_sent - dt.timedelta(hours=24)).isoformat()
+    once = Reconciling(spec, ["--grace", "0s", "--since", since])
+    late = _judged(once)
+    late_again = _judged(once)
+    once.stop()
     print(f"  the first run with journeys: {first:.1f}", flush=True)
     print("  the next days: " + ", ".join(f"{one:.1f}" for one in days), flush=True)
     print(f"  JVM at most {peak():.1f} GiB")
@@ -81,12 +88,25 @@ def measure(
     return [
         (what, f"{spent:.1f} s", f"{other:.1f} s", f"{other / spent:.2f} x", "")
         for what, spent, other in (
-            (f"{name} making journeys; nothing kept", first, whole),
+            (f"{name} making journeys; nothing kept", first, at_once),
             ("nothing new; that first run", again, first),
             (f"2 x {day:,} more; that first run", following, first),
-            ("the last 24 h of them; that first run", late, first),
+            ("the last 24 h, a process of its own; that", late, first),
+            ("the last 24 h, the process stays; that", late_again, first),
         )
     ]
+
+
+def _judged(runs: Reconciling, counts: dict[str, int] | None = None) -> float:
+    """Return the seconds of a run, which must count these verdicts."""
+    started = time.monotonic()
+    runs.start()
+    while (facts := runs.poll()) is None:
+        time.sleep(0.02)
+    spent = time.monotonic() - started
+    assert facts.get("state") == ("findings" if counts else facts.get("state")), facts
+    assert counts is None or facts["counts"] == counts
+    return spent
 
 
 def _counts(until: int) -> dict[str, int]:
