@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks.pipeline_ways import peak, turns
 from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
-from django_txmsg.spark.jobs.reconciling import Reconciling
+from django_txmsg.spark.jobs.spark_process import SparkProcess
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import LakeFile, directory_of
 from django_txmsg.spark.laketable import app_name
@@ -63,7 +63,7 @@ def measure(
     fill_lake(spark, lake, source, range(messages), 1, day)
     at_once = turns({"reconcile": whole}, count)["reconcile"]
     # As `follow` does: one process for all runs, whose start is part of the first.
-    staying = Reconciling(spec, ["--grace", "0s"])
+    staying = SparkProcess(spec)
     first = _judged(staying, _counts(messages))
     again = _judged(staying, _counts(messages))
     days, until = [], messages
@@ -76,9 +76,9 @@ def measure(
         (_BEGUN + until * (86_400_000_000 // day)) / 1e6, dt.timezone.utc
     )
     since = (last_sent - dt.timedelta(hours=24)).isoformat()
-    once = Reconciling(spec, ["--grace", "0s", "--since", since])
-    late = _judged(once)
-    late_again = _judged(once)
+    once = SparkProcess(spec)
+    late = _judged(once, None, "--since", since)
+    late_again = _judged(once, None, "--since", since)
     once.stop()
     print(f"  the first run with journeys: {first:.1f}", flush=True)
     print("  the next days: " + ", ".join(f"{one:.1f}" for one in days), flush=True)
@@ -97,10 +97,10 @@ def measure(
     ]
 
 
-def _judged(runs: Reconciling, counts: dict[str, int] | None = None) -> float:
+def _judged(runs: SparkProcess, counts: dict[str, int] | None, *words: str) -> float:
     """Return the seconds of a run, which must count these verdicts."""
     started = time.monotonic()
-    runs.start()
+    runs.start("reconcile", "--grace", "0s", *words)
     while (facts := runs.poll()) is None:
         time.sleep(0.02)
     spent = time.monotonic() - started

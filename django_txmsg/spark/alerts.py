@@ -232,6 +232,28 @@ def last_run(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class LastRun:
+    """A run, as far as its record says."""
+
+    state: str
+    error: str
+    started_at: dt.datetime
+
+
+def last_verify(connection: Connection, source: SourceSpec) -> LastRun | None:
+    """Return the last run of `verify`, or None if there is none."""
+    for state, error, started_at in connection.rows(
+        "SELECT state, error, started_at FROM django_txmsg_pipelinerun"
+        " WHERE job = 'verify' AND service = %s ORDER BY started_at DESC LIMIT 1",
+        source.service,
+    ):
+        began = read_instant(started_at)
+        assert began is not None
+        return LastRun(state, error, began)
+    return None
+
+
 def lost(
     connection: Connection, source: SourceSpec, verdicts: Sequence[str]
 ) -> dict[str, int] | None:

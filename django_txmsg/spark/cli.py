@@ -317,6 +317,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
         ("since", 24 * hours, "how far back `reconcile` judges"),
         ("grace", hours, "of `reconcile`"),
         ("sweep-every", 24 * hours, "0s: never"),
+        ("verify-every", 7 * 24 * hours, "0s: never"),
     ):
         follow.add_argument(f"--{name}", type=duration, default=default, help=text)
     follow.add_argument(

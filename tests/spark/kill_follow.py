@@ -24,6 +24,7 @@ OPTIONS = FollowOptions(
     every=timedelta(seconds=0.1),
     batch_rows=100,
     reconcile_every=timedelta(0),
+    verify_every=timedelta(0),
     sweep_every=timedelta(0),
 )
 

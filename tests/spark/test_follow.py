@@ -150,7 +150,8 @@ def following(
     process = subprocess.Popen(
         [sys.executable, "-m", "django_txmsg.spark", "follow", "--spec", str(path),
          "--table", "outbox", "--older-than", "1d", "--every", "0.1s", "--batch-rows",
-         "100", "--reconcile-every", "0s", "--sweep-every", "0s", *words],
+         "100", "--reconcile-every", "0s", "--sweep-every", "0s",
+         "--verify-every", "0s", *words],
         cwd=ROOT, env=os.environ | environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
@@ -516,7 +517,8 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
         with receiver() as taking:
             stop = threading.Event()
             # Not due within this test.
-            options = replace(OPTIONS, reconcile_every=timedelta(days=1))
+            day, never = timedelta(days=1), timedelta()
+            options = replace(OPTIONS, reconcile_every=day, verify_every=never)
             log.insert(
                 "django_txmsg_pipelinerun",
                 [{"id": uuid.uuid4(), "job": "reconcile", "service": "shop",
@@ -782,3 +784,62 @@ def test_lost_messages_are_found_beside_the_archive(
     assert (over["alert"], over["status"]) == ("lost", "resolved")
     # What was archived is in the journeys, however long ago it was sent.
     assert delta_rows(lake, JOURNEYS).num_rows == 7
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "age", "summary"),
+    [
+        ("clean", "", 0, ""),
+        ("refused", "outbox: a.parquet is damaged.\nAnother.", 0, "outbox: a.parq"),
+        ("failed", "The lake is away.", 0, "The lake is away."),
+        ("running", "", 0, ""),
+        ("running", "", 2, "It began at "),
+    ],
+)
+def test_the_last_verify_decides_about_its_alert(
+    log: Log, lake: LakeSpec, state: str, error: str, age: int, summary: str
+) -> None:
+    now = datetime.now(timezone.utc)
+    for days, *result in ((9, "refused", "It was damaged."), (age, state, error)):
+        log.insert(
+            "django_txmsg_pipelinerun",
+            [{"id": uuid.uuid4(), "job": "verify", "service": "shop",
+              "state": result[0], "run_by": "", "lake": "", "options": {}, "rows": 0,
+              "counts": {}, "error": result[1],
+              "started_at": now - timedelta(days=days)}],
+        )  # fmt: skip
+    follower, _ = round_of(log, lake)
+    found = [one.summary for one in follower.firing if one.name == "verify"]
+    assert len(found) == bool(summary)
+    assert all(one.startswith(summary) for one in found)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_damaged_file_is_found_beside_the_archive(
+    make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    log = make_log("sqlite")
+    log.send_many(5, created_at=datetime.now(timezone.utc) - timedelta(days=2))
+    with receiver() as taking:
+        environment = {"TXMSG_WEBHOOK_URL": taking.url}
+        spec = JobSpec((log.spec,), lake)
+        with following(spec, tmp_path, **environment) as process:
+            wait_until(lambda: log.count() == 0, deadline=60)
+            assert ended(process)[0] == 0
+        [path] = (tmp_path / "lake" / "outbox").rglob("*.parquet")
+        intact = path.read_bytes()
+        middle = len(intact) // 2
+        path.write_bytes(intact[:middle] + b"\0\0\0\0" + intact[middle + 4 :])
+        with following(
+            spec, tmp_path, "--verify-every", "2s", **environment
+        ) as process:
+            wait_until(lambda: taking.taken, deadline=200)
+            path.write_bytes(intact)
+            wait_until(lambda: len(taking.taken) == 2, deadline=200)
+            assert ended(process)[0] == 0
+
+    [spoilt, over] = taking.taken
+    assert (spoilt["alert"], spoilt["status"]) == ("verify", "firing")
+    assert path.name in spoilt["summary"]
+    assert (over["alert"], over["status"]) == ("verify", "resolved")

@@ -24,6 +24,7 @@ from .. import alerts
 from ..alerts import Alert, Alerts, Telling
 from ..connection import Connection, connect_plain
 from ..errors import UsageError
+from ..lake import Lake
 from ..lock import Archiving, Taken, following
 from ..progress import Step, no_step
 from ..runs import Run, progressed, recorded
@@ -32,7 +33,7 @@ from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
 from .archive import ArchiveOptions, Archiver, ages, waiting
 from .outcome import Outcome, options_of
-from .reconciling import Reconciling
+from .spark_process import SparkProcess
 from .sweep import SweepOptions, run_sweep
 
 
@@ -53,6 +54,9 @@ class FollowOptions:
     reconcile_every: dt.timedelta = dt.timedelta(hours=1)
     reconcile: tuple[str, ...] = ()
     """The arguments of its command line."""
+    conf: tuple[tuple[str, str], ...] = ()
+    """Settings of Spark."""
+    verify_every: dt.timedelta = dt.timedelta(days=7)
     sweep_every: dt.timedelta = dt.timedelta(days=1)
     once: bool = False
 
@@ -99,6 +103,8 @@ class Outage:
         self.tries, self.error = 0, ""
 
 
+#: A run of `verify` that has not ended after this time was killed.
+LONGEST_VERIFY = dt.timedelta(days=1)
 #: Seconds that a stopped job waits for servers that do not answer.
 PATIENCE = 20.0
 
@@ -183,7 +189,7 @@ class Follower:
         self.recorded_options = dict(recorded_options or {})
         self.database = Outage("The database", self.say)
         self.store = Outage("The lake", self.say)
-        self.reconciling = Reconciling(spec, options.reconcile)
+        self.beside = SparkProcess(spec, options.conf)
         self.telling = Telling(self.source.service, webhook, stop, self.say)
         self.run: Run | None = None
         self._failures = 0
@@ -219,7 +225,7 @@ class Follower:
                         return
                     self._database_away(error)
         finally:
-            self.reconciling.stop()
+            self.beside.stop()
 
     def _spell(self) -> None:
         """Follow for as long as the database answers, as one recorded run."""
@@ -368,22 +374,56 @@ class Follower:
             "dead_letters", dead, options.dead_letters,
             f"{dead:,} messages died in the last {options.window}.",
         )  # fmt: skip
-        self._reconcile(connection, weigh)
-
-    def _reconcile(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        facts = self.reconciling.poll()
-        if facts is not None and "error" in facts:
-            self._failures += 1
-            self.say(f"reconcile has failed: {facts['error']}")
-            weigh("reconcile", self._failures, 1, str(facts["error"]))
-        elif facts is not None:
-            self._failures = 0
-            weigh("reconcile", 0, 1, "reconcile has run again.")
-            self._lost(connection, f"Found by run {facts['run']}, new: ")
-        if self.options.once or self.reconciling.under_way:
+        self._verified(connection, weigh)
+        self._ended(connection, weigh)
+        if self.options.once or self.beside.job:
             return
         if self._due(connection, "reconcile", self.options.reconcile_every):
-            self.reconciling.start()
+            self.beside.start("reconcile", *self.options.reconcile)
+        elif (
+            self._due(connection, "verify", self.options.verify_every)
+            and self._archived()
+        ):
+            self.beside.start("verify")
+
+    def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
+        """Look at the run beside this one, if it has ended."""
+        facts = self.beside.poll()
+        if facts is None:
+            return
+        job, error = facts["job"], facts.get("error")
+        if error is not None:
+            self.say(f"{job} has failed: {error}")
+        if job != "reconcile":
+            return
+        self._failures = 0 if error is None else self._failures + 1
+        weigh("reconcile", self._failures, 1, error or "reconcile has run again.")
+        if error is None:
+            self._lost(connection, f"Found by run {facts['run']}, new: ")
+
+    def _archived(self) -> bool:
+        """Return whether there is a lake to verify, and the archive can use it."""
+        if self.store.tries:
+            return False
+        try:
+            Lake(self.lake)
+        except Exception:  # there is none yet, or it has just gone
+            return False
+        return True
+
+    def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
+        """Weigh the result of the last `verify`, whoever has run it."""
+        last = alerts.last_verify(connection, self.source)
+        if last is None:
+            return
+        if last.state == "running":
+            if connection.clock() - last.started_at < LONGEST_VERIFY:
+                return
+            wrong = f"It began at {last.started_at:%Y-%m-%d %H:%M} UTC and never ended."
+        else:
+            wrong = last.error
+        summary = wrong or "The lake matches its log."
+        weigh("verify", len(wrong.splitlines()), 0, summary)
 
     def _lost(self, connection: Connection, found_by: str = "") -> None:
         """Compare the number of lost messages with its bound, when a run of `reconcile`
@@ -421,7 +461,7 @@ def follow_command(
         os.environ.pop(name, None)
     stop = threading.Event()
     follower = Follower(spec, options, webhook, stop, recorded_options=recorded)
-    run_until_stopped(follower.work, stop, follower.reconciling.stop)
+    run_until_stopped(follower.work, stop, follower.beside.stop)
     run = follower.run
     counts = run.counts if run else {}
     rows = run.rows if run else 0
@@ -443,10 +483,12 @@ def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
         words += ["--external", name]
     for name in given.external_sender:
         words += ["--external-sender", name]
-    for key, value in given.conf:
-        words += ["--conf", f"{key}={value}"]
     return options_of(
-        FollowOptions, given, ages=ages(spec, given), reconcile=tuple(words)
+        FollowOptions,
+        given,
+        ages=ages(spec, given),
+        conf=tuple(given.conf),
+        reconcile=tuple(words),
     )
 
 

@@ -1,4 +1,4 @@
-"""`reconcile` beside `follow`, in a process of its own, because it needs a JVM."""
+"""Runs jobs beside `follow`, in a process of its own, because they need a JVM."""
 
 from __future__ import annotations
 
@@ -21,56 +21,62 @@ LONGEST_ERROR = 500
 RUNS = 50
 
 
-class Reconciling:
-    """Runs of `reconcile` with these command-line arguments. The process, and the Spark
-    session in it, stay for the next run. A run that fails ends them."""
+class SparkProcess:
+    """Runs one job after the other. The process, and the Spark session in it, stay for
+    the next run. A run that fails ends them. `settings` are Spark's."""
 
-    def __init__(self, spec: JobSpec, words: Sequence[str]) -> None:
-        self.spec, self.words = spec, words
-        self.under_way = False
-        """Whether a run is in progress."""
+    def __init__(self, spec: JobSpec, settings: Sequence[tuple[str, str]] = ()) -> None:
+        self.spec, self.settings = spec, settings
+        self.job = ""
+        """The job of the run in progress."""
         self._process: subprocess.Popen[bytes] | None = None
         self._out: IO[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._read = self._runs = 0
 
-    def start(self) -> None:
-        """Start a run."""
+    def start(self, job: str, *words: str) -> None:
+        """Start a run of a job, with these arguments of its command line."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self._launch()
         assert self._process is not None
         assert self._process.stdin is not None
-        self.under_way = True
+        self.job = job
         self._runs += 1
-        line = json.dumps(dataclasses.asdict(self.spec)).encode()
+        spec = json.dumps(dataclasses.asdict(self.spec))  # with its secrets
+        line = json.dumps({"spec": spec, "words": [job, *words]})
         with suppress(OSError):  # if it has just ended, poll() reports it
-            self._process.stdin.write(line + b"\n")
+            self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
     def _launch(self) -> None:
         home = str(Path(__file__).resolve().parents[3])
         known = os.environ.get("PYTHONPATH", "")
         paths = os.pathsep.join(filter(None, [home, known]))
+        words = [f"--conf={name}={value}" for name, value in self.settings]
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - stop() closes them
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(  # noqa: S603 - our own words
-            [sys.executable, "-m", "django_txmsg.spark.reconciler", *self.words],
+            [sys.executable, "-m", "django_txmsg.spark.worker", *words],
             stdin=subprocess.PIPE, stdout=self._out, stderr=self._errors,
             env=os.environ | {"PYTHONPATH": paths},
         )  # fmt: skip
 
     def poll(self) -> dict[str, Any] | None:
-        """Return the run's result once it has ended: its facts, or its `error`."""
-        if self._process is None or not self.under_way:
+        """Return the run's result once it has ended: its `job` and its facts, or its
+        `error`."""
+        if self._process is None or not self.job:
             return None
         code = self._process.poll()
         facts = self._answer()
         if facts is None and code is None:
             return None
-        self.under_way = False
+        job, self.job = self.job, ""
         if facts is None:
-            facts = {"error": f"it ended with exit code {code}: {self._last_words()}"}
+            facts = {
+                "job": job,
+                "error": f"it ended with exit code {code}: {self._last_words()}",
+            }
         if "error" in facts or self._runs >= RUNS:
             self.stop()
         return facts
@@ -107,5 +113,5 @@ class Reconciling:
                 assert one is not None
                 with suppress(OSError):  # what the ended process has not read
                     one.close()
-        self._process, self.under_way = None, False
+        self._process, self.job = None, ""
         self._read = self._runs = 0

@@ -1,4 +1,4 @@
-"""The process in which `follow` runs `reconcile`."""
+"""The process in which `follow` runs the jobs that need Spark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from django_txmsg.spark.jobs.reconciling import Reconciling
+from django_txmsg.spark.jobs.spark_process import SparkProcess
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.log import Log
@@ -24,13 +24,13 @@ OLD = timedelta(hours=2)
 
 
 @pytest.fixture
-def reconciling(log: Log, lake: LakeSpec) -> Iterator[Callable[..., Reconciling]]:
+def beside(log: Log, lake: LakeSpec) -> Iterator[Callable[..., SparkProcess]]:
     """Make processes that judge the log, and end them."""
     made = []
 
-    def make(*words: str, url: str = log.spec.url) -> Reconciling:
+    def make(*settings: tuple[str, str], url: str = log.spec.url) -> SparkProcess:
         spec = JobSpec((replace(log.spec, url=url),), lake)
-        made.append(Reconciling(spec, words))
+        made.append(SparkProcess(spec, settings))
         return made[-1]
 
     yield make
@@ -38,8 +38,8 @@ def reconciling(log: Log, lake: LakeSpec) -> Iterator[Callable[..., Reconciling]
         one.stop()
 
 
-def run(one: Reconciling) -> dict[str, Any]:
-    one.start()
+def run(one: SparkProcess, job: str = "reconcile", *words: str) -> dict[str, Any]:
+    one.start(job, *words)
     facts: list[dict[str, Any] | None] = []
 
     def ended() -> bool:
@@ -48,7 +48,7 @@ def run(one: Reconciling) -> dict[str, Any]:
 
     wait_until(ended, deadline=120)
     assert facts[-1] is not None
-    assert not one.under_way
+    assert not one.job
     return facts[-1]
 
 
@@ -57,31 +57,32 @@ def children() -> set[int]:
     found = set()
     for one in psutil.Process().children():
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if "django_txmsg.spark.reconciler" in one.cmdline():
+            if "django_txmsg.spark.worker" in one.cmdline():
                 found.add(one.pid)
     return found
 
 
-def test_runs_share_a_session(
-    log: Log, reconciling: Callable[..., Reconciling]
-) -> None:
-    one = reconciling("--since", "3d")
+def test_runs_share_a_session(log: Log, beside: Callable[..., SparkProcess]) -> None:
+    one = beside()
     log.send_many(3, created_at=datetime.now(timezone.utc) - OLD)
-    first = run(one)
+    first = run(one, "reconcile", "--since", "3d")
     assert first["new"] == {"never_received": 3}
     process = children()
     assert len(process) == 1
 
     log.send_many(2, created_at=datetime.now(timezone.utc) - OLD)
-    second = run(one)
+    second = run(one, "reconcile", "--since", "3d")
     assert second["new"] == {"never_received": 2}
     assert second["run"] != first["run"]
+    # There is no lake yet. Another job runs in the same session.
+    third = run(one, "views")
+    assert third["job"] == "views"
     assert children() == process
 
 
 @pytest.mark.matrix
-def test_a_killed_process_is_replaced(reconciling: Callable[..., Reconciling]) -> None:
-    one = reconciling()
+def test_a_killed_process_is_replaced(beside: Callable[..., SparkProcess]) -> None:
+    one = beside()
     assert run(one)["state"] == "clean"
     [process] = children()
     os.kill(process, signal.SIGKILL)
@@ -90,7 +91,7 @@ def test_a_killed_process_is_replaced(reconciling: Callable[..., Reconciling]) -
     [successor] = children()
     assert successor != process
 
-    one.start()
+    one.start("reconcile")
     os.kill(successor, signal.SIGKILL)
     facts: list[dict[str, Any] | None] = []
     wait_until(lambda: facts.append(one.poll()) or facts[-1] is not None)
@@ -98,15 +99,15 @@ def test_a_killed_process_is_replaced(reconciling: Callable[..., Reconciling]) -
     assert not children()
 
 
-def test_a_failed_run_ends_the_process(reconciling: Callable[..., Reconciling]) -> None:
-    one = reconciling(url="sqlite:////nowhere/at/all.sqlite3")
+def test_a_failed_run_ends_the_process(beside: Callable[..., SparkProcess]) -> None:
+    one = beside(url="sqlite:////nowhere/at/all.sqlite3")
     assert "There is no SQLite database at /nowhere" in run(one)["error"]
     assert not children()
 
 
 def test_an_error_says_why_spark_does_not_start(
-    reconciling: Callable[..., Reconciling],
+    beside: Callable[..., SparkProcess],
 ) -> None:
-    one = reconciling("--conf", "spark.master=nonsense")
+    one = beside(("spark.master", "nonsense"))
     assert "Spark does not start" in run(one)["error"]
     assert not children()
