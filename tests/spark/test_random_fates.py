@@ -443,14 +443,24 @@ def rename(services: Services, stack: ExitStack) -> None:
     call_command("subscriptions", "remove", CHANGED, "orders.was", verbosity=0)
 
 
-def come_again(services: Services) -> None:
-    """Let the broker repeat messages that their inbox no longer remembers."""
-    known = InboxMessage.objects.using("other").values_list("message_id", flat=True)
-    gone = services.arrived.keys() - set(known)
+def come_again(
+    services: Services, sent: dict[uuid.UUID, dt.datetime], ahead: dt.timedelta
+) -> None:
+    """Let the broker repeat messages that their inbox no longer remembers. It repeats
+    when they were `sent`, too, which no passing of time has moved, and `orders` writes
+    by its own clock."""
+    inbox = InboxMessage.objects.using("other")
+    gone = services.arrived.keys() - set(inbox.values_list("message_id", flat=True))
     for message in gone:
         put(PLACE, *services.arrived[message])
         services.expect(message, "processed_twice")
     services.consume(times=max(1, len(gone)))
+    for message in gone:
+        inbox.filter(message_id=message).update(
+            created_at=sent[message],
+            first_received_at=F("first_received_at") + ahead,
+            processed_at=F("processed_at") + ahead,
+        )
 
 
 @contextmanager
@@ -553,6 +563,8 @@ def play(spark: Any, lake: LakeSpec, seed: int, *, whole: bool = True) -> None:
 
         if whole:
             agree("live")
+        inbox = InboxMessage.objects.using("other")
+        sent = dict(inbox.values_list("message_id", "created_at"))
         for source in spec.services:
             alone = JobSpec((source,), lake)
             days = dice.randrange(84, 130)
@@ -560,7 +572,7 @@ def play(spark: Any, lake: LakeSpec, seed: int, *, whole: bool = True) -> None:
         agree("half archived")
         if not whole:
             return
-        come_again(services)
+        come_again(services, sent, ahead)
         for source in spec.services:
             run(
                 JobSpec((source,), lake), "archive", "--older-than", "0s", "--no-vacuum"
@@ -576,7 +588,7 @@ def test_random_fates_are_judged_where_they_lie_in_two_places(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", [1, 5, 9])
+@pytest.mark.parametrize("seed", [0, 1, 5, 9])
 def test_random_fates_are_judged_the_same_wherever_they_lie(
     spark: object, lake: LakeSpec, seed: int
 ) -> None:
