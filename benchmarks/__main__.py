@@ -36,6 +36,7 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("relay", ["--apart", "--rounds", "7"], ["--messages", "1000", "--rounds", "2"]),
     ("relay", ["--broker", "rabbitmq"], []),
     ("amqp", [], ["--messages", "1000", "--rounds", "1"]),
+    ("refused", [], ["--messages", "1000", "--rounds", "1"]),
     ("relay_big_table", [], ["--dispatched", "20000", "--pending", "43000",
         "--messages", "63000", "--delayed", "5000", "--parked", "5000"]),
     ("growth", [], ["--rows", "20000"]),
