@@ -33,7 +33,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.errors import Redeliver, Refuse
 from django_txmsg.management.commands.pipeline import source_spec
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
-from django_txmsg.models.queue import QueueMessage
+from django_txmsg.models.queue import QueueMessage, QueueSubscription
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
 from django_txmsg.spark.runs import Run
@@ -606,5 +606,8 @@ def test_verdicts_match_planted_fates_in_200_draws(
             with connections[alias].cursor() as cursor:
                 for table in ("archivemark", "finding", "pipelinerun"):
                     cursor.execute(f"DELETE FROM django_txmsg_{table}")
-            for model in (OutboxMessage, InboxMessage, DeadLetter, QueueMessage):
+            # The next draw's stages must not be subscribed before they are declared.
+            for model in (
+                OutboxMessage, InboxMessage, DeadLetter, QueueMessage, QueueSubscription
+            ):  # fmt: skip
                 model._base_manager.using(alias).all().delete()
