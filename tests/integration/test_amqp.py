@@ -620,6 +620,32 @@ def test_stomp_uses_a_queue_that_amqp_made(
     assert [first.body, found[0].body] == [b"by amqp", b"by stomp"]
 
 
+@pytest.mark.parametrize("kind", ["classic", "quorum"])
+def test_a_topics_subscriber_goes_back_to_stomp_if_its_queue_is_classic(
+    rabbitmq: RabbitMQ,
+    rabbitmq_amqp: ByAmqp,
+    opened: Open,
+    destination: str,
+    kind: str,
+) -> None:
+    """`existing` does not help: STOMP declares the queue of a subscription always. What
+    the queue holds stays for AMQP."""
+    topic, name = f"topic:{destination}", f"{destination}.subscriber"
+    url = rabbitmq_amqp.url(queue_type=kind)
+    before = opened(url)
+    before.subscribe(topic, prefetch=5, subscriber=name)
+    before.close()
+    assert opened(url).send([Outgoing(topic, {}, b"between")]) == [None]
+    after = opened(rabbitmq.url(existing="*"))
+    if kind == "quorum":
+        with pytest.raises(BrokerUnavailable, match="inequivalent arg 'x-queue-type'"):
+            after.subscribe(topic, prefetch=5, subscriber=name)
+        after = opened(url)
+    after.subscribe(topic, prefetch=5, subscriber=name)
+    (found,) = take(after, 1)
+    assert found.body == b"between"
+
+
 def test_delays_wait_in_the_same_queues(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
