@@ -40,6 +40,11 @@ def beside(log: Log, lake: LakeSpec) -> Iterator[Callable[..., SparkProcess]]:
 
 def run(one: SparkProcess, job: str = "reconcile", *words: str) -> dict[str, Any]:
     one.start(job, *words)
+    return answer(one)
+
+
+def answer(one: SparkProcess) -> dict[str, Any]:
+    """Wait for the end of the run."""
     facts: list[dict[str, Any] | None] = []
 
     def ended() -> bool:
@@ -93,9 +98,15 @@ def test_a_killed_process_is_replaced(beside: Callable[..., SparkProcess]) -> No
 
     one.start("reconcile")
     os.kill(successor, signal.SIGKILL)
-    facts: list[dict[str, Any] | None] = []
-    wait_until(lambda: facts.append(one.poll()) or facts[-1] is not None)
-    assert "ended with exit code -9" in (facts[-1] or {})["error"]
+    assert answer(one)["state"] == "clean"
+    assert children().isdisjoint({process, successor})
+
+    # In a new process, a run is not tried again.
+    one.stop()
+    one.start("reconcile")
+    [newest] = children()
+    os.kill(newest, signal.SIGKILL)
+    assert "ended with exit code -9" in answer(one)["error"]
     assert not children()
 
 

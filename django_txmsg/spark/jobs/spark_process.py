@@ -23,7 +23,8 @@ RUNS = 50
 
 class SparkProcess:
     """Runs one job after the other. The process, and the Spark session in it, stay for
-    the next run. A run that fails ends them. `settings` are Spark's."""
+    the next run. A run that fails ends them, and is tried again if the session was not
+    new: a server of Spark Connect ends idle sessions. `settings` are Spark's."""
 
     def __init__(self, spec: JobSpec, settings: Sequence[tuple[str, str]] = ()) -> None:
         self.spec, self.settings = spec, settings
@@ -32,6 +33,7 @@ class SparkProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._out: IO[bytes] | None = None
         self._errors: IO[bytes] | None = None
+        self._words: tuple[str, ...] = ()
         self._read = self._runs = 0
 
     def start(self, job: str, *words: str) -> None:
@@ -41,7 +43,7 @@ class SparkProcess:
             self._launch()
         assert self._process is not None
         assert self._process.stdin is not None
-        self.job = job
+        self.job, self._words = job, words
         self._runs += 1
         spec = json.dumps(dataclasses.asdict(self.spec))  # with its secrets
         line = json.dumps({"spec": spec, "words": [job, *words]})
@@ -77,8 +79,12 @@ class SparkProcess:
                 "job": job,
                 "error": f"it ended with exit code {code}: {self._last_words()}",
             }
+        was_new = self._runs == 1
         if "error" in facts or self._runs >= RUNS:
             self.stop()
+        if "error" in facts and not was_new:
+            self.start(job, *self._words)
+            return None
         return facts
 
     def _answer(self) -> dict[str, Any] | None:
