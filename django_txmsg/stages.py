@@ -247,10 +247,11 @@ def stage(
     dead one blocks its followers ("block") or does not ("skip"). `rate` ("10/s",
     "900/m"; also h and d) limits how many messages all processes handle together, for
     each value of the header `per`; messages over the rate wait in the inbox. What the
-    handler returns is the answer, if a flow has asked for one. `undoes` is the
-    destination of the requests that this stage undoes. The handler runs once if the
-    request was processed here. If not, it does not run, and neither does a request that
-    arrives later.
+    handler returns is the answer, if a flow has asked for one.
+
+    `undoes` is the destination of the requests that this stage undoes. If this service
+    has processed the request, the handler runs once. If not, it does not run, and the
+    request is refused if it arrives later.
 
     Raises ConfigurationError if the name is taken, an option is unknown or the options
     contradict each other.

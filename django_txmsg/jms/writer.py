@@ -30,10 +30,10 @@ class Writer:
         on_tick: Callable[[], None],
         on_fault: Callable[[str], None],
     ) -> None:
-        """Write queued frames to the transport; ``start`` begins.
+        """Write queued frames to the transport, in a thread that ``start`` starts.
 
-        ``on_tick`` is called, with the lock held or not, when deadlines may have
-        passed, ``on_fault`` if this thread can write no more.
+        The thread calls ``on_tick`` when deadlines may have passed, sometimes while it
+        holds the lock. It calls ``on_fault`` when it can write no more.
         """
         self._transport = transport
         self._ledger = ledger

@@ -62,7 +62,7 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
                 cursor.execute(f"PRAGMA busy_timeout = {usual}")
 
     def given_up(self, since: dt.timedelta) -> int:
-        """Count the tombstones written in the last period of this length."""
+        """Count the tombstones written within this time before now."""
         recent = self.filter(created_at__gte=Now() - since)
         return recent.filter(status=SessionStatus.TOMBSTONE).count()
 

@@ -1,12 +1,13 @@
 """Order per key in the inbox: which message runs next, which ones wait, and which are
 released.
 
-A message releases its follower once it is processed, or passed: dead at a stage that
-skips, expired, discarded, or replaced by a copy that is processed or passed itself.
+A message releases its follower once it is processed or passed. It is passed if it has
+expired, was discarded, or is dead at a stage that skips dead messages. A replaced
+message is passed once its copy is processed or passed.
 
 A waiting row is a parked row that names its predecessor in `waits_for`. It becomes due
-when that message ends. If its predecessor itself waits, its due time is `NEVER`, since
-the predecessor ends later than anything committed by now.
+when its predecessor ends. If the predecessor waits too, the row's due time is `NEVER`,
+until the predecessor releases it.
 
 A message that ends releases its followers in the last statement of its transaction.
 Followers that this statement misses are checked again at growing intervals. If a

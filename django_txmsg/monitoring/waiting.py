@@ -174,9 +174,10 @@ def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
 
 
 def places_sql(table: str, columns: tuple[str, ...], rule: Rule) -> str:
-    """Return a CTE `places (id)` with one row that satisfies the rule for each place,
-    as `columns` identify it. An index that begins with the columns is scanned from
-    place to place, so a place with many rows costs no more than a place with one."""
+    """Return a CTE `places (id)`: for each place, the id of one row that satisfies the
+    rule. Rows of one place have the same values in `columns`. An index must begin with
+    these columns. PostgreSQL then jumps from place to place, so a place with many rows
+    costs no more than a place with one."""
     place = ", ".join(columns)
     after = ", ".join(f"n.{name}" for name in columns)
     last = ", ".join(f"o.{name}" for name in columns)

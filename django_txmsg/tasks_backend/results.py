@@ -129,8 +129,8 @@ def task_of(
 ) -> AnyTask:
     """Return the task that headers name, as it was enqueued. Raises InvalidTask.
 
-    Unless the headers are `trusted`, they came over a wire. Then no package is imported
-    that this process does not use.
+    Headers that came over a wire are not `trusted`: they cannot make this process
+    import a package that it does not use.
     """
     path = headers.get(wire.TASK, "")
     if not backend.runs(path):

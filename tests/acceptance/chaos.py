@@ -201,7 +201,7 @@ class Chaos:
         self._stand_still(self._web.workers())
 
     def broker_killed(self) -> None:
-        """The broker has a power cut; nothing if the broker is the database."""
+        """Cut the broker's power. Does nothing if the broker is the database."""
         if self._broker is not None:
             self._broker.kill()
             self._enough.wait(self._random.uniform(0, 3))

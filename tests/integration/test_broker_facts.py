@@ -586,7 +586,8 @@ def test_a_quorum_queue_of_rabbitmq_4_drops_a_message_after_21_deliveries(
 def test_rabbitmq_4_3_delays_returned_messages_by_the_queues_rule(
     rabbitmq: RabbitMQ, channel: amqp.Channel
 ) -> None:
-    """The delay grows by `min` each time, up to `max`. No message has its own."""
+    """The delay grows by `min` each time, up to `max`. All messages have the same
+    delays."""
     name = quorum_queue(
         channel,
         x_delayed_retry_type="all",
