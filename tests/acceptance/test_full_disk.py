@@ -151,7 +151,8 @@ def test_a_full_disk_costs_no_attempt(
     )
     for worker, before in zip(workers, said, strict=True):
         lines = worker.output.splitlines()[before:]
-        assert len(lines) <= seconds, "\n".join(lines)
+        # Some lines for each thread at the beginning, and then less than one a second.
+        assert len(lines) <= 2 * seconds, "\n".join(lines)
     assert sessions() - connected < 2 * seconds
 
     disk.make_room()
