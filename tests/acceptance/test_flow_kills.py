@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import random
+import threading
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ from django_txmsg.models.fields import Holds
 from django_txmsg.rules import inbox, outbox
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
-from tests.faults import ManageProcess, wait_until
+from tests.faults import ManageProcess, Proxy, wait_until
 from tests.running import IMPATIENT, committing, txmsg
+from tests.services import PostgreSQL
 from tests.services.stomp_server import StompServer
 from tests.shelved_flows import at_hand, shelved
 
@@ -170,8 +172,10 @@ def declare() -> None:
 class Market:
     """The processes of three services, each with a relay and a consumer."""
 
-    def __init__(self, manage: Manage, url: str) -> None:
+    def __init__(self, manage: Manage, url: str, database: str = "") -> None:
+        """The processes reach their broker and their database by these URLs."""
         self._manage = manage
+        self._database = {"TXMSG_TEST_DATABASE_URL": database} if database else {}
         self.settings: dict[str, Any] = {
             **IMPATIENT,
             "BROKERS": {"default": {"URL": url}},
@@ -190,7 +194,7 @@ class Market:
             *("txmsg", "run"),
             txmsg={**self.settings, "SERVICE": service},
             hook=HOOK,
-            env={SERVICE: service, PREFIX: HERE},
+            env={SERVICE: service, PREFIX: HERE, **self._database},
         )
 
     def kill(self, service: str) -> None:
@@ -320,3 +324,33 @@ def test_flows_end_once_although_their_services_are_killed(
     market.reach(total)
     market.settle()
     print(f"\n{broker}, {kills} kills: {judge(total)}")  # noqa: T201 - for a soak
+
+
+@pytest.mark.parametrize(
+    ("total", "outages", "seconds"),
+    [
+        pytest.param(20, 2, 4.0, marks=pytest.mark.matrix),
+        pytest.param(500, 4, 90.0, marks=SOAK),
+    ],
+)
+def test_flows_end_once_although_their_database_goes_away(
+    total: int, outages: int, seconds: float, manage: Manage, postgres: PostgreSQL
+) -> None:
+    direct = os.environ["TXMSG_TEST_DATABASE_URL"]
+    with Proxy(postgres.port) as proxy:
+        url = direct.replace(f":{postgres.port}/", f":{proxy.port}/")
+        market = Market(manage, "database://?poll=0.05&lease=2", url)
+        market.buy(total)
+        for number in range(outages):
+            market.reach(number * total // (outages + 1))
+            ended = Run.objects.exclude(ended_at=None).count()
+            proxy.refuse()
+            proxy.cut()
+            threading.Event().wait(seconds)
+            assert ended <= Run.objects.exclude(ended_at=None).count() < total
+            proxy.accept()
+        market.reach(total)
+        market.settle()
+        assert all(one.running for one in market.processes.values())
+    assert not InboxMessage.objects.filter(attempts__gt=50).exists()
+    print(f"\n{outages} outages of {seconds} s: {judge(total)}")  # noqa: T201
