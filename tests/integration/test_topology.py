@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
+from django.db import transaction
 from django.utils import timezone
 
 from django_txmsg import stages
@@ -23,6 +24,7 @@ from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import ConfigurationError
 from django_txmsg.models import (
+    DeadLetter,
     InboxMessage,
     OutboxMessage,
     QueueMessage,
@@ -31,12 +33,14 @@ from django_txmsg.models import (
     queue,
 )
 from django_txmsg.models.worker import silent_after
+from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_message
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
 from tests.factories import WorkerFactory
 from tests.faults import ManageProcess, wait_until
 from tests.running import (
+    at_work,
     committing,
     declared,
     running,
@@ -173,6 +177,43 @@ def test_a_live_process_keeps_its_subscription_at_a_server(
             wait_until(Effect.objects.exists)
         worker.delete()
         assert "Removed" in told("subscriptions", "remove", topic, subscriber)
+
+
+@pytest.mark.parametrize("kind", ["database", "rabbitmq", "rabbitmq_amqp", "activemq"])
+def test_a_service_that_retires_under_traffic_costs_the_other_one_nothing(
+    kind: str, request: pytest.FixtureRequest, destination: str
+) -> None:
+    topic, left = f"topic:{destination}", f"{destination}.left"
+    brokers = {}
+    if kind != "database":
+        url = request.getfixturevalue(kind).url()
+        brokers = {"BROKERS": {"default": {"URL": url}}}
+    with txmsg(**brokers):
+        for name, owner in ((left, "ledger"), (destination, "tests")):
+            with (
+                txmsg(**brokers, SERVICE=owner),
+                declared(note, topic, name=name) as stage,
+            ):
+                step(stage)  # subscribes
+        with (
+            declared(note, topic, name=destination) as stage,
+            running(stage),
+            at_work(Relay(["default"], ["default"])),
+        ):
+            for number in range(200):
+                if number == 100:
+                    told("subscriptions", "remove", topic, f"ledger.{left}")
+                with transaction.atomic():
+                    send_message(topic, number)
+            wait_until(lambda: Effect.objects.count() >= 200, deadline=60)
+            wait_until(lambda: not OutboxMessage.objects.filter(dispatched_at=None))
+            # A copy that was put into the other queue just as it ended stays there.
+            ours = QueueMessage.objects.exclude(queue__endswith=left)
+            wait_until(lambda: not ours.all())
+    assert Effect.objects.values("message_id").distinct().count() == 200
+    assert Effect.objects.count() == 200
+    assert not OutboxMessage.objects.exclude(attempts=0).exists()
+    assert not DeadLetter.objects.exists()
 
 
 def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
