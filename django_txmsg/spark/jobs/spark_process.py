@@ -18,7 +18,7 @@ from ..spec import JobSpec
 #: Only the end of the process's error output is kept.
 LONGEST_ERROR = 500
 #: Runs after which the process is replaced, so that its memory cannot grow for ever.
-RUNS = 50
+RUNS = 20
 
 
 class SparkProcess:
