@@ -35,12 +35,12 @@ SETTINGS = {
 
 def local_settings() -> dict[str, str]:
     """Return settings for one machine: no port is open to the network, there are few
-    shuffle partitions, and no history of queries fills the memory."""
+    shuffle partitions, and no history of queries is kept."""
     return {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.ui.enabled": "false",
-        # Kept for a page that is not there. Their plans filled a heap in fifty runs.
+        # Kept for a page that is not there.
         "spark.sql.ui.retainedExecutions": "1",
         "spark.ui.retainedJobs": "1",
         "spark.ui.retainedStages": "1",
