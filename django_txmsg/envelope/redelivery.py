@@ -91,7 +91,7 @@ class RedeliveryPolicy:
 
     @property
     def max_attempts(self) -> int:
-        """The most executions: the delivery and its redeliveries."""
+        """The maximum number of executions: the delivery and its redeliveries."""
         return self.max_redeliveries + 1
 
     @property

@@ -30,7 +30,7 @@ class Batches(
 
     @step
     def ended(self) -> Next[BatchEnded | Cancelled]:
-        """Report how many messages were answered, were given up, and had no answer."""
+        """Report three counts of messages: answered, given up, and not answered."""
         batches = Batch.objects.using(self._declaration.using)
         ended = batches.get(run__run_id=self._run_id).progress
         return BatchEnded(

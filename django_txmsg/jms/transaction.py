@@ -80,8 +80,8 @@ class Transaction:
             self.loose(frames.encode("BEGIN", {"transaction": self.name}))
 
     def loose(self, data: bytes) -> None:
-        """Queue frames of this transaction that ask for no receipt. The caller holds
-        the lock."""
+        """Put frames of this transaction that ask for no receipt into the queue. The
+        caller holds the lock."""
         self._has_loose_frames = True
         self.link.ledger.note_loose(self)
         self.link.writer.put(data)

@@ -264,7 +264,7 @@ class Status:
 
     @property
     def oldest_due(self) -> dt.datetime | None:
-        """Since when the message that is due longest has been due."""
+        """The earliest due time of the messages that are due."""
         ages = (self.outbox, self.parked, self.queued, *self.deadlines.values())
         return min((one.oldest_due for one in ages if one.oldest_due), default=None)
 

@@ -90,7 +90,8 @@ def short(frame: Frame) -> str:
 
 
 def contents(client: RawClient, destination: str) -> list[bytes]:
-    """Receive all messages of a queue. A last message of the test shows the end."""
+    """Receive all messages of a queue. This function sends a last one, which shows the
+    end."""
     send(client, destination, b"end", receipt="end put")
     read_to(client, "end put")
     client.send("SUBSCRIBE", id="all", destination=destination, ack="auto")

@@ -26,7 +26,7 @@ def nothing_is_wrong(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def later() -> Message:
-    """Send in a transaction; report that it was stored before the commit."""
+    """Send in a transaction. Before it commits, report that the message was stored."""
     with transaction.atomic():
         message = send_message("tests.later", None)
         assert OutboxMessage.objects.filter(message_id=message.id).exists()

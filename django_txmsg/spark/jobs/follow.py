@@ -412,7 +412,7 @@ class Follower:
         return True
 
     def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """Weigh the result of the last `verify`, also of one that an operator ran."""
+        """Weigh the result of the last `verify`, even if an operator ran it."""
         last = alerts.last_verify(connection, self.source)
         if last is None:
             return

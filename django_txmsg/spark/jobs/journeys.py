@@ -301,8 +301,8 @@ class Journeys:
         return True
 
     def read(self, but: Container[Named] = ()) -> DataFrame | None:
-        """Return JOURNEY, a row for each key, or None if there are none. The contents
-        of the files `but` are left out."""
+        """Return JOURNEY, a row for each key, or None if there are no journeys. The
+        files in `but` are not read."""
         if not self.through:
             return None
         named = [one for one in self.named if one not in but]
