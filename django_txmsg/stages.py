@@ -241,13 +241,14 @@ def stage(
     `using` and `isolation` define the database transaction (default:
     TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency` is
     the number of threads in each process; `batch` messages share one transaction, each
-    in a savepoint. `timeout`: seconds for one execution of the handler. Then its query
-    is cancelled, it can run no other, and the attempt fails with StageTimedOut.
-    `ordered`: messages of one key run one at a time, in the order in which they left; a
-    dead one blocks its followers ("block") or does not ("skip"). `rate` ("10/s",
-    "900/m"; also h and d) limits how many messages all processes handle together, for
-    each value of the header `per`; messages over the rate wait in the inbox. What the
-    handler returns is the answer, if a flow has asked for one.
+    in a savepoint. `timeout`: the seconds that one execution of the handler may take.
+    After that, its running query is cancelled, further queries are refused, and the
+    attempt fails with StageTimedOut. `ordered`: messages of one key run one at a time,
+    in the order in which they left; a dead one blocks its followers ("block") or does
+    not ("skip"). `rate` ("10/s", "900/m"; also h and d) limits how many messages all
+    processes handle together, for each value of the header `per`; messages over the
+    rate wait in the inbox. What the handler returns is the answer, if a flow has asked
+    for one.
 
     `undoes` is the destination of the requests that this stage undoes. If this service
     has processed the request, the handler runs once. If not, it does not run, and the

@@ -266,8 +266,8 @@ def ends(connection: Any, *, channels: bool) -> tuple[type[BaseException], ...]:
 
 
 def _full(error: Exception) -> DispatchUnknown | None:
-    """Return the error if Redis accepts no messages at all, and not only refuses this
-    one; else None."""
+    """Return the error if it means that Redis accepts no messages at all; None if Redis
+    refuses only this message."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ in _FULL or str(error).startswith(("MISCONF", "OOM")):
         return DispatchUnknown(text, written=False)

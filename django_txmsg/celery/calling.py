@@ -263,8 +263,9 @@ def in_worker(app: Any) -> bool:
 
 
 def _continues(task_id: str | None, nesting: int) -> bool:
-    """Return whether a call continues the running task. Its retry and its replacement
-    do, which have the same id, and a call after its end, which is nested deeper."""
+    """Return whether a call continues the running task. Three kinds of calls do: a
+    retry and a replacement, which have the task's id, and a call after the task's end,
+    which is nested deeper."""
     run = current_run()
     if run is not None and run.ended:
         return True

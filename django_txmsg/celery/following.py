@@ -138,7 +138,7 @@ def go_on(task: Any, result: Any) -> None:
     """Call the task's links and the rest of its chain. Raises Reject if that fails.
 
     Celery itself would call them when the task returns. If its broker were away, or the
-    backend that a chord needs, Celery would take the task for failed and acknowledge
+    backend that a chord needs, Celery would treat the task as failed and acknowledge
     it: its work would be committed and its chain lost.
     """
     request, app = task.request, task.app

@@ -178,8 +178,8 @@ class Arrival:
         return record
 
     def count_again(self, error: BaseException) -> None:
-        """Count the next try as another attempt. The error may occur in each try, and
-        the message must end some time."""
+        """Count the next try as another attempt. The error may occur in every try, and
+        the message must become a dead letter in the end."""
         self.counted, self.error = False, error
 
     def runs(self, record: InboxRecord) -> bool:
@@ -225,8 +225,8 @@ class Mode(ABC):
 
     def is_done(self, arrival: Arrival, record: InboxRecord) -> bool:
         """Return whether the arrival only needs to be dropped, because a copy of the
-        message has been processed, buried or parked. A parked message never is: it has
-        come to be processed."""
+        message has been processed, buried or parked. A parked message is never dropped:
+        it was claimed in order to be processed."""
         if arrival.parked is not None:
             return False
         processed = record.processed and not self.idempotent

@@ -274,7 +274,7 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
 
 
 def _given_back(arrival: Arrival) -> Interrupted:
-    """Take back an attempt that the message has not caused to fail, and release the
+    """Uncount an attempt whose failure the message has not caused, and release the
     lease of a parked message."""
     rows, record = arrival.inbox, arrival.record
     if record is not None and arrival.token is not None:

@@ -100,8 +100,8 @@ class Room:
         self.full = False
 
     def admits(self) -> bool:
-        """Return whether the stage may receive messages. A full stage receives one at a
-        time."""
+        """Return whether the stage may receive messages. A full stage receives one
+        message at a time."""
         if not self.full:
             return True
         with self._lock:

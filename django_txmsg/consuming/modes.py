@@ -201,8 +201,8 @@ class BrokerOnly(Mode):
             )
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
-        """Report the end of the broker's commit. In this mode the database has not
-        committed before, so there is nothing to report."""
+        """Do nothing: in this mode no commit of the database comes before the broker's,
+        so there is no time between the two to report."""
 
     def _mark(self, record: InboxRecord) -> None:
         """Mark the inbox row of a message whose transactions are all committed. If the

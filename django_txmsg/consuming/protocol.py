@@ -213,8 +213,8 @@ class Conflicts:
 def is_outage(error: BaseException, raw: Any) -> bool:
     """Return whether the broker or the stage's own database has failed, so that the
     message is not at fault. `raw` is the driver's connection of the stage's
-    transaction. It stays open if the handler's query on another database fails; that is
-    the handler's failure."""
+    transaction. If only the handler's query on another database has failed, `raw` is
+    still open, and the failure is the handler's."""
     if isinstance(error, BrokerUnavailable):
         return True
     return database_health.is_away(error) and bool(getattr(raw, "closed", False))

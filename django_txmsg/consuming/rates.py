@@ -1,8 +1,9 @@
 """Around hop 7: a stage with a rate, `@stage(..., rate="900/m", per="header-name")`.
 
-Before the stage runs, a message takes a slot in the line of its key. That is a commit
-of its own: inside the stage's transaction the line would stay locked while the handler
-runs. A message whose slot is not due is parked until then, at no attempt.
+Before the stage runs, a message takes a slot in the line of its key. A separate commit
+does that, because in the stage's transaction the line would stay locked while the
+handler runs. A message whose slot is not due is parked until the slot is due, without
+counting an attempt.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def states() -> Any:
 
 
 def _takes_slot(arrival: Arrival) -> bool:
-    """Return whether a message must take a slot. It took one in an earlier try if it is
-    recorded. The stage buries a message without identity, and one that cannot be
-    read."""
+    """Return whether a message must take a slot. A recorded message took one in an
+    earlier try. A message without an identity, or one that cannot be read, needs none,
+    because the stage buries it."""
     if arrival.record is not None or not arrival.has_identity:
         return False
     try:

@@ -35,8 +35,9 @@ Factory = Callable[[CallNext], Handler]
 
 
 def prepared(stage: Stage) -> Stage:
-    """Return the stage as a consumer runs it: its handler with what sends its answer,
-    its middlewares and its time-out around it. Each process loads the middlewares once.
+    """Return the stage as a consumer runs it. Around its handler are the code that
+    sends its answer, its middlewares and its time-out. Each process loads the
+    middlewares once.
 
     Raises ConfigurationError for a middleware that cannot be loaded, and any error of a
     middleware's factory.

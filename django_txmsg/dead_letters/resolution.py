@@ -47,8 +47,8 @@ def redeliver(
 
     A stage's dead letter is parked in the stage's inbox again, due now: only that stage
     gets it, and no broker is needed. A relay's dead letter is sent again through the
-    outbox. So is a stage's dead letter if no process runs the stage and it is not
-    declared here under that name for this database.
+    outbox. A stage's dead letter is also sent through the outbox if no process runs the
+    stage, and no stage of that name is declared here for this database.
     """
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)

@@ -75,9 +75,9 @@ def class_name(error: BaseException) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether this is Ctrl-C. Python raises it only in the main thread, and in
-    none of our commands. In another thread some code has raised it, and it is an
-    ordinary failure."""
+    """Return whether this is Ctrl-C. Python raises it only in the main thread, and
+    never while one of our commands runs. In any other thread, some code has raised it,
+    so it is an ordinary failure."""
     main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and main
 

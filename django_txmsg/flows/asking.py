@@ -121,8 +121,8 @@ def _late(run: Run) -> TimeoutError:
 
 
 def ended(run: Run) -> Run | None:
-    """Return the run if it has ended, or the run that it has handed over to, if that
-    one has; else None."""
+    """Return the run if it has ended. If it has handed over, return the run that took
+    over, if that run has ended. Otherwise return None."""
     runs = Run.objects.using(run._state.db)
     found = runs.filter(run_id=run.run_id).first()
     while found is not None and found.outcome == Outcome.HANDED_OVER:

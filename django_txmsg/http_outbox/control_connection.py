@@ -276,7 +276,8 @@ class Channel:
 
 
 def _unproven(outcome: BrokerError | None) -> bool:
-    """Return whether the outcome leaves unknown if a message is stored."""
+    """Return whether it is unknown, by this outcome, if the broker has stored the
+    message."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)
 

@@ -130,7 +130,7 @@ class Pending:
 
     @classmethod
     def of(cls, using: str, session_id: uuid.UUID) -> Pending:
-        """Return it, from the outbox."""
+        """Return the numbers of a session's messages, counted in the outbox."""
         due = Q(due_at__lte=Now())
         found = (
             OutboxMessage.objects.using(using)

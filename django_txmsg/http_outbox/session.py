@@ -75,8 +75,8 @@ class OutboxSession:
 
     @property
     def spoiled(self) -> bool:
-        """Whether an error inside the session, although it was caught, leaves only a
-        rollback."""
+        """Whether an error inside the session has made a commit impossible, even if the
+        error was caught."""
         return self._block.spoiled
 
     def refused_to_write(self, error: Exception) -> bool:
@@ -236,8 +236,8 @@ def outbox_session(using: str | None = None) -> Iterator[OutboxSession]:
 
     An exception rolls back. `using` is TXMSG["HTTP"]["USING"] when not given. Inside
     another session on the same database, or inside a stage's transaction, it is a
-    savepoint of that one, which also takes care of the messages. Inside a mere
-    `transaction.atomic()` the messages leave when that commits.
+    savepoint of that transaction, which also sends the messages. Inside a plain
+    `transaction.atomic()`, the messages leave when the outer transaction commits.
     """
     session = OutboxSession(using)
     outer = current_scope()

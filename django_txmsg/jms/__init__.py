@@ -1,6 +1,7 @@
 """A Jakarta-Messaging-shaped client for STOMP brokers; needs no Django.
 
-Hop 4 and 6 of a message: the relay sends through it, the consumer receives. ::
+Hops 4 and 6 of a message: the relay sends through this client, and the consumer
+receives through it. ::
 
     with ConnectionFactory("stomp://localhost:61613").create_connection() as connection:
         with connection.create_session() as session:

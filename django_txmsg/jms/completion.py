@@ -1,9 +1,10 @@
 """Reports the outcome of an asynchronous send to its sender.
 
 Hop 4 of a message. A listener, or a future, is called once for each accepted send, in
-the order of the session's sends. A session calls one at a time, on a pool thread that
-is neither the sender's nor the connection's. While it runs, its thread is marked with
-the objects it belongs to, so that a callback that would wait for itself is refused.
+the order of the session's sends. A session runs one callback at a time, on a pool
+thread that is neither the sender's nor the connection's. While a callback runs, its
+thread is marked with the objects that the callback belongs to, so that a callback which
+would wait for itself is refused.
 """
 
 from __future__ import annotations

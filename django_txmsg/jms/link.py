@@ -422,7 +422,8 @@ class Link:
             logger.debug("DISCONNECT was not answered: %s", error)
 
     def drop(self) -> None:
-        """End the threads, when an object is freed anywhere. Takes no lock."""
+        """End the threads. Takes no lock, because a finalizer may call this at any
+        point of any thread."""
         self._transport.drop()
 
     def close(self) -> None:

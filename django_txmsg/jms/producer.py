@@ -178,10 +178,10 @@ class MessageProducer(Closing):
     ) -> None:
         """Queue a SEND of the session's transaction, with the lock held.
 
-        Without a receipt, ActiveMQ makes COMMIT fail if the SEND failed; with one it
-        would commit without the message. So only a send with a listener asks for one.
-        On RabbitMQ the receipt comes after COMMIT, and a barrier's receipt completes
-        the listener.
+        If a SEND without a receipt fails, ActiveMQ makes COMMIT fail. If a SEND with a
+        receipt fails, ActiveMQ commits without its message. So only a send with a
+        listener asks for a receipt. On RabbitMQ the receipt comes after COMMIT, and a
+        barrier's receipt completes the listener.
         """
         link = self.session.link
         transaction = self.session.transaction()
@@ -276,8 +276,8 @@ class MessageProducer(Closing):
     def close(self) -> None:
         """Wait for this producer's sends and their callbacks, then send no more.
 
-        Raises ``IllegalStateError`` inside a callback of its own. Also inside another
-        callback of its session while this producer has callbacks that come later.
+        Raises ``IllegalStateError`` inside one of its own callbacks, and inside another
+        callback of its session while callbacks of this producer are still to come.
         """
         session = self.session
         session.link.refuse_inside()

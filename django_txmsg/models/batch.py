@@ -1,10 +1,11 @@
 """Requests whose answers continue a run together: a gather of a flow, or a batch.
 
 An answer is written to the row of its own branch, without a lock that the branches
-share. So whether all are answered is asked twice. The transaction that writes an answer
-calls `may_have_ended()`, which counts answers that others are writing as written: so
-the last of them never counts one as missing. A transaction of its own calls
-`has_ended()`, which waits for them.
+share. So two checks find out whether all are answered. The transaction that writes an
+answer calls `may_have_ended()`, which counts an answer that another transaction is
+writing as written. So the last of these transactions never counts an answer as missing.
+A separate transaction then calls `has_ended()`, which waits for the answers that are
+being written.
 """
 
 from __future__ import annotations
@@ -149,9 +150,9 @@ class Batch(models.Model):
         written.
 
         Rows that other transactions hold are skipped, because those transactions either
-        write an answer or ask the same question. Of all transactions that write
-        answers, the one that reaches its own row last sees every other branch as
-        written or held.
+        write an answer or make the same check. Of all transactions that write answers,
+        the one that reaches its own row last sees every other branch as written or
+        held.
         """
         failed = self.enough < self.total and self.rows().filter(_FAILED).count()
         spare = max(self.total - failed - self.enough, 0)

@@ -73,10 +73,10 @@ KEY_LENGTH = 255
 
 
 class MessageKey(models.Func):
-    """The ordering key in a column of headers, up to the length of a key of ours. A
-    foreign one may be longer than an index of PostgreSQL can hold. The SQL contains the
-    header's name as a constant, because PostgreSQL does not use the index for a
-    parameter."""
+    """The ordering key in a column of headers, cut to the longest key that this package
+    allows. A foreign key may be longer than an index of PostgreSQL can hold. The SQL
+    contains the header's name as a constant, because PostgreSQL does not use the index
+    for a parameter."""
 
     output_field = models.TextField()
     template = f"LEFT(%(expressions)s ->> '{wire.KEY}', {KEY_LENGTH})"
@@ -133,7 +133,7 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
     wait for the disk. Inside a transaction, or where this is not possible, the CTE is
     empty and the condition is true.
 
-    For changes that a crash of the server may undo: that costs a repetition, but no
+    Use it for changes whose loss in a crash of the server costs a repetition, but no
     message.
     """
     if connection.vendor != "postgresql" or in_block(connection):

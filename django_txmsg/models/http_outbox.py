@@ -168,7 +168,8 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
     def note(self, identity: str) -> dt.datetime:
         """Record an identity, and return when the database was first seen with it.
 
-        In a transaction of its own. Raises database errors, on a standby too.
+        Uses a transaction of its own. Raises database errors, also on a standby, which
+        accepts no writes.
         """
         with transaction.atomic(using=self.db):
             self.bulk_create([self.model(identity=identity)], ignore_conflicts=True)

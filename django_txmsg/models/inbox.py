@@ -129,9 +129,9 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         Commits at once, so that a message that kills its worker is still counted. On
         PostgreSQL the commit does not wait for the disk, since a lost count costs at
         most one attempt; if a later statement then finds no row, it calls `recall()`.
-        `idempotent` stages also run messages that they have processed. Messages that
-        run `together` count no attempt. If their worker dies, it is unknown which
-        message was the cause, and each is delivered again alone.
+        `idempotent` stages also run messages that they have processed. No attempt is
+        counted for messages that run `together`. If their worker dies, it is unknown
+        which message was the cause, and each is delivered again alone.
         """
         connection = connections[self.db]
         sql, parameters = self._recording(
@@ -160,7 +160,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         if the predecessor has released it. The transaction is open in any case: a
         `StageTransaction` takes it over, or the caller rolls it back. For a connection
         of psycopg 3 outside any block (`begins_early()`). If the call fails,
-        `recorded()` tells by the `mark` whether the first half was committed.
+        `recorded()` finds out by the `mark` whether the first half was committed.
         """
         connection = connections[self.db]
         recording, parameters = self._recording(stage, [message], False, 1)
@@ -284,8 +284,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
         `needs` names a message type and the oldest version that reads it: workers with
         older code do not claim the message. `slot` is the slot for which it waits, in
-        the line of `key`. Neither counts an attempt. Returns False if the message is
-        already processed or dead, or if its lease, `token`, has ended and another
+        the line of `key`. Neither wait counts an attempt. Returns False if the message
+        is already processed or dead, or if its lease, `token`, has ended and another
         worker has it.
         """
         connection = connections[self.db]

@@ -48,8 +48,8 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
     def undelivered(self, service: str) -> Iterable[Alert]:
         """Return the alerts whose beginning or end must be delivered, and that no
-        process is delivering. The end is not delivered of an alert whose beginning was
-        not."""
+        process is delivering. If the beginning of an alert was not delivered, its end
+        is not delivered either."""
         begun = Q(ended_at=None, delivered="")
         ended = Q(ended_at__isnull=False, delivered="firing")
         free = Q(lease_until=None) | Q(lease_until__lt=Now())
@@ -71,8 +71,8 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 class Alert(models.Model):
-    """One occurrence of a problem. The name says the kind of the problem, and what has
-    it."""
+    """One occurrence of a problem. Its name says what kind of problem it is, and
+    where."""
 
     id = models.BigAutoField(primary_key=True)
     service = models.CharField(max_length=255)

@@ -36,8 +36,8 @@ class Attendance:
     def lost(self) -> list[Worker]:
         """The workers that became silent and that no process has replaced. A
         replacement is of the same kind and runs the same stages. It started after the
-        last heartbeat of the silent worker or up to REPLACED before it, as in a rolling
-        update. A process replaces one worker."""
+        last heartbeat of the silent worker, or at most REPLACED before that (as in a
+        rolling update). Each process replaces only one worker."""
         missing = []
         younger = sorted(self.living, key=lambda one: one.started_at)
         for one in sorted(self.workers, key=lambda worker: worker.heartbeat_at):

@@ -270,7 +270,7 @@ class Status:
 
     @property
     def lag(self) -> dt.timedelta:
-        """For how long the message that is due longest has been due."""
+        """How long ago the earliest due message became due."""
         oldest = self.oldest_due
         return max(self.now - oldest, dt.timedelta()) if oldest else dt.timedelta()
 
@@ -301,7 +301,7 @@ class Status:
 
 def read(*aliases: str) -> Status:
     """Return the complete state of these databases, or of all in use, in a dozen
-    queries each. Workers and paused stages are in the outbox's database."""
+    queries for each. Workers and paused stages are in the outbox's database."""
     home = router.db_for_write(OutboxMessage)
     status = Status(clock(home), list(aliases) or databases.with_tables())
     paused = list(
@@ -388,7 +388,8 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
 
 
 def _find_consumers(status: Status) -> None:
-    """Add the consumers of each destination here, and the destinations without any."""
+    """Record which stages here consume each destination, and which destinations have no
+    consumer."""
     consumers: dict[str, list[str]] = {}
     for declared in all_stages():
         consumers.setdefault(declared.destination, []).append(declared.name)

@@ -45,8 +45,8 @@ class _Lost(Exception):
 def link(
     claimed: Sequence[Claimed], token: uuid.UUID, *, using: str, broker: str
 ) -> list[Claimed]:
-    """Give the messages that have a key their places in its order, and return all
-    messages with the order in their headers.
+    """Give each message with a key its place in the order of that key. Returns all
+    messages, with their places in the headers.
 
     Expired messages get no place. The commit waits for the disk: if a crash lost a
     place, it would be given twice. Messages whose lease has ended are left out.

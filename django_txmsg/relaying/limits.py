@@ -78,8 +78,8 @@ class Part:
 class Budget:
     """The memory for bodies that the lanes of one database and broker share.
 
-    A body larger than a lane's share is sent while no other lane holds any. A lane that
-    finds such a body before then claims nothing; the last lane that holds bodies tries
+    A body larger than a lane's share is sent while no other lane holds any. Until then,
+    a lane that finds such a body claims nothing. The last lane that holds bodies tries
     again.
     """
 

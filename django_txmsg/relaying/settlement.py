@@ -61,8 +61,9 @@ class Receipts:
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Sort the rows by their outcomes. With `apart`, each was sent when the outcome of
-    the one before was known: a broker that hangs up then means the row in flight."""
+    """Sort the rows by their outcomes. With `apart`, each row was sent when the outcome
+    of the previous row was known. So if the broker has hung up, the row in flight is
+    the cause."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
@@ -236,8 +237,8 @@ class Settlement:
         it changed.
 
         A receipt must not be lost if the database goes away, so the statement is
-        repeated until the lease has ended. The result of the first try is then unknown,
-        and `count` is returned.
+        repeated until the lease has ended. After a repetition the number of changed
+        rows is unknown, and `count` is returned.
         """
         connection = connections[self.using]
         pause, repeated = 0.05, False

@@ -90,12 +90,11 @@ class Breaker:
 
     def failed(self, error: BaseException, *, progress: bool = False) -> None:
         """Record that the server is down. Only the first failure of an outage is
-        logged. After some `progress` the pause is the first one again.
-
-        A server that has worked for a shorter time than the last pause is still in the
-        same outage: on a full disk reads and some writes work, and others do not. The
-        log has said then that the server works again, so another line takes that back,
-        once the pauses are long enough to separate such lines.
+        logged. With `progress`, the pauses start again with the shortest. If the server
+        has worked for less time than the last pause, the outage goes on: on a full
+        disk, for example, reads and some writes succeed. The log has reported by then
+        that the server works again. Once the pauses are long enough to keep such lines
+        apart, another line corrects that.
         """
         with self._lock:
             self.error = error

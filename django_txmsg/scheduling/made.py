@@ -42,8 +42,8 @@ def make_recurring(
     unique: str | None = None,
     unique_until: UniqueUntil = "left",
 ) -> None:
-    """Let a message recur from now on, or change the message that was made with this
-    name.
+    """Make a recurring message, or change the one that was made with this name. Its
+    ticks count from now on.
 
     It is stored in a row, in the open transaction if there is one. Relays notice it
     within a minute, and catch up the ticks since then as `missed` says. The arguments

@@ -134,9 +134,10 @@ def answer_dead(
     broker: str,
 ) -> None:
     """Report to the caller that a request will not be processed, inside the caller's
-    transaction, and see to it that no stage processes it. While an operator can still
-    redeliver the request, only a gather hears of it, and only if it has held another
-    request back. For an undo nothing is sent, because an undo must be done."""
+    transaction, and see to it that no stage processes it. As long as an operator can
+    still redeliver the request, only a gather gets the report, and only if the gather
+    holds another request back. A dead undo is not reported, because an undo must be
+    done."""
     if wire.UNDOES in headers:
         return
     try:

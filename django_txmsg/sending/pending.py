@@ -21,9 +21,10 @@ def cancel_message(
 
     Returns False, and changes nothing, if the message has left, is dead, is being sent
     now, or does not exist; also if it has a key and a relay has claimed it before,
-    since later messages of the key must follow it. Inside a transaction it is cancelled
-    if that commits. `why` is stored with it. A message that a relay sent without an
-    answer, or is still sending although its lease has ended, may arrive all the same.
+    since later messages of the key must follow it. Inside a transaction, the message is
+    cancelled if the transaction commits. `why` is stored with the message. A message
+    that a relay sent without an answer, or is still sending although its lease has
+    ended, may arrive all the same.
 
     Raises InvalidMessage if the id is not valid.
     """

@@ -85,8 +85,8 @@ class Block:
 
     @property
     def spoiled(self) -> bool:
-        """Whether an error inside the block, although it was caught, leaves only a
-        rollback."""
+        """Whether an error inside the block has made a commit impossible, even if the
+        error was caught."""
         return is_broken(self._connection) or (
             must_roll_back(self._connection) and not self._rollback_requested
         )
@@ -182,8 +182,8 @@ def handlers_running() -> int:
 
 
 def _forked() -> None:
-    """Leave the parent's scope in a forked child. The child would go on counting its
-    parent's messages, and derive the same ids for other messages."""
+    """Leave the parent's scope in a forked child. Otherwise the child would continue to
+    count its parent's messages, and derive their ids for messages of its own."""
     _scope.set(None)
     _inside.clear()
 

@@ -40,8 +40,8 @@ _recorders: list[Callable[[str, str], Collection[str]]] = []
 
 
 def recorded_by(recorder: Callable[[str, str], Collection[str]]) -> None:
-    """Register the function that names the databases in which stages here record what
-    they process, for a destination and its broker."""
+    """Register a function that returns, for a destination and its broker, the databases
+    in which stages of this project record what they process."""
     _recorders.append(recorder)
 
 

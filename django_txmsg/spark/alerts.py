@@ -1,9 +1,9 @@
 """Alerts of the pipeline: measures compared with their bounds, stored in the database.
 
-Each alert is a row, so that they survive a killed process, and the metrics of any web
-process show them. A webhook is called at each beginning and each end: after the row is
-written. The call is recorded afterwards, so the webhook gets each at least once, with
-the same id. The measures are how late a service's messages are, and how many die.
+Each alert is a row, so that alerts survive a killed process, and the metrics of any web
+process show them. A webhook is called when an alert begins and when it ends, after the
+row is written. The call is recorded afterwards, so the webhook gets each at least once,
+with the same id. The measures are how late a service's messages are, and how many die.
 """
 
 from __future__ import annotations
@@ -191,9 +191,9 @@ class Telling:
 
 
 def lag(connection: Connection, source: SourceSpec) -> float:
-    """Return for how many seconds the message that is due longest has been due, in the
-    outbox or for another attempt. As in the app's overview, messages that are held back
-    are not due."""
+    """Return how many seconds ago the earliest due message became due, in the outbox or
+    for another attempt. As in the app's overview, messages that are held back are not
+    due."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [
@@ -234,7 +234,7 @@ def last_run(
 
 @dataclass(frozen=True)
 class LastRun:
-    """A run, as far as its record says."""
+    """The record of a run."""
 
     state: str
     error: str

@@ -1,4 +1,4 @@
-"""The installed PySpark version: the pipeline runs on 4.0, except features that need
+"""The installed PySpark version: the pipeline runs on 4.0 and newer; some features need
 more."""
 
 from __future__ import annotations

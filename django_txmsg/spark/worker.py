@@ -1,9 +1,10 @@
 """The process in which `follow` runs the jobs that need Spark: one session for many
 runs.
 
-Each line of its input is a run: a job's command line, and its specification, which may
-contain secrets: no file and no list of processes shows it. The process prints the facts
-of each run. It ends when its input ends.
+Each line of its input starts a run. The line contains a job's command line and its
+specification. The specification may contain secrets, so it is never in a file or in a
+process's arguments. The process prints the facts of each run. It ends when its input
+ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Hops 4 to 6 over AMQP, in bytes: the frames that are built here and not by py-amqp.
 
-Each message has them: the frames of its publication, with its content, and of its
-acknowledgement. This module first has the header of a content, then the frames.
+They are the frames that every message needs: those of its publication, with its
+content, and the one of its acknowledgement. The first part of this module encodes the
+header of a content, the second part the frames.
 """
 
 from __future__ import annotations

@@ -34,10 +34,9 @@ Frame = tuple[int, int, bytes]
 
 
 class Transport:
-    """One connection's socket, with deadlines. The thread that owns the link owns it.
-
-    It replaces py-amqp's transport, which reads a frame in two calls and writes each
-    message separately.
+    """One connection's socket, with deadlines. Only the thread that owns the link uses
+    the socket. This class replaces py-amqp's transport, which reads a frame in two
+    calls and writes each message separately.
     """
 
     def __init__(

@@ -118,8 +118,8 @@ class Publisher:
         return DispatchUnknown(closed.text, hung_up=True)
 
     def _leave(self, sending: _Order, error: DestinationUnavailable) -> None:
-        """Send no more to a destination that refuses, because each refusal costs a
-        channel."""
+        """Stop sending to a destination that refuses messages, because each refusal
+        costs a channel."""
         refused = {
             self._route(index)
             for index, outcome in enumerate(sending.outcomes)

@@ -47,8 +47,8 @@ class Queues:
     def ensure(self, queue: str, arguments: dict[str, Any] | None = None) -> None:
         """Declare a queue if it is missing.
 
-        Raises DestinationUnavailable if the broker does not create it, or must not, and
-        DispatchRejected for an invalid name.
+        Raises DestinationUnavailable if the broker does not create it, or if the URL
+        forbids declaring queues, and DispatchRejected for an invalid name.
         """
         if queue in self._known:
             return

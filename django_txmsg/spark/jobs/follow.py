@@ -387,7 +387,7 @@ class Follower:
             self.beside.start("verify")
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """Look at the run beside this one, if it has ended."""
+        """If the job in the other process has ended, weigh its result."""
         facts = self.beside.poll()
         if facts is None:
             return

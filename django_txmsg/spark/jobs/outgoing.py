@@ -176,9 +176,10 @@ def choose(
     archive may run meanwhile: the lake is read after the database's snapshot was taken,
     and a message found in both is selected once.
 
-    Of the outbox, messages that have ended, and by default only those in their first
-    row: a replay of everything must not replay its own messages. A cancelled message
-    has ended as intended: it is selected only if the filter mentions it.
+    From the outbox, messages are selected that have ended, and by default only their
+    first rows, because a replay of everything must not replay its own messages. A
+    cancelled message has ended as intended: it is selected only if the filter mentions
+    it.
     """
     struct = table.lake_struct()
     live = log.read_live(table, table.struct())

@@ -226,8 +226,8 @@ class WholeLog:
         *,
         since: dt.date | None = None,
     ) -> DataFrame:
-        """Return the lake's rows of the batches after `above` and up to `until`, each
-        the number of a batch by service; of days from `since`."""
+        """Return the lake's rows of the batches after `above` and up to `until`, which
+        map services to numbers of batches. Only rows of days from `since` on."""
         named = [
             one
             for one in self.files_of(table)[1]

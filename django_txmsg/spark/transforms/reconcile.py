@@ -221,14 +221,15 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
 
 
 def is_finding(prefix: str) -> list[Column]:
-    """Return the conditions that a finding is the one in the columns with this prefix.
-    An unknown value is an empty text there."""
+    """Return the conditions under which a finding equals the one in the columns with
+    this prefix. In those columns, an empty text stands for an unknown value."""
     return [sf.coalesce(n, sf.lit("")) == sf.col(f"{prefix}{n}") for n in _IDENTITY]
 
 
 def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
-    """Return FINDING rows: findings with the instant of the first run that found them:
-    from KNOWN rows, perhaps several for a finding, or `now`."""
+    """Return FINDING rows: each finding with the instant of the first run that found
+    it. KNOWN may have several rows for a finding; a finding without one is from
+    `now`."""
     first = known.groupBy(
         *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in _IDENTITY]
     ).agg(
@@ -263,8 +264,9 @@ def changes(
     now: dt.datetime,
     since: dt.datetime | None,
 ) -> DataFrame:
-    """Return CHANGE: new findings of a run, and findings from `before` the run that are
-    resolved. Only messages sent since `since` count as resolved."""
+    """Return CHANGE rows: the new findings of a run, and the findings of earlier runs
+    (`before`) that are resolved now. Only messages sent since `since` count as
+    resolved."""
     same = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
     stood = before.select(*[sf.col(n).alias(f"stood_{n}") for n in _IDENTITY])
     fresh = findings.join(stood, is_finding("stood_"), "left_anti")
