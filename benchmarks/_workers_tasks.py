@@ -16,8 +16,8 @@ RATE = os.environ.get("BENCH_RATE")
 
 
 def insert(number: int) -> None:
-    """Compute for so many times 100,000 steps, and insert a row; the database adds the
-    time."""
+    """Compute, 100,000 steps for each unit of COMPUTE, and insert a row. The database
+    adds the time."""
     for _ in range(COMPUTE):
         sum(one * one for one in range(100_000))
     with transaction.atomic(), connection.cursor() as cursor:

@@ -2,12 +2,12 @@
 
     python -m benchmarks.admin_pages [--outbox N] [--inbox N] [--dead N] [--rounds N]
 
-Fills a PostgreSQL (its own, or the one of BENCH_DATABASE_URL), asks for each page again
-and again as a logged-in operator, runs each command in a process of its own, and prints
-the 50th and 95th percentiles, and the memory that a command adds; then redelivers
-100,000 dead letters and prints the rate (not with `--pages`).
-It fails where a page or command takes more than 400 ms, a command adds more than 64
-MiB, or the rate is below 5,000 messages a second.
+Fills a PostgreSQL (its own, or the one of BENCH_DATABASE_URL), requests each page
+repeatedly as a logged-in operator, runs each command in a process of its own, and
+prints the 50th and 95th percentiles, and the memory that a command adds; then
+redelivers 100,000 dead letters and prints the rate (not with `--pages`). It fails where
+a page or command takes more than 400 ms, a command adds more than 64 MiB, or the rate
+is below 5,000 messages a second.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python -m benchmarks.amqp [--messages 10000] [--rounds 3] [--lanes 4]
 
 The bare producer is py-amqp alone: no database, messages from memory, confirms in a
-window of the same size, over as many connections as the relay has lanes. The other one
-waits for each message's confirm, as py-amqp's own basic_publish_confirm does.
+window of the same size, over as many connections as the relay has lanes. The second
+bare producer waits for each message's confirm, as py-amqp's own basic_publish_confirm
+does.
 """
 
 from __future__ import annotations

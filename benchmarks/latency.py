@@ -1,4 +1,4 @@
-"""From the commit to the broker's receipt on an idle system, by the dispatcher thread.
+"""The time from a commit to the broker's receipt, on an idle system.
 
 python -m benchmarks.latency [--messages 300]
 """

@@ -277,7 +277,7 @@ def send(stage: Any, count: int) -> None:
 
 
 def wait(condition: Callable[[], bool]) -> None:
-    """Wait until something holds, and look rarely enough to disturb nothing."""
+    """Wait until the condition is true. Checks rarely, to disturb no measurement."""
     while not condition():
         time.sleep(0.02)
 

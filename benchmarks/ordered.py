@@ -164,7 +164,8 @@ def done(stage: str) -> int:
 
 def hold(stage: str, count: int) -> None:
     """Create another inbox, in which the given number of messages wait behind a blocked
-    one. It is made once for all rounds, because it takes longer than they do."""
+    one. It is made once for all rounds, because making it takes longer than the
+    rounds."""
     from django.db import connection
 
     with connection.cursor() as cursor:

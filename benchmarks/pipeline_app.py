@@ -3,9 +3,9 @@
     python -m benchmarks.pipeline_app [--messages 10000] [--rounds 7]
 
 Relay and consume run alternately with and without `django_txmsg.spark` in the database.
-It measures messages a second, and PostgreSQL's processor time for each message. It also
-measures the processor time of one connection that stores messages and writes each
-twice, like a relay. That figure hardly depends on other work on the machine.
+The benchmark measures messages a second, and PostgreSQL's processor time for each
+message. A third figure hardly depends on other work on the machine: the processor time
+of one connection that stores messages and writes each of them twice, like a relay.
 """
 
 from __future__ import annotations

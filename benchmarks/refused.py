@@ -3,8 +3,9 @@
     python -m benchmarks.refused [--messages 20000] [--rounds 3]
 
 A relay runs. In each round it gets messages for a destination that works: alone, and
-while another destination with 500 waiting messages is full, or forbidden. It starts
-when the relay has met the refusal, so that the first trials, which come fast, count.
+while another destination with 500 waiting messages is full, or forbidden. The
+measurement starts when the relay has met the refusal, so that it includes the first
+trials, which follow each other quickly.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
 
 The bare producer sends the same bytes from memory, in the same batches, over the same
 number of connections and with the same client. It uses neither Django nor the database.
-Before anything is measured, both send some rounds alternately: a JVM compiles for
-minutes, on the processors that the contenders need, and a contender that warmed it up
-alone would meet a faster broker.
+Before anything is measured, both send some rounds alternately, because a JVM compiles
+for minutes, on the processors that the contenders need, and the broker is faster after
+that.
 
 The peer runs in a separate environment that is created on demand; it neither makes its
 messages persistent nor asks for receipts. With several processes, a line shows who used

@@ -5,8 +5,8 @@
     python -m benchmarks.relay_big_table pinned [--messages 200000]
     python -m benchmarks.relay_big_table waiting [--delayed 200000 --parked 100000]
 
-The embedded broker stands in for a real one that never slows down: a session that
-answers every batch with a receipt at once, so that the database's part is all there is.
+The broker is a session that answers every batch with a receipt at once, so that only
+the database's part is measured.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/spark_pipeline.py [--rows 2000000] [--turns 3] [--only archive,…]
 
-JDBC takes part where Debian's `libpostgresql-jdbc-java` is installed. Start-up of the
-JVM is left out everywhere and printed; each way is warmed up once before it counts.
-With `--database URL` the log is filled there once, and found there by the next run.
-`reconcile` makes a lake of `--messages` that each of two services has sent the other,
-and then of `--day` more a day.
+JDBC is measured if Debian's `libpostgresql-jdbc-java` is installed. The start-up of the
+JVM is printed, and part of no figure. Each way is warmed up once before it is measured.
+With `--database URL`, the log stays in that database for the next run. `reconcile`
+makes a lake with `--messages` messages from each of two services to the other, and then
+adds days of `--day` messages.
 """
 
 from __future__ import annotations

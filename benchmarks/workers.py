@@ -176,7 +176,8 @@ class Figures:
         print(f"  {step}: {name}: {said} {took}", file=sys.stderr, flush=True)
 
     def table(self, names: list[str]) -> None:
-        """Print one row a contender: medians, and the ratio of the first one's rate."""
+        """Print one row for each contender: the medians of its figures, and by what
+        factor the first contender's rate is higher."""
         ours = self._all(names[0], "rate")
         print(f"\nworkers: medians; {len(ours)} rounds")
         print(f"{'':27}" + "".join(f"{title:>9}" for _, title, _ in COLUMNS), end="")

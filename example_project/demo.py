@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """`make demo`: orders travel through the example project, and one of them fails.
 
-Starts the web server, `relay` and `consume` as processes of their own on a fresh SQLite
-file and the embedded broker, places orders over HTTP, waits for what has to happen,
-prints it, and ends. Exit code 1 says that something did not happen.
+Starts the web server, `relay` and `consume` as separate processes, on a new SQLite file
+and the embedded broker. Places orders over HTTP, waits until each expected event has
+happened, and prints it. The exit code is 1 if one did not happen.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Failed(Exception):
 
 
 def main() -> int:
-    """Tell the story, or what went wrong with it."""
+    """Run the demo, or print what went wrong."""
     signal.signal(signal.SIGTERM, _end)
     began = time.monotonic()
     environment = {
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def tell(environment: dict[str, str], stack: ExitStack) -> None:
-    """Start everything, place orders, wait, print."""
+    """Start all processes, place orders, and print what happens to them."""
     heading("1. Starting: SQLite, the embedded broker, three processes")
     logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     for suffix in ("", "-wal", "-shm"):
@@ -189,7 +189,8 @@ class Run(NamedTuple):
 
 
 class Shop:
-    """A customer with a browser's manners: cookies, a CSRF token, redirects."""
+    """A client of the shop. Like a browser, it keeps cookies, sends the CSRF token and
+    follows redirects."""
 
     def __init__(self, base: str) -> None:
         self.base = base
@@ -230,13 +231,14 @@ class Shop:
         self._post(f"/orders/{number}/approve/")
 
     def run(self, run: Run, *, seconds: float = 0) -> dict[str, Any]:
-        """Return what is known of a checkout, after its end or after some seconds."""
+        """Return the JSON of a checkout's run, when it has ended or after some
+        seconds."""
         with self._open(f"/runs/{run.run_id}/?wait={seconds}") as answer:
             found: dict[str, Any] = json.load(answer)
         return found
 
     def over(self, number: str, arrives: bool) -> dict[str, Any] | None:
-        """Return what is known of an order once it has come to its expected end."""
+        """Return the JSON of an order once it has reached its expected end."""
         with self._open(f"/orders/{number}.json") as answer:
             order: dict[str, Any] = json.load(answer)
         dead = any(hop["state"] == "dead" for hop in order["hops"])
@@ -265,7 +267,7 @@ class Shop:
 
 
 class Process:
-    """A command of the project, running by itself."""
+    """A command of the project, in a process of its own."""
 
     def __init__(self, environment: dict[str, str], log: Path, *command: str) -> None:
         self.name, self._log = log.stem, log
@@ -291,13 +293,14 @@ class Process:
         return self._log.read_text(errors="replace")
 
     def ask_to_stop(self) -> None:
-        """Let it finish what it has in hand and go."""
+        """Ask the process to finish the messages in progress, and to end."""
         if self.alive and not self._asked:
             self._process.terminate()
         self._asked = True
 
     def stop(self) -> int:
-        """Return the exit code once it has gone; in the worst case, kill it."""
+        """Wait until the process has ended; kill it if it does not end. Return the exit
+        code."""
         self.ask_to_stop()
         try:
             self._process.wait(10)
@@ -333,7 +336,7 @@ def command(environment: dict[str, str], *arguments: str) -> str:
 
 
 def wait(condition: Callable[[], T | None], what: str, processes: list[Process]) -> T:
-    """Return the condition's first true value. Raises Failed when patience ends."""
+    """Return the condition's first true value. Raises Failed after a time-out."""
     deadline = time.monotonic() + PATIENCE
     pause = threading.Event()
     while True:
@@ -395,17 +398,17 @@ def free_port() -> int:
 
 
 def heading(text: str) -> None:
-    """Begin a chapter."""
+    """Print a heading."""
     say(f"\n{text}", "1")
 
 
 def say(text: str, colour: str = "") -> None:
-    """Print, in colour where there is any."""
+    """Print a text, in colour if the terminal has colours."""
     print(f"\x1b[{colour}m{text}\x1b[0m" if COLOUR and colour else text, flush=True)
 
 
 def indented(text: str) -> str:
-    """Return lines that stand below a heading."""
+    """Return lines, indented below their heading."""
     return "".join(f"   {line}\n" for line in text.rstrip().splitlines())
 
 

@@ -1,4 +1,5 @@
-"""Refuses a commit whose subject is no `scope: imperative` of at most 72 characters.
+"""Refuses a commit whose subject is not `scope: imperative`, or too long (72
+characters).
 
 scripts/commit_subject.py .git/COMMIT_EDITMSG
 """

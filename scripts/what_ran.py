@@ -1,9 +1,9 @@
-"""Reads what runs of the tests have left in build/results (tests/results.py).
+"""Reads the results of test runs in build/results (tests/results.py).
 
     python scripts/what_ran.py           how each run ended, and its failures
     python scripts/what_ran.py --write   docs/tested.json, and the tables made of it
 
-A version that was not run this time keeps what docs/tested.json says of it.
+A version that was not run this time keeps its entry in docs/tested.json.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ def _words(file: Path) -> frozenset[str]:
 
 
 def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
-    """Return what was known, with what runs say of the versions that they ran on.
-
-    Of a test that ran twice on a version and a database, the later run counts.
+    """Return the known results, updated with those of these runs. If a test ran twice
+    on a version and a database, the later run counts.
     """
     ended: dict[tuple[str, str], dict[tuple[str, str], str]] = defaultdict(dict)
     for run in runs:
@@ -127,7 +126,7 @@ def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
 def places(
     run: dict[str, Any], test: str, used: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each row and version that a test says something of."""
+    """Yield each row of the table, with a version, in which a test counts."""
     yield "Python with Django", f"{run['python']} with {run['django']}"
     for server in used:
         # A worker that crashed has not recorded its servers' versions.
@@ -138,7 +137,7 @@ def places(
 
 
 def write(tested: Tested) -> None:
-    """Write what is known, and the pages' table of it."""
+    """Write the known results, and the table in the pages."""
     TESTED.write_text(json.dumps(tested, indent=2, sort_keys=True) + "\n")
     for page in PAGES:
         page.write_text(TABLE.sub(lambda _: table(tested), page.read_text()))

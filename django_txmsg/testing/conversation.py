@@ -1,9 +1,9 @@
 """One client's conversation with the scripted broker: how each frame is handled and
 answered.
 
-A frame is recorded; then the script may decide about it, otherwise the profile does: it
-is executed and receipted, or refused as the imitated broker would. The commands are in
-``commands.py``.
+Each frame is recorded. Then the script decides about it, or else the profile: the frame
+is executed and receipted, or refused as the imitated broker would refuse it. The
+commands are in ``commands.py``.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def _escape(text: str, escapes: Mapping[str, str]) -> str:
 
 
 class Decoder:
-    """Turns bytes in any split into frames; set ``version`` once it is agreed."""
+    """Turns bytes in any split into frames; set ``version`` once the version is
+    agreed."""
 
     def __init__(self, version: str = "1.2") -> None:
         """Start at a frame border."""

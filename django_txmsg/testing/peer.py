@@ -226,7 +226,8 @@ class Peer:
         self.broker.loop.wake()
 
     def cut(self, *, reset: bool = False) -> None:
-        """End the connection: by RST at once, else after writing what is queued."""
+        """End the connection: with ``reset``, by RST at once; otherwise after writing
+        the queued bytes."""
         if reset or self.frozen or self._handshaking:
             self.end("cut by the script", reset=reset)
         else:

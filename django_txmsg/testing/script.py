@@ -113,7 +113,8 @@ class Rule:
         return self._nth is None or self._seen == self._nth
 
     def decides(self) -> bool:
-        """Return whether the rule applies to this frame; if so, uses it up once."""
+        """Return whether the rule applies to this frame; if so, count one use of the
+        rule."""
         if self.verb is Verb.HANDLE or self._left == 0:
             return False
         if self._left is not None:

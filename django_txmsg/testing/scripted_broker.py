@@ -1,9 +1,9 @@
-"""A STOMP broker in the test's own process, which does what the test tells it to.
+"""A STOMP broker in the test's own process, controlled by the test.
 
-It listens on a real socket, so the client under test is the real one, over the real
-wire. Without a script it is a small, honest broker in the manner of its profile; with
-one it holds, permutes, drops and doubles receipts, refuses, stalls, splits and cuts.
-Everything it was sent is on record, and every ``wait_…`` has a deadline.
+It listens on a real socket, so the test uses the real client over a real connection.
+Without a script it behaves like the broker of its profile. With a script it holds,
+permutes, drops and doubles receipts, refuses, stalls, splits and cuts. It records
+everything that it receives, and every ``wait_…`` has a deadline.
 
     with ScriptedBroker(RABBITMQ) as broker:
         broker.on("SEND", nth=3).cut()
@@ -56,7 +56,7 @@ class Listener:
         return READ
 
     def ready(self, events: int) -> None:
-        """Accept one client; the loop comes back for the next."""
+        """Accept one client. The loop calls this again for the next client."""
         try:
             client, _ = self.sock.accept()
         except OSError:
@@ -284,7 +284,7 @@ class ScriptedBroker(BrokerState):
         self.check()
 
     def __enter__(self) -> ScriptedBroker:
-        """It listens already."""
+        """Return the broker, which listens already."""
         return self
 
     def __exit__(

@@ -1,8 +1,8 @@
-"""What the scripted broker holds: queues, subscriptions, messages, in memory.
+"""The scripted broker's queues, subscriptions and messages, in memory.
 
-A queue keeps order, gives each subscription no more than its prefetch, and takes back
-what was not acknowledged, at its old place and marked as redelivered. A topic is the
-queues of its subscriptions.
+A queue keeps the order of its messages, and gives each subscription no more than its
+prefetch. An unacknowledged message returns to its old place, marked as redelivered. A
+topic consists of the queues of its subscriptions.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Subscription:
         self.queue.dispatch()
 
     def stop(self) -> None:
-        """Take no more; what is not acknowledged stays so."""
+        """Take no more messages. Unacknowledged messages stay unacknowledged."""
         if self in self.queue.subscriptions:
             self.queue.subscriptions.remove(self)
 
@@ -122,7 +122,7 @@ class Queue:
         self.subscriptions: deque[Subscription] = deque()
 
     def put(self, message: StoredMessage) -> None:
-        """Append a message and deliver what can be."""
+        """Append a message, and deliver messages to subscriptions that have room."""
         self.messages.append(message)
         self.dispatch()
 

@@ -1,4 +1,4 @@
-"""A checkout: payment, stock, and a person's approval of what is expensive."""
+"""A checkout: payment, stock, and a person's approval of expensive orders."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Checkout(
 
     @step
     def start(self, asked: PlaceOrder) -> Next[Answer]:
-        """Ask for the payment. If the flow fails, it is given back."""
+        """Request the payment. If the flow fails, the payment is refunded."""
         self.order = asked.order
         order = Order.objects.get(number=self.order)
         return self.ask(
@@ -70,7 +70,7 @@ class Checkout(
 
     @step
     def paid(self, taken: Taken) -> Next[Answer]:
-        """Ask for the goods."""
+        """Request the reservation of the goods."""
         order = Order.objects.get(number=self.order)
         return self.ask(
             reserve_goods,
@@ -93,7 +93,7 @@ class Checkout(
 
     @step
     def approved(self, yes: bool) -> Next[Answer]:
-        """End: what was done stays."""
+        """End the flow: payment and reservation stay."""
         if not yes:
             return self._refused("a person has refused it")
         self._close(Order.Status.ACCEPTED)
@@ -101,7 +101,7 @@ class Checkout(
 
     @step
     def expired(self, why: TimedOut | Dead) -> Next[Answer]:
-        """End: what was done is undone, newest first."""
+        """Fail: payment and reservation are undone, newest first."""
         return self._refused("nobody has approved it")
 
     def _refused(self, why: str) -> Next[Answer]:

@@ -8,7 +8,7 @@ from .models import PRICES, Order
 
 
 class OrderForm(forms.ModelForm):
-    """What a customer enters."""
+    """The form in which a customer enters an order."""
 
     item = forms.ChoiceField(
         choices=[(name, f"{name}, {price} €") for name, price in PRICES.items()]

@@ -47,7 +47,8 @@ class Order(models.Model):
 
 
 class Approval(models.Model):
-    """An order that waits for a person. Who has the token can let its flow go on."""
+    """An order that waits for a person's approval. Anyone who has the token can
+    continue its flow."""
 
     order = models.CharField(max_length=16, unique=True)
     token = models.CharField(max_length=80)

@@ -1,4 +1,4 @@
-"""What orders does with messages: it records that a parcel is on its way."""
+"""The stage of orders: it records that a parcel is on its way."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Hop:
 
     @property
     def state(self) -> str:
-        """The last thing that happened."""
+        """The latest event."""
         if self.dead:
             return "dead"
         if self.processed:
@@ -82,7 +82,7 @@ def trail(number: str) -> list[Hop]:
 
 
 def _sent_by(taken: InboxMessage | None, rows: list[OutboxMessage]) -> tuple[str, ...]:
-    """Return where the stage that took a message has sent messages to."""
+    """Return the destinations to which the receiver of a message has sent messages."""
     if taken is None:
         return ()
     session = wire.session_id(conf.get().SERVICE, taken.message_id, taken.stage)

@@ -58,7 +58,7 @@ def order(request: HttpRequest, number: str) -> HttpResponse:
 
 @require_GET
 def order_json(request: HttpRequest, number: str) -> JsonResponse:
-    """Say the same for programs."""
+    """Return the same facts as JSON."""
     found = get_object_or_404(Order, number=number)
     return JsonResponse(
         {
@@ -85,7 +85,7 @@ def checkout(request: HttpRequest) -> JsonResponse:
 
 @require_POST
 def approve(request: HttpRequest, number: str) -> JsonResponse:
-    """Approve an expensive order, as its page for the staff would."""
+    """Approve an expensive order. A real shop would do this on a page for its staff."""
     found = get_object_or_404(Approval, order=number)
     try:
         resume(found.token, True)

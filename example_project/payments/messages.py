@@ -31,7 +31,7 @@ class Take:
 @message_type("payments.Taken")
 @dataclass
 class Taken:
-    """The money is here."""
+    """The payment was taken."""
 
     order: str
 

@@ -1,4 +1,4 @@
-"""Payments taken. It knows an order by its number only."""
+"""The payments. They refer to an order only by its number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from django.db import models
 
 
 class Payment(models.Model):
-    """Money for one order. Not unique: a customer charged twice must show."""
+    """The payment for one order. Its number is not unique, so that a double charge
+    would be visible."""
 
     order = models.CharField(max_length=16, db_index=True)
     amount = models.DecimalField(max_digits=9, decimal_places=2)

@@ -1,5 +1,4 @@
-"""What payments does with messages: it charges the customer, and asks for the
-parcel."""
+"""The stages of payments: they charge the customer, and request the parcel."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ class GatewayDown(Exception):
     redelivery=RedeliveryPolicy(max_redeliveries=2, initial_delay=0.3, jitter=0),
 )
 def charge(payment: Charge) -> None:
-    """Take the payment. It, the inbox row and the next message are one transaction."""
+    """Take the payment. The payment, the inbox row and the next message are one
+    transaction."""
     order = payment.order
     Payment.objects.create(order=order, amount=payment.amount)
     if payment.fails:
@@ -34,12 +34,12 @@ def charge(payment: Charge) -> None:
 
 @stage(take_payment)
 def take(asked: Take) -> Taken:
-    """Take the payment of a checkout. What is returned goes back to the flow."""
+    """Take the payment of a checkout. The flow gets the returned value."""
     Payment.objects.create(order=asked.order, amount=asked.amount)
     return Taken(asked.order)
 
 
 @stage(refund_payment, undoes=take_payment)
 def refund(asked: Take) -> None:
-    """Give the money back: once, and only if that very request has taken it."""
+    """Refund a payment, once, and only if that request has taken it."""
     Payment.objects.create(order=asked.order, amount=-asked.amount)

@@ -1,4 +1,4 @@
-"""Settings from the environment: nothing set, it is SQLite and the embedded broker.
+"""Settings from the environment; by default, SQLite and the embedded broker.
 
 DATABASE_URL       sqlite:///shop.sqlite3, or postgres://user:password@host/name
 TXMSG_BROKER_URL   database://, or stomp://user:password@host:61613

@@ -1,4 +1,4 @@
-"""The shop's pages, the admin, and what a load balancer asks."""
+"""The shop's pages, the admin, and the health view for a load balancer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shipping does with messages: it sends the parcel and reports that."""
+"""The stages of shipping: they send the parcel, and report that it is sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ship(asked: Ship, message: Message) -> None:
 
 @stage(reserve_goods)
 def reserve(asked: Reserve) -> Reserved:
-    """Keep the goods, and say where."""
+    """Reserve the goods, and return their shelf."""
     kept = Reservation.objects.create(
         order=asked.order, item=asked.item, quantity=asked.quantity
     )
