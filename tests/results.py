@@ -1,8 +1,9 @@
-"""Leaves in a file what a run of the tests ran on, and how each test ended.
+"""Writes a file with the versions that a test run used, and the result of each test.
 
     pytest -p tests.results --results build/results/unit tests/unit
 
-`scripts/what_ran.py` makes CI's last lines of such files, and the table of what ran.
+`scripts/what_ran.py` prints such files at the end of CI, and makes the tables of tested
+versions of them.
 """
 
 from __future__ import annotations

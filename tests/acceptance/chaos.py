@@ -172,7 +172,7 @@ class Chaos:
                 psutil.Process(pid).kill()
 
     def web_killed(self) -> None:
-        """The whole web server."""
+        """Kill the whole web server."""
         assert self._web is not None
         self._web.close()
 
@@ -213,7 +213,7 @@ class Chaos:
             self._stand_still([self._broker.process.pid])
 
     def postgresql_killed(self) -> None:
-        """A power cut of the database."""
+        """Cut the database's power."""
         self._postgres.kill()
         self._enough.wait(self._random.uniform(0, 3))
         self._postgres.start()

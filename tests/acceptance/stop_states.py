@@ -263,7 +263,7 @@ def broker_keeps_its_answers(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def database_refuses(world: World, command: str) -> Iterator[None]:
-    """Waiting for a database that was there."""
+    """Stop while the process waits for a database that has gone away."""
     assert world.postgres is not None
     proxy = world.proxy(world.postgres.port)
     world.dispatch(1)
@@ -353,7 +353,7 @@ def in_the_handler_of_1pc(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_blocking_redelivery(world: World, command: str) -> Iterator[None]:
-    """Between two attempts of one message, while it is held."""
+    """Stop between two attempts of a message that its thread holds."""
     world.script["redelivery"] = {"mode": "blocking", "initial_delay": 300.0}
     world.script["fail"] = True
     world.dispatch()

@@ -19,8 +19,8 @@ LENT = ["Django", "cronsim", "asgiref", "sqlparse", "typing_extensions"]
 
 
 def run(*command: str | Path, cwd: Path, warnings: str = "error") -> str:
-    """Run a command that has to succeed, in an environment that does not show the
-    checkout."""
+    """Run a command in an environment that does not contain the checkout, and check
+    that it succeeds."""
     kept = {
         name: value
         for name, value in os.environ.items()

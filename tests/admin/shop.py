@@ -1,4 +1,4 @@
-"""A day in the life of a shop: rows in every table, so that pages show something."""
+"""The rows of a shop's day, in every table, so that pages show something."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alerts: each raised once and ended once, by whatever process, over every channel."""
+"""Each alert is raised once and ended once, over every channel, by any process."""
 
 from __future__ import annotations
 

@@ -628,8 +628,8 @@ def test_a_topics_subscriber_goes_back_to_stomp_if_its_queue_is_classic(
     destination: str,
     kind: str,
 ) -> None:
-    """`existing` does not help: STOMP declares the queue of a subscription always. What
-    the queue holds stays for AMQP."""
+    """`existing` does not help: STOMP always declares the queue of a subscription. The
+    queue's messages stay for AMQP."""
     topic, name = f"topic:{destination}", f"{destination}.subscriber"
     url = rabbitmq_amqp.url(queue_type=kind)
     before = opened(url)

@@ -192,7 +192,7 @@ def test_rabbitmq_closes_the_connection_on_a_forbidden_send_and_stores_nothing(
 def test_rabbitmq_commits_the_rest_when_a_destination_was_malformed(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """The ERROR names no receipt, the connection lives, the transaction too."""
+    """The ERROR names no receipt, and connection and transaction stay open."""
     producer, name = client(rabbitmq), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -322,7 +322,7 @@ def test_activemq_lets_later_receipts_overtake_those_of_a_full_queue(
 def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """Commit only when each receipt of the transaction is there."""
+    """So a client must commit only when it has each receipt of the transaction."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -487,7 +487,7 @@ def test_rabbitmq_confirms_unroutable_messages(
 def test_rabbitmq_receipts_a_subscribe_it_has_just_refused(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """The ERROR before it is the answer; the connection ends."""
+    """The ERROR before the receipt is the answer. The connection ends."""
     consumer = client(rabbitmq, LIMITED_USER)
     consumer.send("SUBSCRIBE", id="s", destination=FORBIDDEN, receipt="subscribed")
     assert [short(frame) for frame in consumer.drain(30)] == ["ERROR -", "subscribed"]
@@ -497,7 +497,8 @@ def test_rabbitmq_receipts_a_subscribe_it_has_just_refused(
 def test_rabbitmq_confirms_messages_to_a_deleted_queue(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """A queue is declared once a connection: never delete one under a relay."""
+    """A connection declares a queue only once, so never delete a queue while a relay
+    runs."""
     producer, name = client(rabbitmq), queue()
     send(producer, name, b"before", receipt="before")
     read_to(producer, "before")

@@ -71,7 +71,7 @@ def through(path: str, **more: Any) -> override_settings:
 
 
 def stored() -> list[tuple[str, Any, Publication]]:
-    """Return of each row the task's name, its arguments, and its message."""
+    """Return the task's name, its arguments and its message, of each row."""
     found = []
     for row in OutboxMessage.objects.order_by("id"):
         assert row.broker == "celery"
@@ -177,7 +177,7 @@ ELSEWHERE = {
     "url", ["redis://127.0.0.1:1/5", "amqp://127.0.0.1:1/other", "amqp://127.0.0.1:2//"]
 )
 def test_stored_task_never_goes_to_another_broker(by: str, url: str) -> None:
-    """The app of the row would send it, to a queue without a consumer perhaps."""
+    """The row's app would send the task, perhaps to a queue without a consumer."""
     calls: list[Callable[..., Any]] = [
         lambda **given: add.apply_async((1, 2), **given),
         lambda **given: app.send_task("elsewhere.task", (3,), **given),

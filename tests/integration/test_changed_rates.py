@@ -1,4 +1,5 @@
-"""A rate that an operator changes for a while: who obeys, what moves, how it ends."""
+"""An operator changes a rate for a while: consumers use it, waiting messages move, and
+it ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A key with few messages beside one with many, at a stage with a rate.
 
-By slots and steps, not by the clock: a loaded machine must not decide.
+The tests count slots and steps, not seconds, so that a loaded machine does not matter.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def forget_price(body: Price) -> None:
 
 
 def amount(answer: Priced | TimedOut | Dead | Cancelled) -> int:
-    """Return a price; what there is none for is less than 0."""
+    """Return the price in an answer; a number below 0 if there is none."""
     if isinstance(answer, Priced):
         return answer.amount
     return {TimedOut: -1, Dead: -2, Cancelled: -3}[type(answer)]

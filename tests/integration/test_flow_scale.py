@@ -68,7 +68,8 @@ def least(call: Callable[[], None]) -> float:
 
 
 def measured() -> tuple[float, float]:
-    """Return what a look for deadlines costs that finds none, and a resume()."""
+    """Return the milliseconds of a check for deadlines that finds none, and of a
+    resume()."""
     waiting = iter(list(Run.objects.order_by("-pk")[:CALLS]))
     deadlines = Deadlines(["default"])
 

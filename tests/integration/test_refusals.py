@@ -418,9 +418,9 @@ def consumed(*names: str) -> Iterator[None]:
 def test_flows_batches_and_rates_wait_out_a_full_queue(
     rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int], seconds: float
 ) -> None:
-    """A flow's request is refused for as long as it takes. What needs other queues goes
-    on: other steps, a flow batch, a stage with a rate, and the undos of runs that are
-    cancelled meanwhile."""
+    """A flow's request is refused for as long as it takes. Everything that needs only
+    other queues goes on: other steps, a flow batch, a stage with a rate, and the undos
+    of runs that are cancelled meanwhile."""
     node, policy, ended = ByAmqp(rabbitmq), uuid.uuid4().hex, threading.Event()
     rated = declared(lambda message: None, f"{destination}.rated", rate="50/s")
     one = declared(lambda message: None, f"{destination}.one")

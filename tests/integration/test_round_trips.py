@@ -94,7 +94,8 @@ def a_row_and_three_messages(message: Any) -> None:
 def test_a_stage_costs_two_round_trips_beside_its_own_statements(
     handler: Any, trips: int, wire: Proxy
 ) -> None:
-    """Recorded, begun and taken in one; the commit is the other."""
+    """One records the arrival, begins the transaction and takes the row; the other
+    commits."""
     with declared(handler, broker="apart") as stage:
         thread = thread_of(stage)
         try:
@@ -158,8 +159,8 @@ def reply(number: int) -> None:
 def test_a_step_costs_the_round_trips_of_a_stage_that_keeps_its_state(
     wire: Proxy,
 ) -> None:
-    """Beside the two of any stage: it reads and locks its run, stores its request, and
-    writes its run and its history in one."""
+    """A step has three more than any stage: it reads and locks its run, stores its
+    request, and writes its run together with its history."""
     with rounds() as go_on:
         counted = []
         for number in range(8):

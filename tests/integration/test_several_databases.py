@@ -1,4 +1,5 @@
-"""A process works in all databases with messages; its stages are found out once."""
+"""A process works in all databases with messages. It determines those of its stages
+once."""
 
 from __future__ import annotations
 

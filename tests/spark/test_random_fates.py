@@ -445,9 +445,9 @@ def rename(services: Services, stack: ExitStack) -> None:
 def come_again(
     services: Services, sent: dict[uuid.UUID, dt.datetime], ahead: dt.timedelta
 ) -> None:
-    """Let the broker repeat messages that their inbox no longer remembers. It repeats
-    when they were `sent`, too, which no passing of time has moved, and `orders` writes
-    by its own clock."""
+    """Let the broker repeat messages that their inbox no longer remembers. The copies
+    repeat the instants at which the messages were `sent`, too. pass_time() does not
+    move those, and `orders` records them by its own clock."""
     inbox = InboxMessage.objects.using("other")
     gone = services.arrived.keys() - set(inbox.values_list("message_id", flat=True))
     for message in gone:

@@ -27,7 +27,7 @@ def die_once(*_: Any, **__: Any) -> None:
 
 
 def before_the_control_message() -> None:
-    """Between steps 2 and 3."""
+    """Die between steps 2 and 3."""
     from django_txmsg.http_outbox.session import OutboxSession
 
     announce = OutboxSession._announce
@@ -40,19 +40,19 @@ def before_the_control_message() -> None:
 
 
 def before_the_commit() -> None:
-    """Between steps 3 and 4."""
+    """Die between steps 3 and 4."""
     signals.control_message_sent.connect(die_once, weak=False)
 
 
 def after_the_commit() -> None:
-    """Between steps 4 and 5: in the very first hook."""
+    """Die between steps 4 and 5, in the first hook."""
     from django_txmsg.sending.scope import Block
 
     Block._note_commit = die_once
 
 
 def stand_still_before_the_commit() -> None:
-    """Between steps 3 and 4, for as long as the test wants."""
+    """Stop between steps 3 and 4, for as long as the test wants."""
     permission = Path(os.environ["TXMSG_TEST_ONCE"] + ".go")
 
     def wait(**_: Any) -> None:

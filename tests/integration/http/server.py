@@ -23,7 +23,7 @@ SETTINGS = "tests.integration.http.settings"
 
 
 class WebServer:
-    """gunicorn with `workers` processes; a killed one is replaced by its master."""
+    """gunicorn with `workers` processes; its master replaces a killed one."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class WebServer:
         Path(f"{self._once}.go").touch()
 
     def workers(self) -> list[int]:
-        """The worker processes of now."""
+        """The present worker processes."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return [one.pid for one in psutil.Process(self.process.pid).children()]
         return []

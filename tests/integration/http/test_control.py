@@ -177,8 +177,8 @@ def test_a_session_in_progress_is_checked_often(arrivals, heard) -> None:
 
 
 class ServerWithUsing(Broker):
-    """A server, as far as the package can tell: its author chose the name `using`. (Its
-    messages are in another database than the session's.)"""
+    """A broker that is a server, although its author has given it an attribute `using`.
+    (Its messages are in another database than the session's.)"""
 
     def __init__(self, alias: str, url: str) -> None:
         super().__init__(alias, url)
@@ -521,8 +521,8 @@ def test_the_signature_covers_every_header(arrivals, heard) -> None:
 def test_unsigned_control_message_only_sends_committed_messages(
     arrivals, heard
 ) -> None:
-    """An unsigned control message, as of an earlier release, makes committed messages
-    leave."""
+    """An unsigned control message, as an earlier release sends it, makes committed
+    messages leave."""
     with outbox_session() as session:
         send_two()
     _forge(session.id, sign=False)

@@ -1,7 +1,7 @@
 """Control groups under any order of events: committed messages always leave.
 
-Nothing is dispatched after a commit here, as if each process died right after it: only
-the confirmed control messages can help.
+Nothing is dispatched after a commit here, as if each process died right after its
+commit. So messages leave only because of control messages.
 """
 
 from __future__ import annotations

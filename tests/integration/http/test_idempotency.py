@@ -212,8 +212,8 @@ def by_api_key(request: HttpRequest) -> str | None:
 def test_stored_response_needs_a_certain_caller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Callers that only the view could distinguish, and who would see one another's
-    response. The developer reads once what to set."""
+    """Only the view could distinguish these callers, so one would get the response of
+    another. The log says once what the developer must set."""
     idempotency._log_unknown_caller.cache_clear()
     for headers in ({"X-Api-Key": "alice"}, {"Cookie": "sessionid=" + "m" * 32}):
         client = Client(headers=headers)

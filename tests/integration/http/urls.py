@@ -23,7 +23,8 @@ from tests.app.models import Order
 
 
 def orders() -> str:
-    """The orders' destination: of this service alone, since brokers outlive tests."""
+    """Return the orders' destination. No other service has it, because brokers outlive
+    tests."""
     return f"{conf.get().SERVICE}.orders"
 
 
