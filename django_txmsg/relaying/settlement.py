@@ -61,9 +61,8 @@ class Receipts:
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Sort the rows by their outcomes. With `apart`, each row was sent when the outcome
-    of the previous row was known. So if the broker has hung up, the row in flight is
-    the cause."""
+    """Sort the rows by their outcomes. With `apart`, each was sent after the outcome of
+    the one before was known. So the row in flight made the broker hang up."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
