@@ -30,6 +30,11 @@ from django_txmsg.spark.spec import LakeSpec, SourceSpec
 
 WEEK = timedelta(days=7)
 
+#: DuckDB's types for the columns that are not text.
+DUCKDB_TYPES = {
+    "long": "BIGINT", "int": "INTEGER", "instant": "TIMESTAMPTZ", "xid": "BIGINT",
+}  # fmt: skip
+
 
 def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
     """Warm up each way, then run them alternately; return the medians."""
@@ -210,6 +215,63 @@ class Bench:
                     flush()
         days.close()
         assert days.rows == self.rows
+        return time.monotonic() - started
+
+    def archive_step(self, spark: SparkSession | None) -> float:
+        """Fill the table, then archive all of it: files, proof, log and deletes."""
+        fill(self.url, self.rows)
+        archiver = Archiver(
+            spark, self.source, self.lake(), OUTBOX, ArchiveOptions(WEEK, vacuum=False)
+        )
+        started = time.monotonic()
+        result = archiver.run()
+        spent = time.monotonic() - started
+        assert result.rows == self.rows
+        return spent
+
+    def duckdb_step(self) -> float:
+        """Fill the table, then move all of it with DuckDB, as one would by hand.
+
+        One transaction (REPEATABLE READ) copies the settled rows as CSV into a file.
+        DuckDB reads that file, on all cores, and writes Parquet by day, with the
+        compression that the lake has. Then the transaction deletes the same rows. It
+        compares the three counts, and no contents: no file is read back, and no log
+        says which files are complete. If it is killed before its commit, the next run
+        writes the rows a second time.
+        """
+        import duckdb
+
+        fill(self.url, self.rows)
+        target = Path(self.lake().uri.removeprefix("file://"), "duckdb")
+        spool = self.directory / "rows.csv"
+        asked = ", ".join(as_text(one) for one in OUTBOX.columns)
+        types = ", ".join(
+            f"'{one.name}': '{DUCKDB_TYPES.get(one.kind, 'VARCHAR')}'"
+            for one in OUTBOX.columns
+        )
+        settled = "dispatched_at < now() - interval '7 days'"
+        started = time.monotonic()
+        with psycopg.connect(self.url) as connection, connection.cursor() as cursor:
+            connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            rows = f"SELECT {asked} FROM {OUTBOX.relation} t WHERE {settled}"
+            with (
+                spool.open("wb") as file,
+                cursor.copy(f"COPY ({rows}) TO STDOUT (FORMAT csv)") as copy,
+            ):
+                for part in copy:
+                    file.write(part)
+            with duckdb.connect() as database:
+                written = database.execute(
+                    "COPY (SELECT * REPLACE (unhex(substr(body, 3)) AS body),"
+                    " created_at::DATE AS day"
+                    f" FROM read_csv('{spool}', header = false,"
+                    f" allow_quoted_nulls = false, columns = {{{types}}}))"
+                    f" TO '{target}' (FORMAT parquet, PARTITION_BY (day),"
+                    " COMPRESSION zstd, COMPRESSION_LEVEL 1)"
+                ).fetchall()
+            cursor.execute(f"DELETE FROM {OUTBOX.relation} WHERE {settled}")
+            assert written == [(self.rows,)]
+            assert cursor.rowcount == self.rows
         return time.monotonic() - started
 
     def jdbc_step(self) -> float:

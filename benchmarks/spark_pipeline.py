@@ -6,7 +6,8 @@ JDBC is measured if Debian's `libpostgresql-jdbc-java` is installed. The start-u
 JVM is printed, and part of no figure. Each way is warmed up once before it is measured.
 With `--database URL`, the log stays in that database for the next run. `reconcile`
 makes a lake with `--messages` messages from each of two services to the other, and then
-adds days of `--day` messages.
+adds days of `--day` messages. `--only instead` needs DuckDB (`pip install duckdb`);
+take `--rows 400000` for it.
 """
 
 from __future__ import annotations
@@ -86,6 +87,27 @@ def measure_archive(bench: Bench) -> None:
             f"{spent / bench.write:.2f} x", "<= 4 x, < 40 s",
         )
     )  # fmt: skip
+
+
+def measure_instead(bench: Bench, count: int) -> None:
+    """Compare all of `archive`, in one process and with Spark, with what one would do
+    instead: COPY, DuckDB's Parquet, DELETE."""
+    found = turns(
+        {
+            "archive": lambda: bench.archive_step(None),
+            "archive with Spark": lambda: bench.archive_step(bench.spark),
+            "DuckDB": bench.duckdb_step,
+        },
+        count,
+    )
+    other = found.pop("DuckDB")
+    for name, spent in found.items():
+        LINES.append(
+            (
+                f"{name}, whole; COPY, DuckDB's Parquet, DELETE", f"{spent:.1f} s",
+                f"{other:.1f} s", f"{spent / other:.2f} x", "<= 1.5 x",
+            )
+        )  # fmt: skip
 
 
 def measure_replay(bench: Bench, count: int) -> None:
@@ -243,6 +265,8 @@ def main() -> None:
             measure_archive(bench)
         if "replay" in wanted:
             measure_replay(bench, given.turns)
+        if "instead" in wanted:
+            measure_instead(bench, given.turns)
         if "latency" in wanted:
             fill(url, given.rows)
             measure_latency(bench)
