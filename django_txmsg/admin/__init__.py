@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from django.apps import apps
 
-from . import (
+# Each registers its models.
+from . import (  # noqa: F401
     alerts,
     audit,
     bulk,
@@ -18,20 +19,6 @@ from . import (
     stages,
     workers,
 )
-
-__all__ = [
-    "alerts",
-    "audit",
-    "bulk",
-    "dead_letters",
-    "idempotency",
-    "inbox",
-    "outbox",
-    "runs",
-    "schedule",
-    "stages",
-    "workers",
-]
 
 if apps.is_installed("django_txmsg.spark"):
     from . import findings, pipeline  # noqa: F401 - their models are that app's

@@ -4,6 +4,7 @@ only."""
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -11,9 +12,10 @@ from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
 from django.db.models import Case, QuerySet, When
 from django.db.models.fields.json import KeyTextTransform
-from django.http import HttpRequest, HttpResponse
-from django.urls import reverse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
+from django.views.decorators.http import require_POST
 
 from .. import wire
 from . import display
@@ -68,15 +70,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         """Allow only the list's filters. With any other lookup, a user could guess a
         masked value, or a body, character by character."""
         filters: Any = self.list_filter
-        return lookup in {
-            name
-            for one in filters
-            for name in (
-                (one, f"{one}__exact", f"{one}__isnull")
-                if isinstance(one, str)
-                else (one.parameter_name, *getattr(one, "BOUNDS", ()))
-            )
-        }
+        return lookup in {name for one in filters for name in _lookups(one)}
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
         """Return the list class that shows where counting stopped."""
@@ -98,24 +92,20 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         )
         return answer
 
-    def row_to_show(
-        self, request: HttpRequest, object_id: str, *, noun: str = ""
-    ) -> Any:
-        """Return the row that an address names. If there is none, return None and tell
-        the user.
+    def at(
+        self, route: str, view: Callable[..., HttpResponse], name: str
+    ) -> URLPattern:
+        """Return the address of a page of this admin site."""
+        name = f"django_txmsg_{name}"
+        return path(route, self.admin_site.admin_view(view), name=name)
 
-        `noun` is what the user reads, by default the model's name. Raises
-        PermissionDenied.
-        """
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        row = self.get_object(request, object_id)
-        if row is None:
-            noun = noun or str(self.opts.verbose_name)
-            messages.warning(request, f"There is no {noun} {object_id} here.")
-        return row
+    def button(
+        self, route: str, view: Callable[..., HttpResponse], name: str
+    ) -> URLPattern:
+        """Return the address of a button, which changes something and takes no GET."""
+        return self.at(route, require_POST(view), name)
 
-    def led_to_list(self, request: HttpRequest) -> HttpResponse:
+    def led_to_list(self, request: HttpRequest) -> HttpResponseRedirect:
         """Redirect to the list of this model."""
         rows = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
         return led(request, rows)
@@ -130,7 +120,34 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         }
 
 
-class MessageAdmin(ReadOnlyAdmin):
+class RowPageAdmin(ReadOnlyAdmin):
+    """A list whose rows have pages of ours."""
+
+    #: What the user reads where a row does not exist, by default the model's name.
+    noun: ClassVar[str] = ""
+
+    def change_view(
+        self,
+        request: HttpRequest,
+        object_id: str,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """Show a row's page. If there is no such row, tell the user."""
+        insist(self.has_view_permission(request))
+        row = self.get_object(request, object_id)
+        if row is None:
+            noun = self.noun or self.opts.verbose_name
+            messages.warning(request, f"There is no {noun} {object_id} here.")
+            return self.led_to_list(request)
+        return self.row_page(request, row)
+
+    def row_page(self, request: HttpRequest, row: Any) -> HttpResponse:
+        """Return the page of a row."""
+        raise NotImplementedError
+
+
+class MessageAdmin(RowPageAdmin):
     """A list of messages. Details are only on the page of a message, where bodies and
     headers are masked and need permissions."""
 
@@ -168,18 +185,30 @@ class MessageAdmin(ReadOnlyAdmin):
         """Link rows to their message's page."""
         return MessageList
 
-    def change_view(
-        self,
-        request: HttpRequest,
-        object_id: str,
-        form_url: str = "",
-        extra_context: dict[str, Any] | None = None,
-    ) -> HttpResponse:
+    def row_page(self, request: HttpRequest, row: Any) -> HttpResponse:
         """Redirect to the message's page."""
-        row = self.row_to_show(request, object_id)
-        if row is None:
-            return self.led_to_list(request)
         return led(request, MESSAGE, row.message_id)
+
+
+def insist(allowed: bool) -> None:
+    """Raise PermissionDenied unless the user is allowed to do this."""
+    if not allowed:
+        raise PermissionDenied
+
+
+def given(request: HttpRequest, field: str = "why") -> str:
+    """Return what the user has entered into a field of a form, by default the
+    reason."""
+    return plain(request.POST.get(field, "")).strip()
+
+
+def _lookups(of: Any) -> tuple[str, ...]:
+    """Return the parameters of one of a list's filters."""
+    if isinstance(of, str):
+        return of, f"{of}__exact", f"{of}__isnull"
+    if isinstance(of, tuple):  # admin.EmptyFieldListFilter
+        return (f"{of[0]}__isempty",)
+    return of.parameter_name, *getattr(of, "BOUNDS", ())
 
 
 def plain(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,30 +82,25 @@ def read(
         "content-type", ""
     )
     content = Content(table, pk, kind, row.size)
-    headers: Mapping[str, str] = row.headers or {}
-    if not bodies:
-        content.headers, _ = masking.shown(row.destination, headers, None, kind)
-        content.call = masking.call_shown(content.headers, None)
-        return content
-    if row.size > LARGE and (whole or conf.get().MASK is not None):
-        content.headers, _ = masking.shown(row.destination, headers, None, kind)
-        content.call = masking.call_shown(content.headers, None)
-        content.unmaskable = conf.get().MASK is not None
-        if not content.unmaskable:
-            content.raw = bytes(row.body)
-        return content
-    cut = row.size > SHOWN and not whole
-    if cut and conf.get().MASK is None:
-        content.headers = dict(headers)
+    masks, cut = conf.get().MASK is not None, row.size > SHOWN and not whole
+    large = row.size > LARGE and (whole or masks)
+    if not bodies or large or (cut and not masks):
+        body = None
+    else:
+        body = bytes(row.head if row.size <= SHOWN else row.body)
+    content.headers, shown = masking.shown(
+        row.destination, row.headers or {}, body, kind
+    )
+    content.call = masking.call_shown(content.headers, None if body is None else shown)
+    if body is not None:
+        content.text = pretty(shown)
+        if cut and len(content.text) > SHOWN:
+            content.text, content.cut = content.text[:SHOWN], True
+    elif large and bodies:
+        content.unmaskable = masks
+        content.raw = None if masks else bytes(row.body)
+    elif bodies:
         content.text, content.cut = _text(bytes(row.head)), True
-        content.call = masking.call_shown(headers, None)
-        return content
-    body = bytes(row.head) if row.size <= SHOWN else bytes(row.body)
-    content.headers, shown = masking.shown(row.destination, headers, body, kind)
-    content.text = pretty(shown)
-    content.call = masking.call_shown(content.headers, shown)
-    if cut and len(content.text) > SHOWN:
-        content.text, content.cut = content.text[:SHOWN], True
     return content
 
 

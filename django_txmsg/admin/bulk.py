@@ -3,18 +3,17 @@ cancel."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from django.contrib import admin, messages
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
-from django.urls import path
 from django.utils import timezone
 from django.utils.safestring import SafeString
-from django.views.decorators.http import require_POST
 
+from ..dead_letters import bulk
 from ..models import BulkOperation
 from ..models.bulk_operation import BulkKind, BulkState
 from ..models.fields import clock
@@ -22,7 +21,7 @@ from ..monitoring import attendance
 from . import display
 from .addresses import led
 from .audit import audit, audited
-from .base import ReadOnlyAdmin
+from .base import RowPageAdmin, given, insist
 
 PERMISSIONS = {
     BulkKind.REDELIVER: "django_txmsg.redeliver_deadletter",
@@ -33,7 +32,7 @@ PERMISSIONS = {
 
 
 @admin.register(BulkOperation)
-class BulkAdmin(ReadOnlyAdmin):
+class BulkAdmin(RowPageAdmin):
     """The list of bulk operations, running and past."""
 
     list_display = (
@@ -45,13 +44,8 @@ class BulkAdmin(ReadOnlyAdmin):
 
     def get_urls(self) -> list[Any]:
         """Add the addresses of the buttons."""
-        wrap = self.admin_site.admin_view
         return [
-            path(
-                f"<int:pk>/{verb}/",
-                wrap(require_POST(self._mover(verb))),
-                name=f"django_txmsg_bulk_{verb}",
-            )
+            self.button(f"<int:pk>/{verb}/", self._mover(verb), f"bulk_{verb}")
             for verb in ("pause", "resume", "cancel")
         ] + super().get_urls()
 
@@ -62,17 +56,9 @@ class BulkAdmin(ReadOnlyAdmin):
         may_start = any(user.has_perm(name) for name in set(PERMISSIONS.values()))
         return may_start or super().has_view_permission(request, obj)
 
-    def change_view(
-        self,
-        request: HttpRequest,
-        object_id: str,
-        form_url: str = "",
-        extra_context: dict[str, Any] | None = None,
-    ) -> HttpResponse:
+    def row_page(self, request: HttpRequest, row: BulkOperation) -> HttpResponse:
         """Show the progress of an operation; the page reloads itself."""
-        operation = self.row_to_show(request, object_id)
-        if operation is None:
-            return self.led_to_list(request)
+        operation = row
         handled = operation.done + operation.skipped
         ended = operation.finished_at or timezone.now()
         seconds = max((ended - operation.created_at).total_seconds(), 0.001)
@@ -105,9 +91,8 @@ class BulkAdmin(ReadOnlyAdmin):
             operation = operations.filter(pk=pk).first()
             if operation is None:
                 messages.warning(request, f"There is no bulk operation {pk} here.")
-                return led(request, "admin:django_txmsg_bulkoperation_changelist")
-            if not request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]):
-                raise PermissionDenied
+                return self.led_to_list(request)
+            insist(request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]))
             with audited(operations.db):
                 moved = getattr(operations, verb)(pk)
                 if moved:
@@ -139,6 +124,36 @@ class BulkAdmin(ReadOnlyAdmin):
     def age(self, operation: BulkOperation) -> SafeString:
         """How long ago it was requested."""
         return display.ago(operation.created_at)
+
+
+def start(
+    request: HttpRequest,
+    kind: BulkKind,
+    filters: dict[str, Any],
+    using: str,
+    said: Callable[[BulkOperation], str],
+    **options: Any,
+) -> BulkOperation:
+    """Start the operation that a confirmation page has shown, with its rate and reason.
+    `said` returns what the audit says of it.
+
+    Raises TxmsgError, and ValueError if the rate is not a number.
+    """
+    rate, why = given(request, "rate"), given(request)
+    with audited(using):
+        operation = bulk.start(
+            kind,
+            filters,
+            using=using,
+            by=request.user.get_username(),
+            why=why,
+            rate=float(rate) if rate else None,
+            **options,
+        )
+        because = f"; why: {why}" if why else ""
+        text = f"{said(operation)}; filter: {filter_text(filters)}{because}."
+        audit(request, operation, text)
+    return operation
 
 
 def _consumed(operation: BulkOperation) -> bool:

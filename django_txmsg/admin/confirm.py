@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import messages
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.http import HttpRequest, HttpResponse, QueryDict
 from django.shortcuts import render
@@ -23,9 +22,8 @@ from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
 from .addresses import MESSAGE, led
-from .audit import audit, audited
-from .base import ReadOnlyAdmin, plain
-from .bulk import PERMISSIONS, filter_text
+from .base import ReadOnlyAdmin, insist, plain
+from .bulk import PERMISSIONS, filter_text, start
 
 #: Most messages that are processed before the page answers, and most seconds that it
 #: waits for them.
@@ -44,11 +42,10 @@ class ConfirmPages:
         """Ask for confirmation (GET), or start (POST)."""
         given = request.POST if request.method == "POST" else request.GET
         if given.get("kind") not in BulkKind.values:
-            return self._back(request)
+            return self._admin.led_to_list(request)
         kind = BulkKind(given["kind"])
         may = request.user.has_perm(PERMISSIONS[kind])
-        if not may or not self._admin.has_view_permission(request):
-            raise PermissionDenied
+        insist(may and self._admin.has_view_permission(request))
         using = router.db_for_write(DeadLetter)
         try:
             filters = read_filter(given)
@@ -60,7 +57,7 @@ class ConfirmPages:
             return self._ask(request, kind, filters, using)
         except (TxmsgError, ValueError) as error:
             messages.error(request, str(error))
-            return self._back(request)
+            return self._admin.led_to_list(request)
 
     def _ask(
         self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
@@ -75,7 +72,7 @@ class ConfirmPages:
                 f"There is nothing to {kind}: the selected dead letters are resolved "
                 "already.",
             )
-            return self._back(request)
+            return self._admin.led_to_list(request)
         redelivers = kind == BulkKind.REDELIVER
         count = facts.count
         same = count == 1 or "fingerprint" in filters
@@ -104,32 +101,22 @@ class ConfirmPages:
     def _start(
         self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
     ) -> HttpResponse:
-        rate = request.POST.get("rate", "").strip()
-        why = plain(request.POST.get("why", "")).strip()
         token = request.POST.get("shown")
         forced = request.POST.get("force") == "1"
         tolerates = int(request.POST.get("tolerates") or 0)
         first = request.POST.get("first") == "1" and kind == BulkKind.REDELIVER
-        with audited(using):
-            operation = bulk.start(
-                kind,
-                filters,
-                using=using,
-                by=request.user.get_username(),
-                why=why,
-                force=forced,
-                rate=float(rate) if rate else None,
-                shown=Shown.parse(token) if token else None,
-                tolerates=max(tolerates, 0) if first else None,
-            )
-            audit(
-                request,
-                operation,
-                f"{kind.capitalize()} {operation.subject}"
-                f"{', even if processed in the meantime' if forced else ''}"
-                f"{', one first' if first else ''}; "
-                f"filter: {filter_text(filters)}{f'; why: {why}' if why else ''}.",
-            )
+        how = f"{', even if processed in the meantime' if forced else ''}"
+        how += f"{', one first' if first else ''}"
+        operation = start(
+            request,
+            kind,
+            filters,
+            using,
+            lambda one: f"{kind.capitalize()} {one.subject}{how}",
+            force=forced,
+            shown=Shown.parse(token) if token else None,
+            tolerates=max(tolerates, 0) if first else None,
+        )
         if operation.total <= AT_ONCE and operation.rate is None and not first:
             bulk.finish(operation, patience=PATIENCE)
         if operation.state != BulkState.DONE:
@@ -151,7 +138,7 @@ class ConfirmPages:
         )
         if letter is not None:
             return led(request, MESSAGE, letter.message_id)
-        return self._back(request)
+        return self._admin.led_to_list(request)
 
     def _tell(self, request: HttpRequest, operation: BulkOperation) -> None:
         done = operation.done
@@ -161,9 +148,6 @@ class ConfirmPages:
             text += f" {operation.skipped} skipped: {why}."
         (messages.warning if operation.skipped else messages.success)(request, text)
 
-    def _back(self, request: HttpRequest) -> HttpResponse:
-        return led(request, "admin:django_txmsg_deadletter_changelist")
-
 
 def read_filter(given: QueryDict) -> dict[str, Any]:
     """Return the filter in a page's query or form.
@@ -172,17 +156,8 @@ def read_filter(given: QueryDict) -> dict[str, Any]:
     """
     filters: dict[str, Any] = {
         name: plain(str(given[name]))
-        for name in (
-            "stage",
-            "destination",
-            "fingerprint",
-            "reason",
-            "resolution",
-            "since",
-            "before",
-            "older",
-            "search",
-        )
+        for name in selection.FILTERS
+        if name not in ("ids", "again")
         if name in given
     }
     if given.get("again"):

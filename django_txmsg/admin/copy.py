@@ -11,7 +11,6 @@ import difflib
 from typing import Any
 
 from django.contrib import messages
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
@@ -26,7 +25,7 @@ from ..models.dead_letter import Resolution
 from . import body as bodies
 from .addresses import MESSAGE, led
 from .audit import audit, audited
-from .base import ReadOnlyAdmin
+from .base import ReadOnlyAdmin, insist
 
 #: Largest body, in bytes, for which a text field is offered.
 LONGEST = 256 * 1024
@@ -41,19 +40,21 @@ class CopyPages:
     def page(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Edit (GET), show the difference (POST), send (POST with `send`)."""
         user: Any = request.user
-        if not conf.get().EDIT_DEAD_LETTERS or not user.has_perms(
-            [
-                "django_txmsg.edit_deadletter",
-                "django_txmsg.view_deadletter",
-                "django_txmsg.view_message_body",
-            ]
-        ):
-            raise PermissionDenied
+        insist(
+            conf.get().EDIT_DEAD_LETTERS
+            and user.has_perms(
+                [
+                    "django_txmsg.edit_deadletter",
+                    "django_txmsg.view_deadletter",
+                    "django_txmsg.view_message_body",
+                ]
+            )
+        )
         using = router.db_for_write(DeadLetter)
         letter = DeadLetter.objects.using(using).filter(pk=pk).first()
         if letter is None:
             messages.warning(request, f"There is no dead letter {pk} here.")
-            return led(request, "admin:django_txmsg_deadletter_changelist")
+            return self._admin.led_to_list(request)
         problem = unfit(letter)
         if problem:
             messages.warning(request, problem)

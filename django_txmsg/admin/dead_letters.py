@@ -11,11 +11,9 @@ from django.contrib import admin
 from django.contrib.admin.views.main import SEARCH_VAR
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.urls import path
 from django.utils.functional import cached_property
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.views.decorators.http import require_POST
 
 from ..dead_letters import selection
 from ..models import DeadLetter
@@ -39,15 +37,15 @@ MOST_CHOICES = 100
 
 
 class DeadFilter(CountingFilter):
-    """A filter whose choices show their number of open dead letters."""
-
-    column = ""
+    """A filter whose choices show their number of open dead letters. An empty value is
+    one: the relay's letters have no stage."""
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
         """Count the open dead letters of each choice. All filters share one query."""
-        for value, number in open_counts(request, model_admin)[self.column].items():
+        counts = open_counts(request, model_admin)[str(self.parameter_name)]
+        for value, number in counts.items():
             yield value, f"{value or '(relay)'} ({number})", None
 
     def queryset(
@@ -56,19 +54,19 @@ class DeadFilter(CountingFilter):
         """Narrow the list."""
         if self.value() is None:
             return queryset
-        return queryset.filter(**{self.column: self.value()})
+        return queryset.filter(**{str(self.parameter_name): self.value()})
 
 
 class StageFilter(DeadFilter):
     """Filters by the stage that has given up."""
 
-    title = parameter_name = column = "stage"
+    title = parameter_name = "stage"
 
 
 class DestinationFilter(DeadFilter):
     """Filters by the message's destination."""
 
-    title = parameter_name = column = "destination"
+    title = parameter_name = "destination"
 
 
 class FingerprintFilter(DeadFilter):
@@ -76,7 +74,7 @@ class FingerprintFilter(DeadFilter):
     letter."""
 
     title = "error"
-    parameter_name = column = "fingerprint"
+    parameter_name = "fingerprint"
 
     def counted(
         self, request: HttpRequest, model_admin: Any
@@ -84,19 +82,18 @@ class FingerprintFilter(DeadFilter):
         """Count the open dead letters of each error."""
         counts = open_counts(request, model_admin)
         letters = model_admin.get_queryset(request).filter(
-            pk__in=[counts["newest"][value] for value in counts[self.column]]
+            pk__in=[counts["newest"][value] for value in counts["fingerprint"]]
         )
         exceptions = dict(letters.values_list("fingerprint", "exception").order_by())
-        for value, number in counts[self.column].items():
+        for value, number in counts["fingerprint"].items():
             text = display.cut(display.first_line(exceptions.get(value, "")), 60)
             yield value, f"{text or value} ({number})", None
 
 
-class ResolutionFilter(CountingFilter):
+class ResolutionFilter(DeadFilter):
     """Filters by how a dead letter was resolved. By default it shows open ones."""
 
-    title = "resolution"
-    parameter_name = "resolution"
+    title = parameter_name = "resolution"
 
     def counted(
         self, request: HttpRequest, model_admin: Any
@@ -105,14 +102,6 @@ class ResolutionFilter(CountingFilter):
         rows = model_admin.get_queryset(request)
         for state in Resolution.values:
             yield state, state, count(rows.filter(resolution=state))
-
-    def queryset(
-        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
-    ) -> QuerySet[DeadLetter]:
-        """Narrow the list."""
-        if self.value() is None:
-            return queryset
-        return queryset.filter(resolution=self.value())
 
 
 class AgainFilter(admin.SimpleListFilter):
@@ -141,7 +130,7 @@ class DiedFilter(BetweenFilter):
 class ReasonFilter(DeadFilter):
     """Filters by the reason of the burial."""
 
-    title = parameter_name = column = "reason"
+    title = parameter_name = "reason"
 
 
 FILTERS = (
@@ -184,6 +173,18 @@ class LetterList(MessageList):
         return urlencode(bulk_filter(self.params))
 
 
+def _asking(kind: BulkKind, permission: str) -> Any:
+    """Return the action of the list that asks before this bulk operation."""
+
+    @admin.action(description=f"{kind.capitalize()}…", permissions=[permission])
+    def ask(
+        self: DeadLetterAdmin, request: HttpRequest, queryset: QuerySet[DeadLetter]
+    ) -> HttpResponse:
+        return self.confirm(request, kind, queryset)
+
+    return ask
+
+
 @admin.register(DeadLetter)
 class DeadLetterAdmin(MessageAdmin):
     """Messages that were given up. Without a query, the page groups them by error."""
@@ -220,12 +221,11 @@ class DeadLetterAdmin(MessageAdmin):
 
     def get_urls(self) -> list[Any]:
         """Add the pages of the actions."""
-        wrap = self.admin_site.admin_view
         confirm, copy, groups = ConfirmPages(self), CopyPages(self), GroupPages(self)
         return [
-            path("confirm/", wrap(confirm.page), name="django_txmsg_confirm"),
-            path("<int:pk>/copy/", wrap(copy.page), name="django_txmsg_copy"),
-            path("note/", wrap(require_POST(groups.note)), name="django_txmsg_note"),
+            self.at("confirm/", confirm.page, "confirm"),
+            self.at("<int:pk>/copy/", copy.page, "copy"),
+            self.button("note/", groups.note, "note"),
             *super().get_urls(),
         ]
 
@@ -246,37 +246,23 @@ class DeadLetterAdmin(MessageAdmin):
         """Whether the user may discard and restore."""
         return request.user.has_perm(PERMISSIONS[BulkKind.DISCARD])
 
-    @admin.action(description="Redeliver…", permissions=["redeliver"])
-    def redeliver_selected(
-        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
-    ) -> HttpResponse:
-        """Ask before redelivering the selection."""
-        return self._confirm(request, "redeliver", queryset)
+    redeliver_selected = _asking(BulkKind.REDELIVER, "redeliver")
+    discard_selected = _asking(BulkKind.DISCARD, "discard")
+    restore_selected = _asking(BulkKind.RESTORE, "discard")
 
-    @admin.action(description="Discard…", permissions=["discard"])
-    def discard_selected(
-        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
+    def confirm(
+        self, request: HttpRequest, kind: BulkKind, queryset: QuerySet[DeadLetter]
     ) -> HttpResponse:
-        """Ask before discarding the selection."""
-        return self._confirm(request, "discard", queryset)
-
-    @admin.action(description="Restore…", permissions=["discard"])
-    def restore_selected(
-        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
-    ) -> HttpResponse:
-        """Ask before restoring the selection."""
-        return self._confirm(request, "restore", queryset)
-
-    def _confirm(
-        self, request: HttpRequest, kind: str, queryset: QuerySet[DeadLetter]
-    ) -> HttpResponse:
+        """Ask before a bulk operation on the selection."""
         if request.POST.get("select_across") == "1":
             # All that match: the filter itself, since their number has no limit.
             query = bulk_filter(request.GET)
         else:
             query = {"ids": ",".join(request.POST.getlist("_selected_action"))}
         page = address(request, "admin:django_txmsg_confirm")
-        return HttpResponseRedirect(f"{page}?{urlencode({'kind': kind, **query})}")
+        return HttpResponseRedirect(
+            f"{page}?{urlencode({'kind': kind.value, **query})}"
+        )
 
     @admin.display(description="state")
     def state(self, letter: DeadLetter) -> SafeString:

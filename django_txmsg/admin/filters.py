@@ -19,7 +19,8 @@ from .counting import OLDER, count, listed
 
 
 class CountingFilter(admin.SimpleListFilter):
-    """A filter that shows the number of rows of each choice."""
+    """A filter that shows the number of rows of each choice. It narrows the list to the
+    rows whose column `parameter_name` has the chosen value."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
         """Return the choices, each with the number of rows that it would show."""
@@ -37,6 +38,13 @@ class CountingFilter(admin.SimpleListFilter):
         count. A filter that is set narrows the list even if its value is not among the
         choices."""
         return bool(self.lookup_choices) or self.value() is not None
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        value = self.value()
+        if not value:
+            return queryset
+        return queryset.filter(**{str(self.parameter_name): value})
 
 
 class StateFilter(CountingFilter):
@@ -84,21 +92,11 @@ class PlaceFilter(CountingFilter):
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
         """Count each among the newest."""
-        return among_newest(self.newest(model_admin.get_queryset(request).db))
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
-        if not self.value():
-            return queryset
-        return queryset.filter(**{str(self.parameter_name): self.value()})
-
-
-def among_newest(counts: dict[str, int]) -> Iterator[tuple[str, str, None]]:
-    """Return choices counted among the newest rows. "12+" means that there may be
-    more."""
-    more = "+" if sum(counts.values()) >= recent.RECENT else ""
-    for name, number in sorted(counts.items()):
-        yield name, f"{name} ({number:,}{more})", None
+        counts = self.newest(model_admin.get_queryset(request).db)
+        # "12+": there may be more.
+        more = "+" if sum(counts.values()) >= recent.RECENT else ""
+        for name, number in sorted(counts.items()):
+            yield name, f"{name} ({number:,}{more})", None
 
 
 class AgeFilter(admin.SimpleListFilter):

@@ -21,7 +21,7 @@ from ..spark.models import Finding
 from . import display
 from .addresses import MESSAGE
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, find, plain
+from .base import ReadOnlyAdmin, find, given
 
 
 @admin.register(Finding)
@@ -48,12 +48,6 @@ class FindingAdmin(ReadOnlyAdmin):
         """Whether the user may acknowledge findings, and reopen them."""
         return request.user.has_perm("txmsg_spark.acknowledge_finding")
 
-    def lookup_allowed(
-        self, lookup: str, value: Any, request: HttpRequest | None = None
-    ) -> bool:
-        """Allow only the list's filters."""
-        return lookup in ("verdict", "verdict__exact", "acknowledged_at__isempty")
-
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
@@ -68,7 +62,7 @@ class FindingAdmin(ReadOnlyAdmin):
     ) -> HttpResponse | None:
         """Ask for a note, then store it with the selected findings."""
         findings = chosen.filter(acknowledged_at=None)
-        note = plain(request.POST.get("note", "")).strip()
+        note = given(request, "note")
         if "note" not in request.POST:
             return self._ask(request, findings)
         shown = findings

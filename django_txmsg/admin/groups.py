@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from django.contrib import messages
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
@@ -18,9 +17,8 @@ from ..models import DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
 from ..monitoring import dead
 from . import display
-from .addresses import led
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, plain
+from .base import ReadOnlyAdmin, given, insist
 from .bulk import PERMISSIONS
 
 #: Most groups on a page.
@@ -47,8 +45,7 @@ class GroupPages:
 
     def page(self, request: HttpRequest) -> HttpResponse:
         """Show open dead letters by their error, the largest groups first."""
-        if not self._admin.has_view_permission(request):
-            raise PermissionDenied
+        insist(self._admin.has_view_permission(request))
         using = router.db_for_read(DeadLetter)
         latest = request.GET.get("sort") == "latest"
         groups = grouped(using, latest=latest)
@@ -70,15 +67,14 @@ class GroupPages:
     def note(self, request: HttpRequest) -> HttpResponse:
         """Store an operator's note about an error, and whether it is muted."""
         may_note = request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER])
-        if not may_note or not self._admin.has_view_permission(request):
-            raise PermissionDenied
+        insist(may_note and self._admin.has_view_permission(request))
         using = router.db_for_write(FailureNote)
         above = request.POST.get("above", "")[:9]
         try:
             with audited(using):
                 note = FailureNote.objects.db_manager(using).keep(
-                    plain(request.POST.get("fingerprint", "")),
-                    note=plain(request.POST.get("note", "")),
+                    given(request, "fingerprint"),
+                    note=given(request, "note"),
                     muted=request.POST.get("muted") == "1",
                     duration=MUTES.get(request.POST.get("for", "")),
                     above=int(above) if above.isdecimal() else None,
@@ -99,7 +95,7 @@ class GroupPages:
                 request,
                 "The error is muted." if note.muted else "The note is saved.",
             )
-        return led(request, "admin:django_txmsg_deadletter_changelist")
+        return self._admin.led_to_list(request)
 
 
 def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:

@@ -28,7 +28,6 @@ class IdempotencyAdmin(ReadOnlyAdmin):
     search_help_text = "Exact key"
     ordering = ("-id",)
     actions = ()
-    change_list_template = "admin/django_txmsg/change_list.html"
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Whether the user may delete keys."""

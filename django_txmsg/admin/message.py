@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.contrib import messages
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.db.models import Q
 from django.http import Http404, HttpRequest, HttpResponse
@@ -30,7 +29,7 @@ from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
 from .addresses import MESSAGE, led
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, plain
+from .base import ReadOnlyAdmin, given, insist
 from .received import shown_state, with_state
 
 # The messages that led to a message and that it led to: all with the same correlation
@@ -282,8 +281,7 @@ class MessagePages:
         may = allowed(request)
         if table not in bodies.TABLES:
             raise Http404
-        if not may["body"] or not may[table]:
-            raise PermissionDenied
+        insist(may["body"] and may[table])
         using = router.db_for_read(OutboxMessage)
         content = bodies.read(
             table, pk, using=using, message_id=message_id, bodies=True, whole=True
@@ -305,12 +303,8 @@ class MessagePages:
 
     def cancel(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Cancel a pending message."""
-        user: Any = request.user
-        if not user.has_perm("django_txmsg.cancel_outboxmessage"):
-            raise PermissionDenied
-        allowed(request)
-        why = plain(request.POST.get("why", "")).strip()[:255]
-        by = f"by {user.get_username()}" + (f": {why}" if why else "")
+        insist(allowed(request)["cancel"])
+        why, by = _reason(request, 255)
         return self._done(
             request, message_id, "Cancelled", why,
             lambda: cancel_message(message_id, why=by),
@@ -319,30 +313,23 @@ class MessagePages:
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Reschedule a pending message. It will be sent in the entered number of
         minutes."""
-        user: Any = request.user
-        if not user.has_perm("django_txmsg.reschedule_outboxmessage"):
-            raise PermissionDenied
-        allowed(request)
-        given = request.POST.get("minutes", "")
-        entry = f"due in {given or 0} minutes"
+        insist(allowed(request)["reschedule"])
+        minutes = given(request, "minutes") or "0"
+        entry = f"due in {minutes} minutes"
         try:
-            delay = dt.timedelta(minutes=float(given or 0))
+            delay = dt.timedelta(minutes=float(minutes))
             return self._done(
                 request, message_id, "Rescheduled", entry,
                 lambda: reschedule_message(message_id, delay=delay),
             )  # fmt: skip
         except (InvalidMessage, OverflowError, ValueError):
-            messages.error(request, f"{given[:20]!r} is not a number of minutes.")
+            messages.error(request, f"{minutes[:20]!r} is not a number of minutes.")
             return led(request, MESSAGE, message_id)
 
     def stop(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Stop a message that a handler is processing."""
-        user: Any = request.user
-        if not user.has_perm("django_txmsg.stop_inboxmessage"):
-            raise PermissionDenied
-        allowed(request)
-        why = plain(request.POST.get("why", "")).strip()[:200]
-        by = f"by {user.get_username()}" + (f": {why}" if why else "")
+        insist(allowed(request)["stop"])
+        why, by = _reason(request, 200)
         using = router.db_for_write(InboxMessage)
         return self._done(
             request, message_id, "Asked to stop", why,
@@ -409,9 +396,14 @@ def allowed(request: HttpRequest) -> dict[str, bool]:
             ("stop", "stop_inboxmessage"),
         )
     }
-    if not (may["outbox"] or may["inbox"] or may["dead"]):
-        raise PermissionDenied
+    insist(may["outbox"] or may["inbox"] or may["dead"])
     return may
+
+
+def _reason(request: HttpRequest, most: int) -> tuple[str, str]:
+    """Return why the user does something, and the same with the user's name."""
+    why, user = given(request)[:most], request.user.get_username()
+    return why, f"by {user}: {why}" if why else f"by {user}"
 
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:

@@ -8,10 +8,8 @@ from django.contrib import admin
 from django.db.models import OuterRef, Q, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
-from django.urls import path
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.views.decorators.http import require_POST
 
 from .. import conf
 from ..models import DeadLetter, InboxMessage, OutboxMessage
@@ -70,29 +68,13 @@ class OutboxAdmin(MessageAdmin):
     def get_urls(self) -> list[Any]:
         """Add the address of a message's page, which shows rows of all tables."""
         pages = message.MessagePages(self)
-        wrap = self.admin_site.admin_view
+        one = "<uuid:message_id>/"
         return [
-            path("<uuid:message_id>/", wrap(pages.page), name="django_txmsg_message"),
-            path(
-                "<uuid:message_id>/body/<str:table>/<int:pk>/",
-                wrap(pages.body),
-                name="django_txmsg_body",
-            ),
-            path(
-                "<uuid:message_id>/cancel/",
-                wrap(require_POST(pages.cancel)),
-                name="django_txmsg_cancel",
-            ),
-            path(
-                "<uuid:message_id>/reschedule/",
-                wrap(require_POST(pages.reschedule)),
-                name="django_txmsg_reschedule",
-            ),
-            path(
-                "<uuid:message_id>/stop/",
-                wrap(require_POST(pages.stop)),
-                name="django_txmsg_stop",
-            ),
+            self.at(one, pages.page, "message"),
+            self.at(f"{one}body/<str:table>/<int:pk>/", pages.body, "body"),
+            self.button(f"{one}cancel/", pages.cancel, "cancel"),
+            self.button(f"{one}reschedule/", pages.reschedule, "reschedule"),
+            self.button(f"{one}stop/", pages.stop, "stop"),
             *super().get_urls(),
         ]
 

@@ -6,18 +6,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from django.contrib import messages
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
-from django.urls import path
-from django.views.decorators.http import require_POST
+from django.shortcuts import render
 
 from ..monitoring import pausing
 from . import display
-from .addresses import led
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, plain
+from .base import ReadOnlyAdmin, given, insist
 
 
 class PausableAdmin(ReadOnlyAdmin):
@@ -29,6 +26,8 @@ class PausableAdmin(ReadOnlyAdmin):
     #: alone.
     noun: ClassVar[str]
     called: ClassVar[str] = ""
+    #: The page's title.
+    title: ClassVar[str]
     #: The form's field with the name.
     field: ClassVar[str] = "name"
     #: The consequences of a pause, and of its end.
@@ -50,13 +49,26 @@ class PausableAdmin(ReadOnlyAdmin):
     def get_urls(self) -> list[Any]:
         """Add the buttons' addresses."""
         return [
-            path(
-                f"{verb}/",
-                self.admin_site.admin_view(require_POST(view)),
-                name=f"django_txmsg_{self.kind}_{verb}",
-            )
-            for verb, view in (("pause", self.pause), ("resume", self.resume))
-        ] + super().get_urls()
+            self.button("pause/", self.pause, f"{self.kind}_pause"),
+            self.button("resume/", self.resume, f"{self.kind}_resume"),
+            *super().get_urls(),
+        ]
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show everything on one page."""
+        insist(self.has_view_permission(request))
+        context = {
+            **self.page_context(request, self.title),
+            "may_pause": self.may_pause(request),
+            **self.rows(request),
+        }
+        return render(request, self.change_list_template, context)
+
+    def rows(self, request: HttpRequest) -> dict[str, Any]:
+        """Return what the page shows."""
+        raise NotImplementedError
 
     def pause(self, request: HttpRequest) -> HttpResponse:
         """Pause a stage or a recurring message."""
@@ -67,10 +79,8 @@ class PausableAdmin(ReadOnlyAdmin):
         return self._set(request, paused=False)
 
     def _set(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
-        if not self.may_pause(request):
-            raise PermissionDenied
-        name = plain(request.POST.get(self.field, ""))
-        why = plain(request.POST.get("why", "")).strip()
+        insist(self.may_pause(request))
+        name, why = given(request, self.field), given(request)
         by, verb = request.user.get_username(), "Paused" if paused else "Resumed"
         shown = f"{self.called} {name}".strip()
         try:
@@ -88,4 +98,4 @@ class PausableAdmin(ReadOnlyAdmin):
                 messages.warning(request, refusal)
             else:
                 messages.success(request, f"{verb} {shown}.{self.follows}")
-        return led(request, f"admin:django_txmsg_{self.opts.model_name}_changelist")
+        return self.led_to_list(request)

@@ -6,7 +6,6 @@ import datetime as dt
 import json
 
 from django.contrib import admin
-from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -16,16 +15,8 @@ from . import display
 from .base import ReadOnlyAdmin
 
 
-class RecordAdmin(ReadOnlyAdmin):
-    """A list of records that cannot be deleted here."""
-
-    def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        """Return False: these records are kept."""
-        return False
-
-
 @admin.register(PipelineRun)
-class PipelineRunAdmin(RecordAdmin):
+class PipelineRunAdmin(ReadOnlyAdmin):
     """The runs: who ran which job, when, with which options, and with which result."""
 
     list_display = ("job", "outcome", "service", "row_count", "took", "begun", "run_by")
@@ -59,7 +50,7 @@ class PipelineRunAdmin(RecordAdmin):
     @admin.display(description="started")
     def begun(self, run: PipelineRun) -> SafeString:
         """When it began."""
-        return format_html("{} ago", display.age(run.started_at))
+        return display.ago(run.started_at)
 
     @admin.display(description="options")
     def chosen(self, run: PipelineRun) -> SafeString:
@@ -73,7 +64,7 @@ class PipelineRunAdmin(RecordAdmin):
 
 
 @admin.register(ArchiveMark)
-class ArchiveMarkAdmin(RecordAdmin):
+class ArchiveMarkAdmin(ReadOnlyAdmin):
     """The archive's position, by table and lake."""
 
     list_display = ("source", "lake", "purged_through", "row_count", "changed")
@@ -93,11 +84,11 @@ class ArchiveMarkAdmin(RecordAdmin):
     @admin.display(description="moved")
     def changed(self, mark: ArchiveMark) -> SafeString:
         """When the position last advanced."""
-        return format_html("{} ago", display.age(mark.changed_at))
+        return display.ago(mark.changed_at)
 
 
 @admin.register(PipelineAlert)
-class PipelineAlertAdmin(RecordAdmin):
+class PipelineAlertAdmin(ReadOnlyAdmin):
     """The last measurements of `pipeline follow`."""
 
     list_display = ("name", "service", "firing", "summary", "began", "measured")
@@ -114,9 +105,9 @@ class PipelineAlertAdmin(RecordAdmin):
         """When it last began to fire."""
         if alert.since is None:
             return "-"
-        return format_html("{} ago", display.age(alert.since))
+        return display.ago(alert.since)
 
     @admin.display(description="measured")
     def measured(self, alert: PipelineAlert) -> SafeString:
         """When it was last measured."""
-        return format_html("{} ago", display.age(alert.checked_at))
+        return display.ago(alert.checked_at)

@@ -7,18 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from django.contrib import admin, messages
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.db.models import Max, Min, Q, QuerySet
 from django.http import HttpRequest, HttpResponse, QueryDict
 from django.shortcuts import render
-from django.urls import path
 from django.utils.safestring import SafeString
-from django.views.decorators.http import require_POST
 
 from .. import wire
 from ..consuming import go_back
-from ..dead_letters import bulk, masking
+from ..dead_letters import masking
 from ..dead_letters.selection import Changed, Shown
 from ..errors import TxmsgError
 from ..flows import acts
@@ -29,9 +26,9 @@ from ..monitoring import runs
 from . import display
 from .addresses import led
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, plain
+from .base import RowPageAdmin, given, insist, plain
 from .body import pretty
-from .bulk import PERMISSIONS, filter_text
+from .bulk import PERMISSIONS, start
 from .counting import count, listed
 from .filters import AgeFilter, CountingFilter, StateFilter
 from .sequence import sequence
@@ -74,10 +71,6 @@ class FlowFilter(CountingFilter):
         for name, number in sorted(found.items()):
             yield name, f"{name} ({listed(number)} open)", None
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
-        return queryset.filter(flow=self.value()) if self.value() else queryset
-
 
 class StepFilter(admin.SimpleListFilter):
     """Filters by the step that runs next, of flows declared here."""
@@ -104,9 +97,10 @@ class SinceFilter(AgeFilter):
 
 
 @admin.register(Run)
-class RunAdmin(ReadOnlyAdmin):
+class RunAdmin(RowPageAdmin):
     """Runs of flows, newest first."""
 
+    noun = "run"
     list_display = ("shown_state", "flow", "key", "step", "waits", "age", "deadline")
     list_display_links = ("shown_state", "flow")
     list_filter = (RunStateFilter, FlowFilter, StepFilter, SinceFilter)
@@ -156,12 +150,9 @@ class RunAdmin(ReadOnlyAdmin):
 
     def get_urls(self) -> list[Any]:
         """Add the addresses of the acts."""
-        wrap = self.admin_site.admin_view
-        view = wrap(require_POST(self.act))
-        back = wrap(self.go_back)
         return [
-            path("<int:pk>/act/<str:name>/", view, name="django_txmsg_run_act"),
-            path("go-back/", back, name="django_txmsg_run_go_back"),
+            self.button("<int:pk>/act/<str:name>/", self.act, "run_act"),
+            self.at("go-back/", self.go_back, "run_go_back"),
             *super().get_urls(),
         ]
 
@@ -179,10 +170,9 @@ class RunAdmin(ReadOnlyAdmin):
     def go_back(self, request: HttpRequest) -> HttpResponse:
         """Ask for confirmation (GET), or start the bulk operation (POST)."""
         may = request.user.has_perm(PERMISSIONS[BulkKind.GO_BACK])
-        if not may or not self.has_view_permission(request):
-            raise PermissionDenied
-        given = request.POST if request.method == "POST" else request.GET
-        flow, step, to = (plain(given.get(one, "")) for one in ("flow", "step", "to"))
+        insist(may and self.has_view_permission(request))
+        form = request.POST if request.method == "POST" else request.GET
+        flow, step, to = (plain(form.get(one, "")) for one in ("flow", "step", "to"))
         declared = {one.name: one for one in declarations()}.get(flow)
         using = router.db_for_write(Run)
         filters = go_back.filters_of(flow, step, to)
@@ -190,7 +180,17 @@ class RunAdmin(ReadOnlyAdmin):
         targets = [one.name for one in steps if not one.joins]
         if request.method == "POST" and to in targets:
             try:
-                return self._start(request, filters, using)
+                operation = start(
+                    request,
+                    BulkKind.GO_BACK,
+                    filters,
+                    using,
+                    lambda one: f"Send {one.subject} back to step {to}",
+                    shown=Shown.parse(given(request, "shown")),
+                )
+                return led(
+                    request, "admin:django_txmsg_bulkoperation_change", operation.pk
+                )
             except Changed as error:
                 messages.warning(request, f"{error} Look at the new numbers.")
             except (TxmsgError, ValueError) as error:
@@ -211,40 +211,9 @@ class RunAdmin(ReadOnlyAdmin):
         }
         return render(request, "admin/django_txmsg/go_back.html", context)
 
-    def _start(
-        self, request: HttpRequest, filters: dict[str, str], using: str
-    ) -> HttpResponse:
-        rate = request.POST.get("rate", "").strip()
-        why = plain(request.POST.get("why", "")).strip()
-        with audited(using):
-            operation = bulk.start(
-                BulkKind.GO_BACK,
-                filters,
-                using=using,
-                by=request.user.get_username(),
-                why=why,
-                rate=float(rate) if rate else None,
-                shown=Shown.parse(request.POST.get("shown", "")),
-            )
-            audit(
-                request,
-                operation,
-                f"Send {operation.subject} back to step {filters['to']}; "
-                f"filter: {filter_text(filters)}{f'; why: {why}' if why else ''}.",
-            )
-        return led(request, "admin:django_txmsg_bulkoperation_change", operation.pk)
-
-    def change_view(
-        self,
-        request: HttpRequest,
-        object_id: str,
-        form_url: str = "",
-        extra_context: dict[str, Any] | None = None,
-    ) -> HttpResponse:
+    def row_page(self, request: HttpRequest, row: Run) -> HttpResponse:
         """Show everything known about one run."""
-        run = self.row_to_show(request, object_id, noun="run")
-        if run is None:
-            return self.led_to_list(request)
+        run = row
         using, user = run._state.db, request.user
         declared = {one.name: one for one in declarations()}.get(run.flow)
         states = user.has_perm("django_txmsg.view_message_body")
@@ -285,20 +254,15 @@ class RunAdmin(ReadOnlyAdmin):
         one = acts.ACTS.get(name)
         user: Any = request.user
         may = one is not None and user.has_perm(f"django_txmsg.{one.permission}")
-        if not may or not self.has_view_permission(request):
-            raise PermissionDenied
+        insist(may and self.has_view_permission(request))
         run = Run.objects.using(router.db_for_write(Run)).filter(pk=pk).first()
         if run is None:
             return self.led_to_list(request)
-        given = acts.Given(
-            **{
-                field: plain(request.POST.get(field, "")).strip()
-                for field in ("why", "value", "type", "to")
-            }
-        )
+        fields = ("why", "value", "type", "to")
+        entered = acts.Given(**{field: given(request, field) for field in fields})
         try:
             with audited(str(run._state.db)):
-                said = acts.act(name, run, given, seen=request.POST.get("seen", ""))
+                said = acts.act(name, run, entered, seen=request.POST.get("seen", ""))
                 audit(request, run, said)
         except TxmsgError as error:
             messages.error(request, str(error))

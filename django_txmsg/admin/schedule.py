@@ -7,21 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from django.contrib import admin, messages
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import render
-from django.urls import path
-from django.views.decorators.http import require_POST
 
 from .. import conf
 from ..errors import ConfigurationError, TxmsgError
 from ..models import Schedule
 from ..monitoring import pausing, schedule
 from ..scheduling import made
-from .addresses import led
 from .audit import audit, audited
-from .base import plain
+from .base import given, insist
 from .pausing import PausableAdmin
 
 
@@ -30,51 +25,40 @@ class ScheduleAdmin(PausableAdmin):
     """One page for all recurring messages, declared here or known from their rows."""
 
     kind, noun = "schedule", "recurring message"
+    title = "Recurring messages"
+    change_list_template = "admin/django_txmsg/schedule.html"
     change = staticmethod(pausing.set_recurring)
     database = staticmethod(pausing.database_of_recurring)
 
-    def changelist_view(
-        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
-        """Show when each is due, and whether it is paused."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        context = {
-            **self.page_context(request, "Recurring messages"),
-            "rows": schedule.read(),
-            "may_pause": self.may_pause(request),
-            "may_make": self._may_make(request),
-        }
-        return render(request, "admin/django_txmsg/schedule.html", context)
+    def rows(self, request: HttpRequest) -> dict[str, Any]:
+        """Return when each is due, and whether it is paused."""
+        return {"rows": schedule.read(), "may_make": self._may_make(request)}
 
     def get_urls(self) -> list[Any]:
         """Add the addresses at which a recurring message is made and removed."""
         return [
-            path(
-                f"{verb}/",
-                self.admin_site.admin_view(require_POST(view)),
-                name=f"django_txmsg_schedule_{verb}",
-            )
-            for verb, view in (("make", self.make), ("remove", self.remove))
-        ] + super().get_urls()
+            self.button("make/", self.make, "schedule_make"),
+            self.button("remove/", self.remove, "schedule_remove"),
+            *super().get_urls(),
+        ]
 
     def make(self, request: HttpRequest) -> HttpResponse:
         """Let a message recur from now on."""
         name, expression, destination, body, tz = (
-            plain(request.POST.get(field, "")).strip()
+            given(request, field)
             for field in ("name", "expression", "destination", "body", "tz")
         )
 
         def change() -> None:
-            given = json.loads(body or "null")
-            made.make_recurring(name, expression, destination, given, tz=tz or None)
+            value = json.loads(body or "null")
+            made.make_recurring(name, expression, destination, value, tz=tz or None)
 
         said = made.said(name, expression, destination)
         return self._change(request, name, said, change)
 
     def remove(self, request: HttpRequest) -> HttpResponse:
         """Remove a message that was made at run time."""
-        name = plain(request.POST.get("name", ""))
+        name = given(request, "name")
 
         def change() -> None:
             if not made.remove_recurring(name):
@@ -85,8 +69,7 @@ class ScheduleAdmin(PausableAdmin):
     def _change(
         self, request: HttpRequest, name: str, said: str, change: Callable[[], None]
     ) -> HttpResponse:
-        if not self._may_make(request):
-            raise PermissionDenied
+        insist(self._may_make(request))
         using = router.db_for_write(Schedule)
         rows = Schedule.objects.using(using).filter(
             service=conf.get().SERVICE, name=name
@@ -99,7 +82,7 @@ class ScheduleAdmin(PausableAdmin):
             messages.success(request, said)
         except (TxmsgError, ValueError) as error:
             messages.error(request, f"Nothing was changed: {error}")
-        return led(request, "admin:django_txmsg_schedule_changelist")
+        return self.led_to_list(request)
 
     @staticmethod
     def _may_make(request: HttpRequest) -> bool:

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.contrib import admin, messages
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
-from django.urls import path
-from django.views.decorators.http import require_POST
 
 from ..consuming import rates
 from ..contracts import comparison, document
@@ -22,9 +19,8 @@ from ..errors import ConfigurationError
 from ..models import StageState
 from ..monitoring import pausing, status
 from ..stages import all_stages
-from .addresses import led
 from .audit import audit, audited
-from .base import plain
+from .base import given, insist
 from .inbox import attempts_allowed
 from .pausing import PausableAdmin
 
@@ -115,28 +111,20 @@ class StageAdmin(PausableAdmin):
     """One page for all stages, declared here or known from their rows."""
 
     kind, noun, called, field = "stage", "stage", "stage", "stage"
+    title, change_list_template = "Stages", "admin/django_txmsg/stages.html"
     follows = " Its consumers obey within two seconds."
     change = staticmethod(pausing.set_stage)
 
     def get_urls(self) -> list[Any]:
         """Add the address of the contract's page."""
-        wrap = self.admin_site.admin_view
         return [
-            path(
-                "limit/",
-                wrap(require_POST(self.limit)),
-                name="django_txmsg_stage_limit",
-            ),
-            path("contract/", wrap(self.contract), name="django_txmsg_contract"),
+            self.button("limit/", self.limit, "stage_limit"),
+            self.at("contract/", self.contract, "contract"),
             *super().get_urls(),
         ]
 
-    def changelist_view(
-        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
-        """Show all stages: their waiting and dead messages, and their times."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
+    def rows(self, request: HttpRequest) -> dict[str, Any]:
+        """Return all stages: their waiting and dead messages, and their times."""
         picture = status.read()
         declared = {one.name: one for one in all_stages()}
         limited = {
@@ -144,8 +132,7 @@ class StageAdmin(PausableAdmin):
             for one in StageState.objects.using(router.db_for_read(StageState))
             if one.rate_until is not None and one.rate_until > picture.now
         }
-        context = {
-            **self.page_context(request, "Stages"),
+        return {
             "now": picture.now,
             "rows": [
                 (
@@ -157,19 +144,15 @@ class StageAdmin(PausableAdmin):
                 )
                 for _, place in sorted(picture.stages.items())
             ],
-            "may_pause": self.may_pause(request),
             "may_limit": request.user.has_perm("django_txmsg.limit_stage"),
             "limits": any(one.rate for one in declared.values()),
         }
-        return render(request, "admin/django_txmsg/stages.html", context)
 
     def limit(self, request: HttpRequest) -> HttpResponse:
         """Give a stage another rate for an hour. If no rate is entered, restore the
         declared rate."""
-        if not request.user.has_perm("django_txmsg.limit_stage"):
-            raise PermissionDenied
-        name = plain(request.POST.get("stage", ""))
-        rate = plain(request.POST.get("rate", "")).strip()
+        insist(request.user.has_perm("django_txmsg.limit_stage"))
+        name, rate = given(request, "stage"), given(request, "rate")
         states, said = rates.states(), f"Stage {name} has its own rate again."
         with audited(states.db):
             try:
@@ -185,10 +168,9 @@ class StageAdmin(PausableAdmin):
                 if said:
                     audit(request, states.get(stage=name), said)
                     messages.success(request, said)
-        return led(request, "admin:django_txmsg_stagestate_changelist")
+        return self.led_to_list(request)
 
     def contract(self, request: HttpRequest) -> HttpResponse:
         """Show what this service sends and receives."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
+        insist(self.has_view_permission(request))
         return show_contract(request, self.page_context(request, "Contract"))

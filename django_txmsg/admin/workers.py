@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from django.contrib import admin
-from django.http import HttpRequest
 from django.utils import timezone
-from django.utils.html import format_html, format_html_join
+from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 
 from ..models import Worker
@@ -26,10 +25,6 @@ class WorkerAdmin(ReadOnlyAdmin):
     list_display_links = None
     ordering = ("kind", "host", "pid")
 
-    def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        """Return False: live processes delete the rows of dead ones."""
-        return False
-
     @admin.display(description="state")
     def state(self, worker: Worker) -> SafeString:
         """Alive, or silent for too long."""
@@ -46,7 +41,7 @@ class WorkerAdmin(ReadOnlyAdmin):
     @admin.display(description="heartbeat")
     def heartbeat(self, worker: Worker) -> SafeString:
         """Its last heartbeat."""
-        return format_html("{} ago", display.age(worker.heartbeat_at))
+        return display.ago(worker.heartbeat_at)
 
     @admin.display(description="running for")
     def started(self, worker: Worker) -> SafeString:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import quote
@@ -18,6 +18,9 @@ from .waiting import Waiting, capped, total
 NAMED, LINES = 4, 8
 
 
+Tone = Literal["bad", "warn"]
+
+
 @dataclass(frozen=True)
 class Alarm:
     """One problem: `what`, and details.
@@ -26,7 +29,7 @@ class Alarm:
     the rows there.
     """
 
-    tone: Literal["bad", "warn"]
+    tone: Tone
     table: str
     query: str
     what: str
@@ -91,12 +94,7 @@ def _outages(status: Status) -> Iterator[Alarm]:
             f"{one.error}",
             about=f"{one.kind} {one.name}",
         )  # fmt: skip
-    if len(found) > LINES:
-        yield Alarm(
-            "bad" if late else "warn", "worker", "",
-            f"{len(found) - LINES} more cannot be used", ".",
-            about="more",
-        )  # fmt: skip
+    yield from _more(found, "bad" if late else "warn", "worker", "cannot be used")
 
 
 def _outbox(status: Status) -> Iterator[Alarm]:
@@ -180,13 +178,8 @@ def _late_ticks(status: Status) -> Iterator[Alarm]:
             f"stores it; the relay's log says why it could not.",
             about=one.name,
         )  # fmt: skip
-    if len(status.late_ticks) > LINES:
-        yield Alarm(
-            "bad", "schedule", "",
-            f"{len(status.late_ticks) - LINES} more recurring messages were not stored "
-            f"when they were due", ".",
-            about="more",
-        )  # fmt: skip
+    what = "recurring messages were not stored when they were due"
+    yield from _more(status.late_ticks, "bad", "schedule", what)
 
 
 def _deadlines(status: Status) -> Iterator[Alarm]:
@@ -259,13 +252,10 @@ def _held_keys(status: Status) -> Iterator[Alarm]:
             "without it: manage.py order let_go.",
             about=f"{one.stage} {one.key}",
         )  # fmt: skip
-    if len(status.held_keys) > LINES:
-        yield Alarm(
-            "bad", "inboxmessage", "?state=blocked",
-            f"{len(status.held_keys) - LINES} more keys wait",
-            ": manage.py order list.",
-            about="more",
-        )  # fmt: skip
+    yield from _more(
+        status.held_keys, "bad", "inboxmessage", "keys wait: manage.py order list",
+        query="?state=blocked",
+    )  # fmt: skip
 
 
 def _lost(status: Status) -> Iterator[Alarm]:
@@ -278,11 +268,7 @@ def _lost(status: Status) -> Iterator[Alarm]:
             f": its last heartbeat was {ago} ago.",
             about=one.name,
         )  # fmt: skip
-    if len(lost) > LINES:
-        yield Alarm(
-            "bad", "worker", "", f"{len(lost) - LINES} more workers are silent", ".",
-            about="more",
-        )  # fmt: skip
+    yield from _more(lost, "bad", "worker", "workers are silent")
 
 
 def _dead(status: Status) -> Iterator[Alarm]:
@@ -330,13 +316,8 @@ def _unconsumed(status: Status) -> Iterator[Alarm]:
             'TXMSG["KNOWN_DESTINATIONS"] names no other consumer.',
             about=name,
         )  # fmt: skip
-    if len(status.unconsumed) > LINES:
-        yield Alarm(
-            "warn", "outboxmessage", "",
-            f"{len(status.unconsumed) - LINES} more destinations have no "
-            f"known consumer", ".",
-            about="more",
-        )  # fmt: skip
+    what = "destinations have no known consumer"
+    yield from _more(status.unconsumed, "warn", "outboxmessage", what)
 
 
 def _paused(status: Status) -> Iterator[Alarm]:
@@ -347,14 +328,7 @@ def _paused(status: Status) -> Iterator[Alarm]:
             _who(place, status.now),
             about=place.label,
         )  # fmt: skip
-    if len(paused) > LINES:
-        yield Alarm(
-            "warn",
-            "stagestate",
-            "",
-            f"{len(paused) - LINES} more stages are paused.",
-            about="more",
-        )
+    yield from _more(paused, "warn", "stagestate", "stages are paused")
 
 
 def _abandoned(status: Status) -> Iterator[Alarm]:
@@ -368,13 +342,20 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
             f"subscriptions remove {one.topic} {one.subscriber}.",
             about=f"{one.topic} {one.subscriber}",
         )  # fmt: skip
-    more = len(status.abandoned) - LINES
+    yield from _more(
+        status.abandoned, "warn", "outboxmessage",
+        "subscriptions belong to no stage here", query="#queues",
+    )  # fmt: skip
+
+
+def _more(
+    found: Sized, tone: Tone, table: str, what: str, *, query: str = ""
+) -> Iterator[Alarm]:
+    """Yield how many of these have no line of their own, if any."""
+    more = len(found) - LINES
     if more > 0:
-        yield Alarm(
-            "warn", "outboxmessage", "#queues",
-            f"{more} more subscriptions belong to no stage here.",
-            about="more",
-        )  # fmt: skip
+        text = f"{more} more {what}"
+        yield Alarm(tone, table, query, text, ".", about="more")
 
 
 def _who(place: Place, now: dt.datetime) -> str:
