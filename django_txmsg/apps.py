@@ -17,12 +17,11 @@ class TxmsgConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks, conf, errors, stages  # noqa: F401 - checks register
+        from . import checks, conf, errors, stages, tasks_backend  # noqa: F401 - register
         from .relaying import dispatcher  # noqa: F401 - as does the dispatcher
-        from .tasks_backend import declared
 
         conf.hide_passwords()
-        stages.provide(declared.stages)
+        stages.provide(tasks_backend.stages)
         try:
             autodiscover_modules("stages")
         except Exception as error:

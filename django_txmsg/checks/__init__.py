@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from django.core.checks import CheckMessage, Error, Tags, register
 
 from .. import conf
-from . import celery, deployment, flows, settings, stages
-from .databases import check_notifications, check_pools
+from . import celery, deployment, settings, stages
+from .databases import check_notifications, check_pools, check_runs
 
 TAG = "txmsg"
 
@@ -53,4 +53,4 @@ def check_databases(
     if conf.problems():
         return []
     asked = databases or ()
-    return [*check_notifications(asked), *flows.check(asked)]
+    return [*check_notifications(asked), *check_runs(asked)]

@@ -12,11 +12,10 @@ from ..lazy_names import lazy_names
 if TYPE_CHECKING:
     from ..errors import AlreadyResumed, AlreadyRunning
     from ..sending.answering import Dead
-    from .asking import aask, ask
+    from .asking import aask, ask, start
     from .batching import batch
     from .flow import Flow, signal, step
     from .sending import cancel, resume
-    from .starting import start
     from .values import (
         Answers,
         Ask,
@@ -90,7 +89,7 @@ __getattr__, __dir__ = lazy_names(
         "cancel": ".sending",
         "resume": ".sending",
         "signal": ".flow",
-        "start": ".starting",
+        "start": ".asking",
         "step": ".flow",
     },
 )

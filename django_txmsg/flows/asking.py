@@ -1,5 +1,5 @@
-"""`ask()` and `aask()`: start a run in a transaction of its own, and wait for the run's
-answer, in a view for example.
+"""`start()` begins a run in the caller's transaction. `ask()` and `aask()` begin it in
+a transaction of its own, and wait for the run's answer, in a view for example.
 
 If the caller stops waiting, the run goes on.
 """
@@ -11,14 +11,14 @@ import datetime as dt
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 
 from .. import codecs, wire
 from ..django_internals import in_block
-from ..errors import FlowError
+from ..errors import ConfigurationError, FlowError
 from ..models import Run
 from ..models.run import Outcome
 from ..sending.scope import current_scope
@@ -33,6 +33,36 @@ Out = TypeVar("Out")
 #: Seconds between two queries of the run: at first, and at most.
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 0.5
+
+
+def start(
+    flow: type[Flow[In, Any]],
+    body: In,
+    *,
+    key: str | None = None,
+    on_conflict: Literal["error", "skip"] = "error",
+    answer_to: str | None = None,
+) -> Run:
+    """Start a run, if and only if the open transaction commits, and return its row.
+
+    Only one run of a `key` is open at a time. If there is one, `on_conflict` "skip"
+    returns it and stores nothing. `answer_to` is a destination that gets the answer.
+
+    Raises AlreadyRunning, TransactionRequired, InvalidMessage for a body that the flow
+    does not take, and FlowError in a stage whose messages are not stored in its
+    transaction, such as one with transaction="none".
+    """
+    if on_conflict not in ("error", "skip"):
+        raise ConfigurationError(
+            f'on_conflict={on_conflict!r} is neither "error" nor "skip".'
+        )
+    return start_run(
+        flow._declaration,
+        body,
+        key=key,
+        on_conflict=on_conflict,
+        answer_to=answer_to,
+    )
 
 
 def ask(

@@ -11,9 +11,8 @@ receives through it. ::
 from __future__ import annotations
 
 from .completion import CompletionFuture, CompletionListener
-from .connection import Connection
+from .connection import Connection, ConnectionFactory, Context, ContextProducer
 from .consumer import AckMode, MessageConsumer
-from .context import Context, ContextProducer
 from .delivery import Delivery
 from .destination import Destination, Queue, Topic
 from .errors import (
@@ -35,7 +34,6 @@ from .errors import (
     UnsupportedOperationError,
     WindowFullError,
 )
-from .factory import ConnectionFactory
 from .message import DeliveryMode, Message
 from .options import Options
 from .producer import MessageProducer

@@ -10,7 +10,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from ..contracts import backlog, comparison, document
+from ..contracts import comparison, document
 from ..dead_letters.burial import bury_unread
 from ..errors import ConfigurationError
 from . import operator
@@ -75,7 +75,7 @@ class Command(BaseCommand):
         now = document.build(before)
         broken = comparison.breaking(before, now)
         if options["database"]:
-            broken += backlog.waiting(before, now, options["database"])
+            broken += comparison.waiting(before, now, options["database"])
         if options["json"]:
             changes = [one._asdict() for one in broken]
             self.stdout.write(json.dumps({"breaking": changes}, indent=2))
