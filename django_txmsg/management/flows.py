@@ -9,7 +9,7 @@ import uuid
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import models, router, transaction
+from django.db import models, transaction
 
 from .. import wire
 from ..dead_letters import masking
@@ -20,7 +20,7 @@ from ..models.fields import Later, clock
 from ..monitoring import runs
 from ..monitoring.lengths import duration
 from . import operator
-from .terminal import local, printable, read_age
+from .terminal import chosen_database, local, printable, read_age
 
 
 class Command(BaseCommand):
@@ -56,7 +56,7 @@ class Command(BaseCommand):
         add("--database", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        using = options["database"] or router.db_for_write(Run)
+        using = chosen_database(options, Run)
         found = _selected(using, options)
         if options["action"] == "list":
             self._list(found[: max(options["limit"], 0)], using, options["json"])

@@ -8,13 +8,12 @@ from importlib.resources import files
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import router
 
 from .. import conf
 from ..models import Alert, AuditEntry
 from ..monitoring import process_states
 from ..monitoring.process_states import WITHIN
-from .terminal import local, printable, require_tables
+from .terminal import chosen_database, local, printable
 
 
 class Alerts(BaseCommand):
@@ -36,8 +35,7 @@ class Alerts(BaseCommand):
             rules = files("django_txmsg.monitoring") / "prometheus_rules.yml"
             self.stdout.write(rules.read_text(encoding="utf-8"), ending="")
             return
-        using = options["database"] or router.db_for_write(Alert)
-        require_tables(using)
+        using = chosen_database(options, Alert)
         alerts = Alert.objects.using(using).order_by("-pk")
         if options["firing"]:
             alerts = alerts.filter(ended_at=None)
@@ -74,8 +72,7 @@ class Audit(BaseCommand):
         parser.add_argument("--database", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        using = options["database"] or router.db_for_write(AuditEntry)
-        require_tables(using)
+        using = chosen_database(options, AuditEntry)
         entries = AuditEntry.objects.using(using)
         if options["by"]:
             entries = entries.filter(by__icontains=options["by"])

@@ -53,3 +53,9 @@ class PausingCommand(BaseCommand):
                 if changed is not None
                 else f"{shown} is {verb.lower()} already."
             )
+
+
+def pause_note(row: Any) -> str:
+    """Return the end of a list's line: who paused a row, and why."""
+    why = f": {row.paused_why}" if row.paused_why else ""
+    return f"  PAUSED by {row.paused_by or 'unknown'}{why}"

@@ -11,7 +11,7 @@ import uuid
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import router, transaction
+from django.db import transaction
 
 from .. import wire
 from ..consuming import deadline
@@ -19,7 +19,7 @@ from ..errors import InvalidMessage
 from ..models import BulkOperation, OutboxMessage
 from ..sending.pending import cancel_message, reschedule_message
 from . import operator
-from .terminal import local, printable, require_tables
+from .terminal import chosen_database, local, printable
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -36,11 +36,10 @@ class _PerMessage(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         left = []
-        using = options["database"] or router.db_for_write(OutboxMessage)
-        require_tables(using)
+        using = chosen_database(options, OutboxMessage)
         for message_id in options["id"]:
             with transaction.atomic(using=using):
-                done = self.change(message_id, options)
+                done = self.change(message_id, using, options)
                 if done:
                     entry = f"{self.done.capitalize()} message {message_id}"
                     why = options.get("why")
@@ -55,7 +54,9 @@ class _PerMessage(BaseCommand):
                 f"Not {self.done}, because {self.unless}: {', '.join(left)}."
             )
 
-    def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
+    def change(
+        self, message_id: uuid.UUID, using: str, options: dict[str, Any]
+    ) -> bool:
         """Change one message. Returns False if that is not possible."""
         raise NotImplementedError
 
@@ -70,8 +71,10 @@ class Cancel(_PerMessage):
         super().add_arguments(parser)
         parser.add_argument("--why", default="", help="Kept with the message.")
 
-    def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
-        return cancel_message(message_id, why=_why(options), using=options["database"])
+    def change(
+        self, message_id: uuid.UUID, using: str, options: dict[str, Any]
+    ) -> bool:
+        return cancel_message(message_id, why=_why(options), using=using)
 
 
 class Stop(_PerMessage):
@@ -88,8 +91,9 @@ class Stop(_PerMessage):
         super().add_arguments(parser)
         parser.add_argument("--why", default="", help="Kept with the dead letter.")
 
-    def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
-        using = options["database"] or router.db_for_write(OutboxMessage)
+    def change(
+        self, message_id: uuid.UUID, using: str, options: dict[str, Any]
+    ) -> bool:
         return deadline.ask_to_stop(message_id, using=using, why=_why(options))
 
 
@@ -113,14 +117,16 @@ class Reschedule(_PerMessage):
         when.add_argument("--delay", type=float, metavar="SECONDS", help="from now")
         when.add_argument("--at", metavar="INSTANT", help="like 2026-11-22T20:00:00Z")
 
-    def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
+    def change(
+        self, message_id: uuid.UUID, using: str, options: dict[str, Any]
+    ) -> bool:
         try:
             when: dict[str, Any] = (
                 {"delay": dt.timedelta(seconds=options["delay"])}
                 if options["at"] is None
                 else {"at": wire.parse_instant(options["at"])}
             )
-            return reschedule_message(message_id, using=options["database"], **when)
+            return reschedule_message(message_id, using=using, **when)
         except (InvalidMessage, OverflowError, ValueError) as error:
             raise CommandError(str(error)) from error
 
@@ -149,8 +155,7 @@ class Bulk(BaseCommand):
             action.add_argument("--database", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        using = options["database"] or router.db_for_write(BulkOperation)
-        require_tables(using)
+        using = chosen_database(options, BulkOperation)
         if options["action"] == "list":
             self._list(using, options["limit"], options["json"])
         else:

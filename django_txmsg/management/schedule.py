@@ -15,7 +15,7 @@ from ..monitoring import pausing, schedule
 from ..monitoring.schedule import Timing
 from ..scheduling import made
 from . import operator
-from .pausing import PausingCommand
+from .pausing import PausingCommand, pause_note
 from .terminal import require_tables
 
 
@@ -119,6 +119,5 @@ def _as_json(one: Timing) -> dict[str, Any]:
 
 def _state(one: Timing) -> str:
     if one.paused and one.row is not None:
-        why = f": {one.row.paused_why}" if one.row.paused_why else ""
-        return f"  PAUSED by {one.row.paused_by or 'unknown'}{why}"
+        return pause_note(one.row)
     return "  OVERDUE" if one.overdue else ""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from django.core.management.base import CommandError
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError, connections, router
+from django.db.models import Model
 from django.utils import timezone
 
 from ..models import OutboxMessage
@@ -66,7 +69,21 @@ def require_tables(*aliases: str, waits: bool = False) -> None:
             )
 
 
-# Ages in the options of commands.
+def chosen_database(options: Mapping[str, Any], model: type[Model]) -> str:
+    """Return the database named by `--database`, or else the one of `model`. Raises
+    CommandError if it cannot be used."""
+    using: str = options["database"] or router.db_for_write(model)
+    require_tables(using)
+    return using
+
+
+# Numbers and ages in the options of commands.
+
+
+def require_positive(options: Mapping[str, Any], name: str) -> None:
+    """Raise CommandError if an option is given and less than 1."""
+    if options[name] is not None and options[name] < 1:
+        raise CommandError(f"--{name.replace('_', '-')} must be 1 or more.")
 
 
 def read_age(text: str) -> dt.timedelta:

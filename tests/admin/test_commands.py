@@ -357,6 +357,7 @@ def test_control_characters_of_strangers_do_not_move_the_cursor() -> None:
         "prune_messages",
         "txmsg audit",
         "txmsg bulk list",
+        "txmsg flows list",
         "txmsg stages list",
         "txmsg schedule list",
         f"txmsg cancel {uuid.UUID(int=7)}",

@@ -64,11 +64,8 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         _supervisor.end_with_parent(stop)
     ended = threading.Event()
-    reading, writing = socket.socketpair()
-    reading.setblocking(False)
-    writing.setblocking(False)
 
-    def handle(number: int, frame: object) -> None:
+    def handle(number: int, reading: socket.socket) -> None:
         nonlocal seen
         if seen:
             os._exit(128 + number)
@@ -82,19 +79,11 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
             "Stopping after the messages in progress. Press Ctrl-C again to quit now.",
         )
 
-    before = {number: signal.signal(number, handle) for number in signals}
-    # While the main thread waits for a lock of the database, it runs no signal handler;
-    # the number of each signal is written here at once.
-    fd_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        ended.set()
-        signal.set_wakeup_fd(fd_before)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        writing.close()
-        reading.close()
+    with _supervisor.signals_read(signals, handle):
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 def _insist(ended: threading.Event, reading: socket.socket, stderr: Any) -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -75,6 +75,32 @@ def end_with_parent(stop: Callable[[], None]) -> None:
     threading.Thread(target=wait, name="txmsg-parent", daemon=True).start()
 
 
+@contextmanager
+def signals_read(
+    signals: Collection[signal.Signals],
+    handle: Callable[[int, socket.socket], None],
+) -> Iterator[socket.socket]:
+    """Call `handle` on these signals while the block runs. Yields, and passes to
+    `handle`, a socket on which their numbers arrive at once, even while the main thread
+    waits for a lock of a database, and so runs no signal handler."""
+    reading, writing = socket.socketpair()
+    reading.setblocking(False)
+    writing.setblocking(False)
+    before = {
+        number: signal.signal(number, lambda one, frame: handle(one, reading))
+        for number in signals
+    }
+    fd_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reading
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        writing.close()
+        reading.close()
+
+
 log = logging.getLogger("django_txmsg.supervisor")
 
 #: Seconds between two checks of the children, if no signal arrives.
@@ -125,7 +151,8 @@ class Supervisor:
         """Return the exit code, once a signal has ended all children. It is the highest
         exit code of a child."""
         liveness.begin("txmsg-supervisor")
-        with self._signals() as reading:
+        # By the socket, so that no signal handler interrupts the loop's work.
+        with signals_read(SIGNALS, lambda *_: None) as reading:
             while True:
                 liveness.turned()
                 for slot in self.slots:
@@ -240,24 +267,6 @@ class Supervisor:
         assert slot.process is not None
         slot.leaving = True
         slot.process.terminate()
-
-    @contextmanager
-    def _signals(self) -> Iterator[socket.socket]:
-        """Yield a socket on which the numbers of the signals arrive, so that no signal
-        handler interrupts the loop's work."""
-        reading, writing = socket.socketpair()
-        reading.setblocking(False)
-        writing.setblocking(False)
-        before = {one: signal.signal(one, lambda *_: None) for one in SIGNALS}
-        fd_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        try:
-            yield reading
-        finally:
-            signal.set_wakeup_fd(fd_before)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            reading.close()
-            writing.close()
 
 
 def cores() -> int:

@@ -13,7 +13,7 @@ from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...models import InboxMessage
 from ...stages import find
-from ..terminal import require_tables
+from ..terminal import require_positive, require_tables
 from ._process import return_memory, say, stay_light, stop_on_signals
 from ._workers import add_arguments, probed, supervise
 
@@ -41,9 +41,7 @@ class Command(BaseCommand):
         add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        concurrency = options["concurrency"]
-        if concurrency is not None and concurrency < 1:
-            raise CommandError("--concurrency must be 1 or more.")
+        require_positive(options, "concurrency")
         limits = {name: options[name] for name in ("max_messages", "max_memory")}
         for name, limit in limits.items():
             if limit is not None and not limit >= 0:
@@ -52,7 +50,7 @@ class Command(BaseCommand):
         require_tables(router.db_for_write(InboxMessage), waits=True)
         try:
             stages = find(options["stages"])
-            consumer = Consumer(stages, concurrency=concurrency, **limits)
+            consumer = Consumer(stages, concurrency=options["concurrency"], **limits)
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
         supervise(options, self.stderr)

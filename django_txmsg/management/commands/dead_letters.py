@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, OutputWrapper
-from django.db import router, transaction
+from django.db import transaction
 from django.db.models import Count, Max, Min
 from django.utils import timezone
 
@@ -28,7 +28,7 @@ from ...models.dead_letter import Resolution
 from ...monitoring import dead, turns
 from ...stages import all_stages
 from .. import operator
-from ..terminal import local, printable, printable_lines, read_age, require_tables
+from ..terminal import chosen_database, local, printable, printable_lines, read_age
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
@@ -251,8 +251,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         action = options["action"]
-        using = options["database"] or router.db_for_write(DeadLetter)
-        require_tables(using)
+        using = chosen_database(options, DeadLetter)
         report = Report(self.stdout, as_json=options["json"])
         filters = self._filters(using, options)
         try:

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import OperationalError, router, transaction
+from django.db import OperationalError, transaction
 
 from ... import wire
 from ...models import InboxMessage
@@ -17,7 +17,7 @@ from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
 from ...runtime import database_health
 from .. import operator
-from ..terminal import require_tables
+from ..terminal import chosen_database
 
 
 class Command(BaseCommand):
@@ -37,8 +37,7 @@ class Command(BaseCommand):
         parser.add_argument("--database", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        using = options["database"] or router.db_for_write(InboxMessage)
-        require_tables(using)
+        using = chosen_database(options, InboxMessage)
         if options["action"] == "list":
             self._list(using, options["json"])
             return

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
-from django.db import router
+from django.core.management.base import BaseCommand
 
 from ... import conf
 from ...models import OutboxMessage
 from ...monitoring import retention
-from ..terminal import require_tables
+from ..terminal import chosen_database, require_positive
 
 
 class Command(BaseCommand):
@@ -31,11 +30,8 @@ class Command(BaseCommand):
         parser.add_argument("--database", metavar="ALIAS")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        size = options["batch_size"]
-        if size < 1:
-            raise CommandError("--batch-size must be 1 or more.")
-        using = options["database"] or router.db_for_write(OutboxMessage)
-        require_tables(using)
+        require_positive(options, "batch_size")
+        using = chosen_database(options, OutboxMessage)
         for kind in retention.kinds():
             if not retention.prunable(kind):
                 self._say(options, f"{kind.name}: {self._why(kind)}.")
@@ -44,7 +40,10 @@ class Command(BaseCommand):
                 self.stdout.write(f"{kind.name}: {number} would be deleted.")
             else:
                 number = retention.prune(
-                    kind, using, batch_size=size, on_batch=self._progress
+                    kind,
+                    using,
+                    batch_size=options["batch_size"],
+                    on_batch=self._progress,
                 )
                 self._end_of_progress()
                 self._say(options, f"{kind.name}: {number} deleted.")

@@ -20,7 +20,7 @@ from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
 from ...scheduling.time_loop import keeping_time
 from ...scheduling.timekeeper import Timekeeper
-from ..terminal import require_tables
+from ..terminal import require_positive, require_tables
 from ._process import heartbeat, return_memory, say, stay_light, stop_on_signals
 from ._workers import add_arguments, probed, supervise
 
@@ -44,9 +44,7 @@ class Command(BaseCommand):
         add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        batch_size = options["batch_size"]
-        if batch_size is not None and batch_size < 1:
-            raise CommandError("--batch-size must be 1 or more.")
+        require_positive(options, "batch_size")
         databases = options["database"] or with_tables()
         if options["verbosity"] > 0 and not options["database"] and left_out():
             self.stdout.write(
@@ -61,7 +59,7 @@ class Command(BaseCommand):
         require_tables(*databases, waits=True)
         supervise(options, self.stderr)
         return_memory()
-        relay = Relay(databases, brokers, batch_size=batch_size)
+        relay = Relay(databases, brokers, batch_size=options["batch_size"])
         presence = Presence("relay", router.db_for_write(Worker))
         if not options["once"]:
             stay_light()

@@ -15,7 +15,7 @@ from typing import Any
 
 from django.apps.registry import Apps
 from django.core.management.base import BaseCommand, CommandError
-from django.db import connections, models, router, transaction
+from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
 from ... import conf, wire
@@ -24,7 +24,7 @@ from ...errors import DuplicateMessage, InvalidMessage
 from ...models import InboxMessage, OutboxMessage
 from ...sending.outbox import send_message
 from ...stages import all_stages
-from ..terminal import require_tables
+from ..terminal import chosen_database, require_positive
 
 FAILED, SCHEDULED, SUCCEEDED = -1, 1, 2
 _APPS = Apps()  # no tables of ours: no migration is made for them
@@ -99,14 +99,12 @@ class Command(BaseCommand):
         parser.add_argument("--batch-size", type=int, default=500, metavar="N")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        using = options["database"] or router.db_for_write(OutboxMessage)
         if options["broker"] not in conf.get().BROKERS:
             raise CommandError(f"No broker {options['broker']!r} under BROKERS.")
-        if options["batch_size"] < 1:
-            raise CommandError("--batch-size must be 1 or more.")
+        require_positive(options, "batch_size")
         if not all("=" in one for one in options["rename"]):
             raise CommandError("--rename takes OLD=NEW.")
-        require_tables(using)
+        using = chosen_database(options, OutboxMessage)
         self.renamed = dict(one.split("=", 1) for one in options["rename"])
         self.strange, self.refused = Counter(), Counter()
         tables = connections[using].introspection.table_names()

@@ -18,9 +18,8 @@ from ..monitoring import Alive as Alive
 from ..monitoring import Audit as Audit
 from ..pending import Bulk as Bulk
 from ..pending import Cancel, Reschedule, Stop
-from ..rate import Command as Rate
 from ..schedule import Command as Schedule
-from ..stages import Command as Stages
+from ..stages import Rate, Stages
 from ..verb_parser import VerbParser
 from ._run import Command as Run
 
