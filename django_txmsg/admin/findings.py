@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from django.contrib import admin, messages
@@ -16,8 +17,9 @@ from django.utils.dateparse import parse_datetime
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from .. import conf
 from ..models.fields import clock
-from ..spark.models import Finding
+from ..spark.models import Finding, PipelineRun, RunState
 from . import display
 from .addresses import MESSAGE
 from .audit import audit, audited
@@ -26,8 +28,8 @@ from .base import ReadOnlyAdmin, find, given
 
 @admin.register(Finding)
 class FindingAdmin(ReadOnlyAdmin):
-    """Findings, which users acknowledge with a note. The next run of `reconcile`
-    removes a finding that is resolved, unless it was acknowledged."""
+    """Findings, which users acknowledge with a note, or have replayed. The next run of
+    `reconcile` removes a finding that is resolved, unless it was acknowledged."""
 
     list_display = (
         "verdict", "message", "destination", "sender", "consumer", "sent", "age",
@@ -37,7 +39,7 @@ class FindingAdmin(ReadOnlyAdmin):
     search_fields = ("message_id",)
     search_help_text = "Exact message id or destination"
     ordering = ("-found_at", "id")
-    actions = ("acknowledge", "reopen")
+    actions = ("acknowledge", "reopen", "replay")
     fields = (
         "verdict", "message", "destination", "sender", "consumer", "sent", "age",
         "seen", "service", "acknowledged",
@@ -47,6 +49,10 @@ class FindingAdmin(ReadOnlyAdmin):
     def has_acknowledge_permission(self, request: HttpRequest) -> bool:
         """Whether the user may acknowledge findings, and reopen them."""
         return request.user.has_perm("txmsg_spark.acknowledge_finding")
+
+    def has_replay_permission(self, request: HttpRequest) -> bool:
+        """Whether the user may request replays of findings."""
+        return request.user.has_perm("txmsg_spark.replay_finding")
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
@@ -64,20 +70,13 @@ class FindingAdmin(ReadOnlyAdmin):
         findings = chosen.filter(acknowledged_at=None)
         note = given(request, "note")
         if "note" not in request.POST:
-            return self._ask(request, findings)
-        shown = findings
-        as_of = parse_datetime(request.POST.get("as_of", ""))
-        if as_of is not None:
-            shown = findings.filter(found_at__lte=as_of)
-            if str(shown.count()) != request.POST.get("count"):
-                text = (
-                    "Nothing is done yet: what you were shown has changed. Look again."
-                )
-                messages.warning(request, text)
-                return self._ask(request, findings)
+            return self._ask(request, findings, "acknowledge")
+        shown = self._shown(request, findings)
+        if shown is None:
+            return self._ask(request, findings, "acknowledge")
         if not note:
             messages.error(request, "Say why: an acknowledgement needs a note.")
-            return self._ask(request, findings)
+            return self._ask(request, findings, "acknowledge")
         count = self._say(
             request, shown, f"Acknowledged: {note}",
             acknowledged_at=timezone.now(), note=note,
@@ -96,14 +95,77 @@ class FindingAdmin(ReadOnlyAdmin):
         )  # fmt: skip
         messages.success(request, f"{count:,} findings are open again.")
 
-    def _ask(self, request: HttpRequest, findings: QuerySet[Finding]) -> HttpResponse:
+    @admin.action(description="Replay…", permissions=["replay"])
+    def replay(
+        self, request: HttpRequest, chosen: QuerySet[Finding]
+    ) -> HttpResponse | None:
+        """Ask for confirmation, then request a replay of the selected messages. Spark
+        does not run here: `pipeline follow` runs what was requested."""
+        findings = chosen.filter(acknowledged_at=None, sender__in=conf.get().services)
+        shown = None
+        if "confirmed" in request.POST:
+            shown = self._shown(request, findings)
+        if shown is None:
+            others = chosen.count() - findings.count()
+            return self._ask(request, findings, "replay", others=others)
+        using = router.db_for_write(Finding)
+        with audited(using):
+            found = list(shown.using(using).select_for_update().order_by("pk"))
+            ids = sorted({str(finding.message_id) for finding in found})
+            if not ids:
+                messages.warning(request, "No message was selected for a replay.")
+                return None
+            # A page that is submitted twice makes one request.
+            page = f"{request.user.pk}/{request.POST.get('as_of')}/{ids}"
+            run, created = PipelineRun.objects.using(using).get_or_create(
+                id=uuid.uuid5(uuid.NAMESPACE_OID, page),
+                defaults={
+                    "job": "replay", "service": conf.get().SERVICE,
+                    "state": RunState.REQUESTED,
+                    "run_by": request.user.get_username()[:255],
+                    "options": {
+                        "requested_at": clock(using).isoformat(), "message_ids": ids
+                    },
+                },
+            )  # fmt: skip
+            for finding in found if created else ():
+                audit(request, finding, f"Replay requested: run {run.pk}.")
+        text = (
+            f"Requested a replay of {len(ids):,} message{'s' * (len(ids) != 1)}. "
+            "`pipeline follow` runs it after its next round. If none is running: "
+            f"manage.py pipeline replay --request {run.pk}"
+        )
+        messages.success(request, text)
+        return None
+
+    def _shown(
+        self, request: HttpRequest, findings: QuerySet[Finding]
+    ) -> QuerySet[Finding] | None:
+        """Return the findings that the user has confirmed. If they are not the same any
+        more, tell the user and return None."""
+        as_of = parse_datetime(request.POST.get("as_of", ""))
+        if as_of is None:
+            return findings
+        shown = findings.filter(found_at__lte=as_of)
+        if str(shown.count()) == request.POST.get("count"):
+            return shown
+        text = "Nothing is done yet: what you were shown has changed. Look again."
+        messages.warning(request, text)
+        return None
+
+    def _ask(
+        self,
+        request: HttpRequest,
+        findings: QuerySet[Finding],
+        action: str,
+        **context: Any,
+    ) -> HttpResponse:
         as_of = clock(router.db_for_write(Finding))
         findings = findings.filter(found_at__lte=as_of)
         count = findings.count()
-        context = {
-            **self.page_context(
-                request, f"Acknowledge {count:,} finding{'s' * (count != 1)}?"
-            ),
+        title = f"{action.capitalize()} {count:,} finding{'s' * (count != 1)}?"
+        context |= {
+            **self.page_context(request, title),
             "count": count,
             "as_of": as_of.isoformat(),
             "some": findings[:20],
@@ -111,7 +173,7 @@ class FindingAdmin(ReadOnlyAdmin):
             "chosen": request.POST.getlist(ACTION_CHECKBOX_NAME),
             "across": request.POST.get("select_across", "0"),
         }
-        return render(request, "admin/django_txmsg/acknowledge.html", context)
+        return render(request, f"admin/django_txmsg/{action}.html", context)
 
     def _say(
         self,

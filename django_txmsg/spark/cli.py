@@ -233,6 +233,10 @@ def add_jobs(
         help="the run that found it; default: the last one",
     )
     replay.add_argument(
+        "--request", type=uuid.UUID, metavar="ID",
+        help="the findings whose replay was requested in the admin",
+    )  # fmt: skip
+    replay.add_argument(
         "--from", dest="table", choices=("outbox", "dead_letters"), default="outbox",
         help="the outbox in database and lake, or the open dead letters",
     )  # fmt: skip

@@ -64,7 +64,10 @@ class Finding(models.Model):
     class Meta:
         db_table = "django_txmsg_finding"
         verbose_name = "finding"
-        permissions = [("acknowledge_finding", "Can acknowledge findings")]
+        permissions = [
+            ("acknowledge_finding", "Can acknowledge findings"),
+            ("replay_finding", "Can request replays of findings"),
+        ]
         indexes = [
             models.Index(fields=["message_id"], name="txmsg_finding_message"),
         ]
@@ -113,6 +116,7 @@ class PipelineAlert(models.Model):
 class RunState(models.TextChoices):
     """How a run of the pipeline ended."""
 
+    REQUESTED = "requested", "requested"
     RUNNING = "running", "running"
     CLEAN = "clean", "clean"
     FINDINGS = "findings", "with findings"
@@ -121,7 +125,10 @@ class RunState(models.TextChoices):
 
 
 class PipelineRun(models.Model):
-    """One run of one job: who, when, with which options, and the result."""
+    """One run of one job: who, when, with which options, and the result.
+
+    The admin only requests a run. `pipeline follow` or `replay --request` runs it.
+    """
 
     id = models.UUIDField(primary_key=True)
     job = models.CharField(max_length=32)

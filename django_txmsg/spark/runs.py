@@ -11,14 +11,15 @@ import json
 import socket
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from pyspark.sql import types as t
 
-from .connection import connect_plain
-from .errors import PipelineError, VerificationRefused
+from .connection import Connection, connect_plain
+from .databases.sqlite import read_instant
+from .errors import PipelineError, UsageError, VerificationRefused
 from .lake import NotMounted, is_mounted
 from .lock import alive
 from .results import Results
@@ -40,6 +41,8 @@ RUN = t.StructType(
 )
 
 _RUNS = "django_txmsg_pipelinerun"
+#: How long `follow` tries to run what was requested.
+REQUEST_EXPIRES = dt.timedelta(days=1)
 
 
 def run_by() -> str:
@@ -95,12 +98,21 @@ class Run:
 
 
 @contextmanager
-def recorded(spec: JobSpec, job: str, options: dict[str, Any]) -> Iterator[Run]:
-    """Record a run from its beginning to its end, however it ends."""
+def recorded(
+    spec: JobSpec, job: str, options: dict[str, Any], request: uuid.UUID | None = None
+) -> Iterator[Run]:
+    """Record a run from its beginning to its end, however it ends. `request` is the
+    requested run that this one is."""
     source = spec.service()
     run = Run(job, options)
+    if request is not None:
+        run.id = str(request)
     with alive(source, run.id):
-        _insert(source, run, hidden(spec.lake.uri) if spec.lake else "")
+        lake = hidden(spec.lake.uri) if spec.lake else ""
+        if request is None:
+            _insert(source, run, lake)
+        else:
+            _take(source, run, lake)
         with _finished(spec, run):
             yield run
 
@@ -147,6 +159,58 @@ def _insert(source: SourceSpec, run: Run, lake: str) -> None:
         )
     finally:
         connection.close()
+
+
+def _take(source: SourceSpec, run: Run, lake: str) -> None:
+    """Begin a requested run, also if an earlier try has failed or was killed."""
+    with closing(connect_plain(source)) as connection:
+        taken = connection.execute(
+            f"UPDATE {_RUNS} SET state = 'running', lake = %s, started_at = %s"
+            " WHERE id = %s AND service = %s AND job = %s AND state <> 'clean'",
+            lake,
+            connection.given(run.started_at),
+            connection.given(uuid.UUID(run.id)),
+            source.service,
+            run.job,
+        )
+    if not taken:
+        raise UsageError(f"There is no open request {run.id} for a {run.job}.")
+
+
+def requested_ids(source: SourceSpec, request: uuid.UUID) -> list[str]:
+    """Return the ids of the messages whose replay was requested. Raises UsageError."""
+    with closing(connect_plain(source)) as connection:
+        found = connection.value(
+            f"SELECT options FROM {_RUNS} WHERE id = %s", connection.given(request)
+        )
+    ids = _as_dict(found).get("message_ids")
+    if not ids:
+        raise UsageError(f"There is no request {request}.")
+    return list(ids)
+
+
+def next_request(connection: Connection, source: SourceSpec) -> str:
+    """Return the id of the oldest replay that was requested in the last day, and has
+    not begun or was killed. An empty text if there is none."""
+    rows = connection.rows(
+        f"SELECT id, options FROM {_RUNS} WHERE service = %s AND job = 'replay'"
+        " AND state IN ('requested', 'running') ORDER BY started_at",
+        source.service,
+    )
+    now = connection.clock()
+    for found, options in rows:
+        at = read_instant(_as_dict(options).get("requested_at"))
+        if at is not None and now - at < REQUEST_EXPIRES:
+            return str(uuid.UUID(str(found)))
+    return ""
+
+
+def _as_dict(options: Any) -> dict[str, Any]:
+    """Return the options of a run, which are a text in SQLite."""
+    found: dict[str, Any] = (
+        json.loads(options) if isinstance(options, str) else options or {}
+    )
+    return found
 
 
 def progressed(source: SourceSpec, run: Run) -> None:

@@ -1,19 +1,23 @@
-"""Findings of the pipeline in the admin: permissions to acknowledge them, and the
-record."""
+"""Findings of the pipeline in the admin: permissions to acknowledge and to replay them,
+and the record."""
 
 from __future__ import annotations
 
+import re
 import uuid
+from typing import Any
 
 import pytest
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.db.models import Model
+from django.db.models.signals import pre_save
 from django.test import Client, override_settings
 from django.utils import timezone
 
-from django_txmsg.spark.models import Finding
+from django_txmsg.models import AuditEntry
+from django_txmsg.spark.models import Finding, PipelineRun
 
 pytestmark = pytest.mark.django_db
 URL = "/admin/txmsg_spark/finding/"
@@ -100,6 +104,85 @@ def test_all_that_match_are_acknowledged(findings: list[Finding]) -> None:
     client.post(f"{URL}?verdict=never_received", chosen)
 
     assert Finding.objects.filter(note="a drill").count() == 3
+
+
+def replay_page(client: Client, chosen: list[Finding]) -> dict[str, Any]:
+    """Return what the page that asks before a replay submits."""
+    keys = [str(one.pk) for one in chosen]
+    asked = client.post(URL, {"action": "replay", ACTION_CHECKBOX_NAME: keys})
+    fields = re.findall(r'name="(\w+)" value="([^"]*)"', asked.content.decode())
+    return {**dict(fields), ACTION_CHECKBOX_NAME: keys}
+
+
+def test_replay_of_selected_findings_is_requested_once_and_audited(
+    findings: list[Finding], settings
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "SERVICE": "shop"}
+    sent, twice, foreign = findings
+    Finding.objects.filter(pk__in=[sent.pk, twice.pk]).update(
+        sender="shop", message_id=sent.message_id
+    )
+    client = log_in("view_finding", "replay_finding")
+    page = replay_page(client, [sent, twice, foreign])
+    assert not PipelineRun.objects.exists()
+    assert (page["count"], page["confirmed"]) == ("2", "1")
+
+    done = client.post(URL, page, follow=True).content.decode()
+    client.post(URL, page)
+
+    run = PipelineRun.objects.get()
+    assert (run.job, run.state, run.service) == ("replay", "requested", "shop")
+    assert run.run_by == "ann-2"
+    assert run.options["message_ids"] == [str(sent.message_id)]
+    assert f"manage.py pipeline replay --request {run.pk}" in done
+    entries = LogEntry.objects.values_list("object_id", "change_message")
+    assert sorted(entries) == sorted(
+        (str(one.pk), f"Replay requested: run {run.pk}.") for one in (sent, twice)
+    )
+    assert AuditEntry.objects.count() == 2
+
+
+def test_replay_without_its_permission_or_its_page_requests_nothing(
+    findings: list[Finding], settings
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "SERVICE": "shop"}
+    Finding.objects.update(sender="shop")
+    page = replay_page(log_in("view_finding", "replay_finding"), findings)
+    other = log_in("view_finding", "acknowledge_finding", "x")
+    assert "Replay…" not in other.get(URL).content.decode()
+    other.post(URL, page)
+    Finding.objects.filter(pk=findings[0].pk).update(acknowledged_at=timezone.now())
+
+    client = Client()
+    client.force_login(User.objects.get(username="ann-2"))
+    changed = client.post(URL, page).content.decode()
+
+    assert "what you were shown has changed" in changed
+    assert "Replay 2 findings?" in changed
+    assert "1 of the selected findings is left out" in changed
+    assert not PipelineRun.objects.exists()
+    assert not LogEntry.objects.exists()
+
+
+def test_request_and_its_log_entry_commit_together(
+    findings: list[Finding], settings
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "SERVICE": "shop"}
+    Finding.objects.update(sender="shop")
+    client = log_in("view_finding", "replay_finding")
+    page = replay_page(client, findings)
+
+    def refuse(sender: Any, **more: Any) -> None:
+        raise RuntimeError("no log")
+
+    pre_save.connect(refuse, sender=LogEntry)
+    try:
+        with pytest.raises(RuntimeError, match="no log"):
+            client.post(URL, page)
+    finally:
+        pre_save.disconnect(refuse, sender=LogEntry)
+
+    assert not PipelineRun.objects.exists()
 
 
 class FindingsOnAReplica:

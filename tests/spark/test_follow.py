@@ -49,6 +49,7 @@ from tests.spark.kill_follow import OPTIONS
 from tests.spark.log import Log
 from tests.spark.running import outcome
 from tests.spark.test_archive_kill import SLICED, STEPS
+from tests.spark.test_outgoing import request_replay
 
 SECRET = "T0ken-that-nobody-sees"
 NOW = replace(OPTIONS, once=True)
@@ -784,6 +785,29 @@ def test_lost_messages_are_found_beside_the_archive(
     assert (over["alert"], over["status"]) == ("lost", "resolved")
     # What was archived is in the journeys, however long ago it was sent.
     assert delta_rows(lake, JOURNEYS).num_rows == 7
+
+
+@pytest.mark.timeout(300)
+def test_requested_replay_is_run_beside_the_archive(
+    make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    log = make_log("sqlite")
+    message = uuid.uuid4()
+    log.send([{"message_id": message}])
+    request = request_replay(log, message)
+    with following(JobSpec((log.spec,), lake), tmp_path) as process:
+        stored = (
+            "SELECT message_id FROM django_txmsg_outboxmessage WHERE replay_id = %s"
+        )
+        name = f"replay-{request}"
+        wait_until(lambda: log.rows(stored, name), deadline=200)
+        states = "SELECT state FROM django_txmsg_pipelinerun WHERE run_by = 'ann'"
+        wait_until(lambda: log.value(states) == "clean", deadline=60)
+        assert ended(process)[0] == 0
+
+    # The message itself has left for the lake.
+    assert [uuid.UUID(row[0]) for row in log.rows(stored, name)] == [message]
+    assert log.count() == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import uuid
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.archive import ArchiveOptions
 from django_txmsg.spark.jobs.outgoing import ReplayOptions, choose
 from django_txmsg.spark.jobs.reading import WholeLog
+from django_txmsg.spark.runs import next_request
 from django_txmsg.spark.schemas import OUTBOX, STAGED
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.staging import Brought, Staging
@@ -486,3 +487,57 @@ def test_what_a_reconciliation_has_found_is_replayed(
     ):
         with pytest.raises(UsageError, match=says):
             run(spec, "replay", *words)
+
+
+def request_replay(log: Log, *ids: uuid.UUID, age: timedelta = timedelta()) -> str:
+    """Store what the admin stores."""
+    now, request = datetime.now(timezone.utc) - age, uuid.uuid4()
+    options = {"requested_at": now.isoformat(), "message_ids": list(map(str, ids))}
+    log.insert(
+        "django_txmsg_pipelinerun",
+        [{"id": request, "job": "replay", "service": "shop", "state": "requested",
+          "run_by": "ann", "lake": "", "options": options, "rows": 0, "counts": {},
+          "error": "", "started_at": now}],
+    )  # fmt: skip
+    return str(request)
+
+
+@everywhere
+def test_requested_replay_stores_its_messages_once(spark, log: Log) -> None:
+    ids = [uuid.uuid4() for _ in range(3)]
+    log.send([{"message_id": one} for one in ids])
+    expired = request_replay(log, ids[2], age=timedelta(days=2))
+    request = request_replay(log, *ids[:2], uuid.uuid4())
+    spec = JobSpec((log.spec,))
+
+    def record() -> tuple[str, str, int]:
+        [row] = log.rows(
+            "SELECT state, run_by, rows FROM django_txmsg_pipelinerun WHERE id = %s",
+            uuid.UUID(request).hex if log.vendor == "sqlite" else request,
+        )
+        return tuple(row)
+
+    with log.connected() as connection:
+        assert next_request(connection, log.spec) == request
+        assert run(spec, "replay", "--request", request, "--dry-run")["chosen"] == 2
+        assert record() == ("requested", "ann", 0)
+        # A run that was killed is repeated under the same name.
+        log.execute(
+            "UPDATE django_txmsg_pipelinerun SET state = 'running' WHERE run_by = 'ann'"
+        )
+        assert next_request(connection, log.spec) == request
+        done = run(spec, "replay", "--request", request)
+        assert next_request(connection, log.spec) == ""
+
+    assert (done["run"], done["name"]) == (request, f"replay-{request}")
+    assert record() == ("clean", "ann", 2)
+    again = log.rows(
+        "SELECT message_id FROM django_txmsg_outboxmessage WHERE replay_id <> ''"
+    )
+    assert {uuid.UUID(str(row[0])) for row in again} == set(ids[:2])
+    with pytest.raises(UsageError, match="no open request"):
+        run(spec, "replay", "--request", request)
+    with pytest.raises(UsageError, match="no open request"):
+        run(spec, "replay", "--request", str(uuid.uuid4()))
+    assert run(spec, "replay", "--request", expired)["rows"] == 1
+    assert log.count() == 6

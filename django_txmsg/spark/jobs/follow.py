@@ -27,7 +27,7 @@ from ..errors import UsageError
 from ..lake import Lake
 from ..lock import Archiving, Taken, following
 from ..progress import Step, no_step
-from ..runs import Run, progressed, recorded
+from ..runs import Run, next_request, progressed, recorded
 from ..schemas import TABLES
 from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
@@ -385,6 +385,8 @@ class Follower:
             and self._archived()
         ):
             self.beside.start("verify")
+        elif request := next_request(connection, self.source):
+            self.beside.start("replay", "--request", request)
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
         """If the job in the other process has ended, weigh its result."""

@@ -11,7 +11,8 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from pyspark.sql import types as t
 
 from ...rules import dead_letters
 from ..errors import UsageError, VerificationRefused
-from ..runs import Run
+from ..runs import Run, requested_ids
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec, recordable
 from ..staging import Brought, Merged, Staging, ask_to_redeliver, attempt_key
@@ -53,6 +54,8 @@ class ReplayOptions:
     """Only messages for which a `reconcile` has found this."""
     found_by: str = ""
     """That run's id; empty: the last one that has stored its results."""
+    request: uuid.UUID | None = None
+    """Only the messages of this request of the admin."""
     dry_run: bool = False
 
 
@@ -103,8 +106,8 @@ def run_replay(
     By default the name is a digest of the selection: repeating the same replay uses the
     same name, and stores nothing.
     """
-    if not (options.where or options.verdict):
-        raise UsageError("Which messages? Give --where, or --verdict.")
+    if not (options.where or options.verdict or options.request):
+        raise UsageError("Which messages? Give --where, --verdict or --request.")
     if options.verdict and options.verdict not in FINDINGS:
         raise UsageError(
             f"{options.verdict!r} is not a finding; there are {', '.join(FINDINGS)}."
@@ -126,8 +129,12 @@ def run_replay(
         if judged:
             described += [options.verdict, judged]
         itself = run.id if table is DEAD_LETTERS else _digest(described)
-        name = options.name or f"replay-{itself}"
-        chosen = choose(log, table, options, judged)
+        name = options.name or f"replay-{options.request or itself}"
+        picked = [found_in(log, judged, options.verdict)] if judged else []
+        if options.request:
+            ids = [[one] for one in requested_ids(source, options.request)]
+            picked.append(spark.createDataFrame(ids, "message_id string"))
+        chosen = choose(log, table, options, picked)
         if table is DEAD_LETTERS:
             return _redeliver(chosen, source, name, options, run)
         if not options.dry_run:
@@ -170,11 +177,15 @@ def run_send(
 
 
 def choose(
-    log: WholeLog, table: Table, options: ReplayOptions, judged: str = ""
+    log: WholeLog,
+    table: Table,
+    options: ReplayOptions,
+    picked: Sequence[DataFrame] = (),
 ) -> DataFrame:
     """Select messages wherever they are: in the lake, or still in the database. An
     archive may run meanwhile: the lake is read after the database's snapshot was taken,
-    and a message found in both is selected once.
+    and a message found in both is selected once. Only messages whose ids are in all of
+    `picked` are selected.
 
     From the outbox, messages are selected that have ended, and by default only their
     first rows, because a replay of everything must not replay its own messages. A
@@ -220,8 +231,7 @@ def choose(
     if table is OUTBOX and not options.replayed:
         frames = [frame.where("replay_id = ''") for frame in frames]
     chosen = whole_log(frames, struct)
-    if judged:
-        ids = found_in(log, judged, options.verdict)
+    for ids in picked:
         chosen = chosen.join(sf.broadcast(ids), "message_id", "left_semi")
         chosen = chosen.select(*struct.fieldNames())
     if options.limit:

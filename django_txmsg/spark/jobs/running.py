@@ -54,7 +54,8 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         from .follow import follow_command
 
         return follow_command(spec, given, options)
-    record: AbstractContextManager[Run] = recorded(spec, given.job, options)
+    request = None if given.dry_run else getattr(given, "request", None)
+    record: AbstractContextManager[Run] = recorded(spec, given.job, options, request)
     looks = given.job in ("show", "views")
     if given.job == "listeners":
         looks = given.retire is None

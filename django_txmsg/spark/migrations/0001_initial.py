@@ -156,7 +156,10 @@ class Migration(migrations.Migration):
             options={
                 "verbose_name": "finding",
                 "db_table": "django_txmsg_finding",
-                "permissions": [("acknowledge_finding", "Can acknowledge findings")],
+                "permissions": [
+                    ("acknowledge_finding", "Can acknowledge findings"),
+                    ("replay_finding", "Can request replays of findings"),
+                ],
                 "indexes": [
                     models.Index(fields=["message_id"], name="txmsg_finding_message")
                 ],
@@ -216,6 +219,7 @@ class Migration(migrations.Migration):
                     "state",
                     models.CharField(
                         choices=[
+                            ("requested", "requested"),
                             ("running", "running"),
                             ("clean", "clean"),
                             ("findings", "with findings"),
