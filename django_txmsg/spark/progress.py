@@ -5,27 +5,29 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from .cores import is_remote
 
-WIDTH = 24
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class Progress:
     """The amount that is done and the whole amount, with a rate, redrawn in place."""
 
     def __init__(self, label: str, stream: TextIO | None, unit: str = "rows") -> None:
-        self.label, self.stream, self.unit = label, stream, unit
-        self.total = self.done = 0
-        self.started = time.monotonic()
-        self.note = ""
+        self._bar: tqdm[Any] | None = None
+        if stream is not None:
+            # Executors import this module too, and need no bar.
+            from tqdm import tqdm
+
+            self._bar = tqdm(desc=label, unit=f" {unit}", file=stream, leave=False)
 
     @classmethod
     def silent(cls) -> Progress:
@@ -42,28 +44,29 @@ class Progress:
 
     def start(self, total: int) -> None:
         """Begin, with `total` to do."""
-        self.total, self.started = total, time.monotonic()
-        self._draw()
+        if self._bar is not None:
+            self._bar.reset(total)
 
     def advance(self, count: int) -> None:
         """Add to the amount that is done."""
-        self.done += count
-        self._draw()
+        if self._bar is not None:
+            self._bar.update(count)
 
     def say(self, note: str) -> None:
         """Show what is happening."""
-        self.note = note
-        self._draw()
+        if self._bar is not None:
+            self._bar.set_postfix_str(note)
 
     @contextmanager
     def following(self, spark: SparkSession) -> Iterator[None]:
         """Show the tasks of Spark's running stages while the block runs."""
-        if self.stream is None or is_remote(spark):
+        if self._bar is None or is_remote(spark):
             # No terminal, or Spark Connect, which shows no stages.
             yield
             return
         over = threading.Event()
-        watch = threading.Thread(target=self._follow, args=(spark, over), daemon=True)
+        work = (self._bar, spark, over)
+        watch = threading.Thread(target=_follow, args=work, daemon=True)
         watch.start()
         try:
             yield
@@ -74,36 +77,21 @@ class Progress:
 
     def stop(self) -> None:
         """Remove the bar from the terminal, so that the next line has its place."""
-        if self.stream is not None:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+        if self._bar is not None:
+            self._bar.clear()
 
-    def _follow(self, spark: SparkSession, over: threading.Event) -> None:
-        tracker = spark.sparkContext.statusTracker()
-        while not over.wait(0.25):
-            try:
-                running = tracker.getActiveStageIds()
-                stages = [tracker.getStageInfo(number) for number in running]
-            except Py4JError:  # Spark is ending
-                return
-            self.total = sum(one.numTasks for one in stages if one)
-            self.done = sum(one.numCompletedTasks for one in stages if one)
-            spent = time.monotonic() - self.started
-            stage = f"stage {max(running)}, " if running else ""
-            self.say(f"{stage}{spent:.0f} s")
 
-    def _draw(self) -> None:
-        if self.stream is None:
+def _follow(bar: tqdm[Any], spark: SparkSession, over: threading.Event) -> None:
+    tracker = spark.sparkContext.statusTracker()
+    while not over.wait(0.25):
+        try:
+            running = tracker.getActiveStageIds()
+            stages = [tracker.getStageInfo(number) for number in running]
+        except Py4JError:  # Spark is ending
             return
-        share = min(1.0, self.done / self.total) if self.total else 0.0
-        bar = "█" * int(share * WIDTH)
-        rate = self.done / max(0.001, time.monotonic() - self.started)
-        counts = f"{self.done:,} of {self.total:,} {self.unit}" if self.total else ""
-        speed = f"{rate:,.0f} rows/s" if self.done and self.unit == "rows" else ""
-        parts = [self.label, f"{bar:░<{WIDTH}}", f"{share:4.0%}", counts, speed]
-        line = " ".join(filter(None, [*parts, self.note]))
-        self.stream.write(f"\r\x1b[K{line}")
-        self.stream.flush()
+        bar.total = sum(one.numTasks for one in stages if one)
+        bar.n = sum(one.numCompletedTasks for one in stages if one)
+        bar.set_postfix_str(f"stage {max(running)}" if running else "")
 
 
 #: Called with the name of the completed step.

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+
+from markupsafe import Markup
 
 #: Width and height of a chart on a desktop and on a phone: each shows the one that
 #: fits.
@@ -53,11 +55,11 @@ def over_time(
     *,
     label: str,
     seconds: bool = False,
-) -> str:
+) -> Markup:
     """Return a chart of `lines` over time. Times in seconds get a logarithmic axis."""
     values = [v for line in lines for v in line.values if v is not None]
     if not instants or not any(values):
-        return '<p class="none">Nothing in this time.</p>'
+        return Markup('<p class="none">Nothing in this time.</p>')
     axis = _log_axis(values) if seconds else _axis(max(values))
     keys = "".join(
         f'<span class="key"><i style="background:var(--{line.colour})"></i>'
@@ -70,7 +72,8 @@ def over_time(
         f"{_Chart(instants, axis, width, height, seconds).draw(lines)}</svg>"
         for name, (width, height) in SIZES.items()
     )
-    return f'<div class="keys">{keys}</div>{charts}'
+    # Every text in it is escaped above.
+    return Markup(f'<div class="keys">{keys}</div>{charts}')  # noqa: S704
 
 
 @dataclass(frozen=True)
@@ -166,46 +169,17 @@ class _Chart:
         return marks
 
 
-def bars(rows: Sequence[tuple[str, float, str]], colour: str) -> str:
-    """Return horizontal bars of (name, value, label)."""
-    most = max((value for _, value, _ in rows), default=0) or 1
-    lines = [
-        f'<tr><th scope="row">{escape(name)}</th><td class="bar"><i style="width:'
-        f'{100 * value / most:.1f}%;background:var(--{colour})"></i></td>'
-        f'<td class="n">{escape(shown)}</td></tr>'
-        for name, value, shown in rows
-    ]
-    return f'<table class="bars">{"".join(lines)}</table>'
-
-
-def spark(values: Sequence[float], label: str) -> str:
-    """Return a small column chart without axes."""
-    most = max(values, default=0) or 1
-    width = 120 / max(1, len(values))
-    columns = "".join(
-        f'<rect x="{i * width:.1f}" y="{24 - 22 * v / most:.1f}" '
-        f'width="{max(1.0, width - 1):.1f}" height="{22 * v / most:.1f}"/>'
-        for i, v in enumerate(values)
-        if v
-    )
-    label = escape(label)
-    return (
-        f'<svg class="spark" viewBox="0 0 120 24" role="img" aria-label="{label}">'
-        f"<title>{label}</title>{columns}</svg>"
-    )
-
-
-def spread(low: float, middle: float, high: float, *, least: float, most: float) -> str:
-    """Return a bar over the 50th, 95th and 99th percentile, on a logarithmic axis from
-    `least` to `most`."""
+def spread(row: Mapping[str, float], *, least: float, most: float) -> Markup:
+    """Return a bar over the 50th, 95th and 99th percentile of a row, on a logarithmic
+    axis from `least` to `most`."""
 
     def place(value: float) -> float:
         bottom = max(least, 1e-6)
         share = math.log10(max(value, bottom) / bottom)
         return 100 * share / math.log10(max(most / bottom, 10))
 
-    a, b, c = place(low), place(middle), place(high)
-    return (
+    a, b, c = place(row["p50"]), place(row["p95"]), place(row["p99"])
+    return Markup(  # noqa: S704 — of numbers
         f'<span class="spread"><i class="far" style="left:{a:.1f}%;width:{c - a:.1f}%">'
         f'</i><i class="near" style="left:{a:.1f}%;width:{b - a:.1f}%"></i></span>'
     )
