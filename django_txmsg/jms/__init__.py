@@ -1,4 +1,4 @@
-"""A Jakarta-Messaging-shaped client for STOMP brokers; needs no Django.
+"""A client for STOMP brokers with the API of Jakarta Messaging. It needs no Django.
 
 Hops 4 and 6 of a message: the relay sends through this client, and the consumer
 receives through it. ::

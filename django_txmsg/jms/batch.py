@@ -1,10 +1,12 @@
-"""Sends many messages with proof for each, in the fastest way a broker allows.
+"""Sends many messages, each with proof, in the fastest way that the broker allows.
 
-Hop 4 of a message, as the relay sends. ActiveMQ syncs its journal once per transaction:
-frames without receipts in one transaction, a barrier to check that all were accepted,
-then COMMIT with a receipt. RabbitMQ confirms messages as it stores them: receipts are
-pipelined. If a transaction is refused, nothing of it is stored, and every message is
-sent separately, so that only the bad one is rejected.
+Hop 4 of a message: the relay sends in this way. ActiveMQ syncs its journal once per
+transaction. So the frames go there in one transaction, without receipts. A barrier
+checks that ActiveMQ has accepted all frames; then COMMIT asks for a receipt. RabbitMQ
+confirms each message when it has stored the message. So every frame asks for a receipt
+there, and many frames wait for their receipts at once. If the broker refuses a
+transaction, it stores none of the messages. Then every message is sent separately, so
+that only the bad message is rejected.
 """
 
 from __future__ import annotations
@@ -39,16 +41,17 @@ _WORTH_A_TRANSACTION = 4
 
 
 class Receipts:
-    """The outstanding outcomes of messages sent together."""
+    """Collects the outcomes of messages that are sent together."""
 
     def __init__(self, outcomes: Outcomes, missing: int) -> None:
-        """Write into the outcomes."""
+        """Write each outcome into ``outcomes``. ``missing`` is the number of outcomes
+        to wait for."""
         self._outcomes = outcomes
         self._missing = missing
         self.complete = threading.Event()
 
     def take(self, index: int, outcome: MessagingError | None) -> None:
-        """Record one message's outcome. The last outcome wakes the sender."""
+        """Record the outcome of one message. The last outcome wakes the sender."""
         self._outcomes[index] = outcome
         self._missing -= 1
         if not self._missing:
@@ -56,7 +59,7 @@ class Receipts:
 
 
 class _OfMany(Pending):
-    """One of many messages that are sent together."""
+    """The pending frame of one message among many that are sent together."""
 
     __slots__ = ("_index", "_receipts")
 
@@ -65,7 +68,7 @@ class _OfMany(Pending):
     def __init__(
         self, what: str, timeout: float, receipts: Receipts, index: int
     ) -> None:
-        """Report the outcome to the receipts."""
+        """Report the outcome to ``receipts``, under the message's index."""
         super().__init__(what, timeout)
         self._receipts = receipts
         self._index = index
@@ -128,8 +131,8 @@ def send(
 def _waves(
     part: list[tuple[int, Encoded]], keys: Sequence[str]
 ) -> list[list[tuple[int, Encoded]]]:
-    """Split the messages so that no wave has two messages of a key: the second may be
-    sent only when the first is known to be stored."""
+    """Split the messages into waves, so that no wave has two messages of one key. The
+    second message of a key may be sent only when the first is known to be stored."""
     waves: list[list[tuple[int, Encoded]]] = []
     met: dict[str, int] = {}
     for item in part:
@@ -146,8 +149,8 @@ def _waves(
 def _unspoilt(
     items: list[tuple[int, Encoded]], keys: Sequence[str], outcomes: Outcomes
 ) -> list[tuple[int, Encoded]]:
-    """Leave out messages that follow a failed message of their key, and mark them as
-    held back."""
+    """Return the messages whose key has no failed earlier message. Mark the other
+    messages as held back."""
     if not any(keys) or not any(outcomes):
         return items
     failed: dict[str, int] = {}
@@ -221,8 +224,8 @@ def _ended(
     outcomes: Outcomes,
     timeout: float,
 ) -> bool:
-    """Store the part as a unit and record the outcomes. Returns False if it was rolled
-    back; its messages must then be sent one by one."""
+    """Send the messages in one transaction and record the outcomes. Return False if the
+    transaction was rolled back. The caller must then send the messages one by one."""
     link = transaction.link
     line = transaction_line(transaction.name)
     data = b"".join([one.frame_with(line) for _, one in part])

@@ -1,4 +1,4 @@
-"""Context managers: objects that are closed at the end of a block, and critical
+"""Context managers for objects that a block closes at its end, and for critical
 sections."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Closing(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close it. Further calls have no effect."""
+        """Close the object. Further calls have no effect."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -33,11 +33,11 @@ class Closing(abc.ABC):
 
 
 class Whole:
-    """A critical section, with the lock held. Either it completes, or the link is
-    ended.
+    """A critical section, under the lock. If an exception interrupts the section, the
+    link ends.
 
-    It is needed because a signal handler may raise an exception between any two of its
-    lines.
+    A signal handler may raise an exception between any two lines of the section, which
+    would leave the link in an unknown state.
     """
 
     def __init__(self, lose: Callable[[str], None]) -> None:
@@ -57,6 +57,7 @@ class Whole:
             self.broken_by(error)
 
     def broken_by(self, error: BaseException) -> None:
-        """End the link, unless the exception is a regular outcome."""
+        """End the link, unless the exception is a ``MessagingError``, which is a
+        regular outcome."""
         if not isinstance(error, MessagingError):
             self._lose(f"a send was interrupted by {error!r}")

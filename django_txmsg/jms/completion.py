@@ -1,10 +1,10 @@
 """Reports the outcome of an asynchronous send to its sender.
 
-Hop 4 of a message. A listener, or a future, is called once for each accepted send, in
-the order of the session's sends. A session runs one callback at a time, on a pool
-thread that is neither the sender's nor the connection's. While a callback runs, its
-thread is marked with the objects that the callback belongs to, so that a callback which
-would wait for itself is refused.
+Hop 4 of a message. The listener or the future of each accepted send is called once, in
+the order of the session's sends. A session runs one callback at a time. The callback
+runs on a pool thread, and not on a thread of the sender or of the connection. While a
+callback runs, its thread is marked with the objects that the callback belongs to. So a
+method that would wait for its own callback raises an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_running_for(thing: object) -> bool:
 
 
 def refuse_own(thing: object, what: str) -> None:
-    """Raise ``IllegalStateError`` in a callback of the object."""
+    """Raise ``IllegalStateError`` if this thread runs a callback of the object."""
     if is_running_for(thing):
         raise IllegalStateError(
             f"A completion callback cannot {what}: it would wait for itself. Do it "
@@ -54,13 +54,14 @@ def refuse_own(thing: object, what: str) -> None:
 
 @runtime_checkable
 class CompletionListener(Protocol):
-    """Called with the outcome of a message sent asynchronously."""
+    """Receives the outcome of a message that was sent asynchronously."""
 
     def on_completion(self, message: Message) -> None:
         """Called when the broker has confirmed the message."""
 
     def on_exception(self, message: Message, error: MessagingError) -> None:
-        """Called when the message was refused, or its outcome is unknown."""
+        """Called when the message was refused, or when it is unknown whether the
+        message is stored."""
 
 
 class _Callables:
@@ -82,8 +83,8 @@ class _Callables:
 
 
 def as_listener(listener: object) -> CompletionListener:
-    """Return a completion listener for a listener, or for a pair ``(on_completion,
-    on_exception)`` of callables.
+    """Return a completion listener. ``listener`` may be one already, or a pair
+    ``(on_completion, on_exception)`` of callables.
 
     Raises ``ValueError`` for anything else, including ``None``.
     """
@@ -128,8 +129,8 @@ class CompletionFuture(Future["Message"]):
             self.set_exception(error)
 
     def on_withdrawn(self) -> None:
-        """Report to the waiting threads that the send was cancelled. Called in place of
-        a listener."""
+        """Wake the waiting threads after the send was cancelled. Called in place of a
+        listener."""
         super().cancel()
         self.set_running_or_notify_cancel()
 

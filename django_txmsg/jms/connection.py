@@ -1,4 +1,4 @@
-"""A connection to a broker, as applications see it: it opens sessions, and is closed.
+"""A connection to a broker, for applications: it opens sessions until it is closed.
 
 Hops 4 and 6 of a message. A factory reads a URL, and connects to the first host that
 accepts a connection. A connection is started when it is created. A context is a
@@ -43,8 +43,8 @@ class Connection(Liveness):
         _open.add(self)
 
     def __del__(self) -> None:
-        """End the connection when nothing refers to it: otherwise its threads would
-        keep it open for ever."""
+        """End the connection when nothing refers to it. Otherwise the connection's
+        threads would keep it open for ever."""
         link = getattr(self, "link", None)
         if link is not None and not (self._closing or link.inherited):
             text = f"{self!r} was not closed"
@@ -58,8 +58,8 @@ class Connection(Liveness):
         *,
         max_in_flight: int | None = None,
     ) -> Session:
-        """Open a session. A session has one order of sends, one window, and one
-        transaction at a time."""
+        """Open a session. A session sends in one order, has one window for sends
+        without an outcome, and has one transaction at a time."""
         self.check_usable()
         session = Session(
             self,
@@ -79,11 +79,11 @@ class Connection(Liveness):
                 self._sessions.remove(session)
 
     def close(self) -> None:
-        """Let outstanding sends complete, disconnect from the broker, and end.
+        """Let outstanding sends complete, then disconnect from the broker.
 
-        Waits until every send has its outcome and every callback has returned; the
-        sends' deadlines limit that. Raises ``IllegalStateError`` inside one of its own
-        callbacks.
+        Waits until every send has its outcome and every callback has returned. A send
+        gets an outcome by its deadline at the latest. Raises ``IllegalStateError``
+        inside a callback of this connection.
         """
         link = self.link
         if link.inherited:
@@ -114,7 +114,8 @@ class Connection(Liveness):
             _open.discard(self)
 
     def wait_for_sends(self, give_up: float) -> int:
-        """Wait until that moment for outstanding sends. Returns how many remain."""
+        """Wait for outstanding sends, at most until the moment ``give_up``. Return the
+        number of sends that are still outstanding."""
         sessions = list(self._sessions)
         return sum(session.sends.wait_until(give_up) for session in sessions)
 

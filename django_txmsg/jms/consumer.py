@@ -53,8 +53,9 @@ class MessageConsumer(Closing):
         on_received: Callable[[Message], None],
         on_closed: Callable[[MessageConsumer], None],
     ) -> None:
-        """Validate the options. ``subscribe`` contacts the broker. The session is
-        notified of received messages and of the end."""
+        """Validate the options. The method ``subscribe`` contacts the broker later.
+        ``on_received`` and ``on_closed`` notify the session of received messages and of
+        the consumer's end."""
         if prefetch < 1:
             raise ValueError(
                 "prefetch is at least 1: with 0 a broker delivers nothing."
@@ -86,7 +87,7 @@ class MessageConsumer(Closing):
         self._closed = False
 
     def subscribe(self, timeout: float | None = None) -> None:
-        """Request deliveries from the broker. Raises the broker's refusal."""
+        """Request deliveries from the broker. Raises an error if the broker refuses."""
         link = self._link
         headers = link.dialect.subscribe_headers(
             self.destination, self.prefetch, self.subscription
@@ -107,18 +108,18 @@ class MessageConsumer(Closing):
             raise
 
     def deliver(self, frame: Frame) -> None:
-        """Buffer a delivery; on the reader thread, with the lock held."""
+        """Buffer a delivery. The reader thread calls this and holds the lock."""
         self._buffer.append(
             Message.received(frame, self.subscription_id, self.destination)
         )
         self.arrived.notify()
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Return the next message; ``None`` if none arrived in time, or if the consumer
-        is closed.
+        """Return the next message, or ``None`` if no message arrives in time or the
+        consumer is closed.
 
-        Raises ``ConnectionLostError`` once the connection has failed. Buffered messages
-        then belong to the broker again, and arrive on the next connection.
+        Raises ``ConnectionLostError`` after the connection has failed. The broker then
+        delivers the buffered messages again, on the next connection.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         link = self._link
@@ -141,7 +142,7 @@ class MessageConsumer(Closing):
         return message
 
     def receive_nowait(self) -> Message | None:
-        """Return a message that has already arrived, or ``None``."""
+        """Return a message that has already arrived, or ``None`` if there is none."""
         return self.receive(0)
 
     def __iter__(self) -> Iterator[Message]:
@@ -150,9 +151,8 @@ class MessageConsumer(Closing):
             yield message
 
     def settle(self, message: Message) -> None:
-        """Record that a message is being acknowledged.
-
-        Raises ``IllegalStateError`` if it was acknowledged before, or was taken back.
+        """Record that a message is being acknowledged. Raises ``IllegalStateError`` if
+        the message was acknowledged before, or was taken back into the buffer.
         """
         with self.arrived:
             if self._closed:
@@ -167,12 +167,13 @@ class MessageConsumer(Closing):
             del self._unsettled[message.ack_id]
 
     def forget(self, message: Message) -> None:
-        """Record that a committed transaction has acknowledged a message."""
+        """Drop a message from the unacknowledged ones, after a committed transaction
+        has acknowledged the message."""
         with self.arrived:
             self._unsettled.pop(message.ack_id, None)
 
     def take_back(self) -> None:
-        """Buffer unacknowledged messages again, as redelivered."""
+        """Put unacknowledged messages back into the buffer, marked as redelivered."""
         with self.arrived:
             again = list(self._unsettled.values())
             self._unsettled.clear()
@@ -183,7 +184,8 @@ class MessageConsumer(Closing):
 
     @property
     def buffered(self) -> int:
-        """The number of deliveries that have arrived and were not received yet."""
+        """The number of deliveries that have arrived and that the application has not
+        received."""
         return len(self._buffer)
 
     def __repr__(self) -> str:
@@ -191,12 +193,12 @@ class MessageConsumer(Closing):
         return f"<MessageConsumer of {self.destination}>"
 
     def close(self, *, delete_subscription: bool = False) -> None:
-        """Take no more deliveries. Unacknowledged messages are delivered again.
+        """Accept no more deliveries. The broker delivers unacknowledged messages again.
 
-        ActiveMQ redelivers at once, RabbitMQ when the connection ends. If a broker
-        refuses to end the subscription, or does not answer, that is only logged,
-        because the connection's end will end the subscription. An error is raised only
-        if a durable subscription could not be deleted.
+        ActiveMQ redelivers at once, RabbitMQ when the connection ends. If the broker
+        refuses to end the subscription, or does not answer, the consumer only logs the
+        failure, because the subscription ends with the connection. An error is raised
+        only if a durable subscription could not be deleted.
         """
         try:
             self._close(delete=delete_subscription)

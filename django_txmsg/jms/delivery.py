@@ -1,7 +1,7 @@
 """Encodes a message into the bytes of its SEND frame.
 
-Hop 4 of a message. Every error of a message is found here, before anything is reserved
-or written. Later changes to the message are not sent.
+Hop 4 of a message. The encoder finds every error of a message before a session reserves
+room or writes. If the application changes the message later, the frame stays the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RANDOM_BITS = ~(0xF << 76 | 0b11 << 62)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Delivery options: a producer's defaults, or those of one send."""
+    """Delivery options, for all sends of a producer or for one send."""
 
     mode: DeliveryMode = DeliveryMode.PERSISTENT
     priority: int = 4
@@ -58,17 +58,15 @@ DEFAULT = Delivery()
 
 
 def new_id() -> str:
-    """Return a random UUID without the overhead of `uuid4`. Like `uuid4`, it uses the
-    system's generator, because a fork would copy the state of a generator of this
-    process."""
+    """Return a random UUID without the overhead of `uuid4`. The random bits come from
+    the operating system. A fork would copy the state of a generator in this process."""
     number = int.from_bytes(os.urandom(16), "big")
     digits = "%032x" % (number & _RANDOM_BITS | _VERSION_4)
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
 class Encoded:
-    """The bytes of a frame before and after its receipt header, and its message's
-    id."""
+    """An encoded SEND frame without a receipt header, and the id of its message."""
 
     __slots__ = ("body", "head", "message_id", "size")
 
@@ -80,7 +78,7 @@ class Encoded:
         self.size = len(head) + len(body) + 64
 
     def frame(self, receipt: bytes = b"", transaction: str = "") -> bytes:
-        """Return the whole SEND frame."""
+        """Return the whole SEND frame, with these headers if they are not empty."""
         lines = b"receipt:%s\n" % receipt if receipt else b""
         if transaction:
             lines += transaction_line(transaction)
@@ -100,13 +98,13 @@ class EncodedMessage(Encoded):
     __slots__ = ("provided",)
 
     def __init__(self, head: bytes, body: bytes, provided: Provided) -> None:
-        """Keep both."""
+        """Keep the bytes of the frame, and the values to set on the message."""
         super().__init__(head, body, provided.message_id or "")
         self.provided = provided
 
 
 def transaction_line(name: str) -> bytes:
-    """Return the header line of a frame that belongs to a transaction."""
+    """Return the header line that puts a frame into the named transaction."""
     return b"transaction:%s\n" % name.encode()
 
 

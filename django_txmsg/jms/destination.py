@@ -1,7 +1,7 @@
 """A destination on a broker: a queue or a topic.
 
-The words queue and topic have a meaning only here and in a ``Dialect``; elsewhere a
-destination is a plain name (``orders.place``) or ``topic:orders.placed``.
+Only this module and a ``Dialect`` distinguish queues from topics. Other modules pass a
+destination as text: ``orders.place`` for a queue, ``topic:orders.placed`` for a topic.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .errors import InvalidDestinationError
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A name on a broker, and whether every subscriber gets the message."""
+    """The name of a queue or topic on a broker."""
 
     name: str
     is_topic: bool = False
 
     def __str__(self) -> str:
-        """Return it in the form that ``parse`` reads."""
+        """Return the destination as text that ``parse`` can read."""
         return f"{wire.TOPIC_PREFIX}{self.name}" if self.is_topic else self.name
 
 
@@ -48,8 +48,8 @@ class Topic(Destination):
 def parse(destination: str | Destination | None) -> Destination:
     """Read ``orders.place``, ``topic:orders.placed``, ``/queue/x`` or ``/topic/x``.
 
-    Raises ``InvalidDestinationError`` if it is missing, empty or not text. The dialect
-    checks which names a broker allows.
+    Raises ``InvalidDestinationError`` if the destination is missing, empty or not text.
+    The dialect checks later whether the broker allows the name.
     """
     if isinstance(destination, Destination):
         found = Destination(destination.name, destination.is_topic)

@@ -1,9 +1,8 @@
-"""The differences between brokers that a STOMP client must know, and how a broker is
-recognized.
+"""The differences between STOMP brokers, and the function that recognizes a broker.
 
-ActiveMQ Classic's are the default. The facts behind each field are in
-``docs/explanation/broker-facts.md``. ActiveMQ Classic 5.17 and RabbitMQ 3.10 were run;
-Artemis is written from its sources and documentation and was not run.
+The defaults are the values for ActiveMQ Classic. ``docs/explanation/broker-facts.md``
+explains each field. The tests run against ActiveMQ Classic 5.17 and RabbitMQ 3.10. The
+values for Artemis come from its source code and documentation and were never run.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from .errors import (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one broker differs. The values here are ActiveMQ Classic's."""
+    """The STOMP behaviour of one kind of broker. The defaults describe ActiveMQ
+    Classic."""
 
     name: str = "activemq"
     #: Characters that have a special meaning in a destination.
@@ -75,7 +75,7 @@ class Dialect:
         return f"/topic/{name}" if destination.is_topic else f"/queue/{name}"
 
     def with_existing(self, existing: str) -> Dialect:
-        """Return a dialect that does not declare the queues that match these
+        """Return a dialect that does not declare queues whose names match these
         patterns."""
         return self
 
@@ -96,12 +96,13 @@ class Dialect:
                 )
 
     def mode_header(self, *, persistent: bool) -> bytes:
-        """Return the SEND header that says whether the message survives a restart."""
+        """Return the SEND header that sets whether the broker keeps the message through
+        a restart."""
         return b"persistent:true\n" if persistent else b"persistent:false\n"
 
     def blames_frame(self, broker_message: str) -> bool:
-        """Return whether an ERROR without a receipt id is about a frame. Otherwise it
-        is about the end of the connection."""
+        """Return whether an ERROR without a receipt id refuses a frame. If not, the
+        ERROR announces the end of the connection."""
         return True
 
     def expiry_headers(self, now_ms: int, time_to_live_ms: int) -> dict[str, str]:
@@ -113,11 +114,10 @@ class Dialect:
     def delayed(
         self, destination: Destination, delay_ms: int, *, transacted: bool
     ) -> tuple[Destination, dict[str, str]]:
-        """Return the destination and headers of a message that must arrive later by
-        this delay.
-
-        Raises ``UnsupportedOperationError`` in a transaction: the broker would schedule
-        the message outside the transaction, and lose it in a crash.
+        """Return the destination and headers of a message that the broker must deliver
+        after this delay. Raises ``UnsupportedOperationError`` in a transaction: the
+        broker would schedule the message outside the transaction, and lose the message
+        in a crash.
         """
         if transacted:
             raise UnsupportedOperationError(
@@ -173,8 +173,9 @@ _CODES_OF_A_FRAME = frozenset({"311", "313", "403", "404", "405", "406"})
 
 @dataclass(frozen=True, slots=True)
 class RabbitMQDialect(Dialect):
-    """RabbitMQ's STOMP, which a plugin translates to AMQP. Transactions are replayed at
-    COMMIT, and confirms prove the sends."""
+    """The STOMP behaviour of RabbitMQ, where a plugin translates STOMP to AMQP. The
+    plugin replays a transaction's frames at COMMIT. Publisher confirms prove the
+    sends."""
 
     name: str = "rabbitmq"
     forbidden_in_names: str = "/"
@@ -192,8 +193,9 @@ class RabbitMQDialect(Dialect):
     existing: tuple[str, ...] = ()
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Refuse also headers that RabbitMQ accepts over STOMP and cannot deliver over
-        AMQP: it would close the connection of every consumer that gets the message."""
+        """Also refuse headers that RabbitMQ accepts over STOMP and cannot deliver over
+        AMQP. With such a header, RabbitMQ would close the connection of every consumer
+        that gets the message."""
         Dialect.check_headers(self, headers)
         for name, value in headers.items():
             text = f"{value}" if name in _AMQP_PROPERTIES else ""
@@ -207,8 +209,9 @@ class RabbitMQDialect(Dialect):
                 )
 
     def with_existing(self, existing: str) -> Dialect:
-        """Use ``/amq/queue/`` for these queues, which declares nothing. ``/queue/``
-        would declare a classic queue, and fail if the queue has another type."""
+        """Address these queues as ``/amq/queue/NAME``, which declares no queue.
+        ``/queue/NAME`` would declare a classic queue, and fail if the queue has another
+        type."""
         return replace(self, existing=tuple(filter(None, existing.split(","))))
 
     def address(self, destination: Destination) -> str:
@@ -232,8 +235,8 @@ class RabbitMQDialect(Dialect):
         return b"persistent:true\n" if persistent else b""
 
     def blames_frame(self, broker_message: str) -> bool:
-        """Return whether the ERROR is about a frame. It may also mean that an operator
-        closes the connection."""
+        """Return False if the ERROR announces that an operator closes the
+        connection."""
         code = re.search(r"server_initiated_close,\s*(\d+)", broker_message)
         if code is not None:
             return code[1] in _CODES_OF_A_FRAME
@@ -244,12 +247,13 @@ class RabbitMQDialect(Dialect):
     def delayed(
         self, destination: Destination, delay_ms: int, *, transacted: bool
     ) -> tuple[Destination, dict[str, str]]:
-        """Send the message to a delay queue without consumers. When it expires there,
-        RabbitMQ dead-letters it to its destination.
+        """Send the message to a delay queue without consumers. When the message expires
+        there, RabbitMQ dead-letters the message to its destination.
 
-        Only the first message of a queue expires, so there is one queue for each power
-        of two of seconds. At worst a message waits twice as long, never as long as the
-        longest delay before it. The longest delay is 49 days.
+        RabbitMQ expires only the first message of a queue, so a message waits for the
+        messages in front. To limit that wait, there is one queue for each power of two
+        of seconds. A message waits at most twice as long as requested, or one second.
+        The longest delay is 49 days.
         """
         if transacted:
             raise UnsupportedOperationError(
@@ -269,7 +273,8 @@ class RabbitMQDialect(Dialect):
         }
 
     def durable_headers(self, subscription: str) -> dict[str, str]:
-        """Keep the subscription's queue when its consumer disconnects."""
+        """Return headers that keep the subscription's queue when the consumer
+        disconnects."""
         return {
             "durable": "true",
             "auto-delete": "false",
@@ -289,8 +294,8 @@ class RabbitMQDialect(Dialect):
 
 @dataclass(frozen=True, slots=True)
 class ArtemisDialect(Dialect):
-    """Artemis. It limits prefetch in bytes, and creates a queue only if the frame
-    requests one."""
+    """The STOMP behaviour of Artemis. Artemis limits prefetch in bytes, and creates a
+    queue only if a header of the frame requests a queue."""
 
     name: str = "artemis"
     prefetch_header: str = "consumer-window-size"
@@ -299,8 +304,8 @@ class ArtemisDialect(Dialect):
     serves_jms: bool = False
 
     def send_headers(self, destination: Destination) -> dict[str, str]:
-        """Request the routing. By default, Artemis drops messages without a
-        subscriber."""
+        """Return the headers that request a queue or a topic. Without them Artemis
+        drops messages that have no subscriber."""
         kind = "MULTICAST" if destination.is_topic else "ANYCAST"
         return {"destination": self.address(destination), "destination-type": kind}
 
@@ -311,7 +316,7 @@ class ArtemisDialect(Dialect):
     def subscribe_headers(
         self, destination: Destination, prefetch: int, subscription: str | None
     ) -> dict[str, str]:
-        """Set the routing on SUBSCRIBE, too."""
+        """Return the headers of SUBSCRIBE, which also request a queue or a topic."""
         headers = Dialect.subscribe_headers(self, destination, prefetch, subscription)
         kind = "MULTICAST" if destination.is_topic else "ANYCAST"
         return {**headers, "subscription-type": kind}
@@ -330,8 +335,8 @@ BY_NAME = {dialect.name: dialect for dialect in (ACTIVEMQ, ARTEMIS, RABBITMQ)}
 def recognize(server: str) -> Dialect:
     """Return the dialect for the ``server`` header of the CONNECTED frame.
 
-    An unknown server is treated as ActiveMQ Classic, because its names of destinations
-    are the most common, and a receipt proves every send on any broker.
+    An unknown server is treated as ActiveMQ Classic. Most brokers use the same form of
+    destination names, and every broker proves a send by a receipt.
     """
     lowered = server.lower()
     if "artemis" in lowered:

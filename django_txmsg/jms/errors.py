@@ -1,6 +1,7 @@
-"""What can go wrong between a producer and a broker, as one hierarchy.
+"""The errors of this client, as one hierarchy of exceptions.
 
-Hop 4 of a message: the broker took it, refused it, or did not say. ::
+Hop 4 of a message: a broker stores the message, refuses the message, or does not
+answer. ::
 
     MessagingError
     ├── IllegalStateError            closed, inherited through a fork, own callback
@@ -29,8 +30,8 @@ class MessagingError(Exception):
 
 
 class IllegalStateError(MessagingError):
-    """The object cannot do this now: it is closed, was copied by a fork, or is called
-    by its own callback."""
+    """The object cannot do this now. The object is closed, or a fork has copied the
+    object, or one of the object's own callbacks makes the call."""
 
 
 class InvalidDestinationError(MessagingError):
@@ -42,7 +43,8 @@ class MessageFormatError(MessagingError):
 
 
 class MessageNotAccessibleError(MessagingError):
-    """The message is in flight. Use it when its completion listener has been called."""
+    """The message is in flight. It can be used after its completion listener was
+    called."""
 
 
 class UnsupportedOperationError(MessagingError):
@@ -75,7 +77,8 @@ class SendRejectedError(RequestRejectedError):
 
 
 class RequestTimeoutError(MessagingError, TimeoutError):
-    """The broker did not answer a request in time; its effect is unknown."""
+    """The broker did not answer a request in time. It is unknown whether the request
+    took effect."""
 
 
 class SendOutcomeUnknownError(MessagingError):
@@ -83,11 +86,10 @@ class SendOutcomeUnknownError(MessagingError):
 
     Send it again with the same message id; the receiver's inbox drops the copy.
     ``written`` is false if the frame certainly never left this process.
-    ``broker_message`` is the ERROR frame that ended the connection, if one did: then
-    one of the messages in flight was probably refused, and sending them one at a time
-    shows which.
-    ``silent`` is true if the broker did not end the connection, but stopped reading or
-    answering.
+    ``broker_message`` is the text of the ERROR frame, if an ERROR frame ended the
+    connection. In that case the broker has probably refused one of the messages in
+    flight. Send these messages one at a time to find the refused message. ``silent`` is
+    true if the broker stopped reading or answering, without ending the connection.
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class SendOutcomeUnknownError(MessagingError):
 
 
 class SendHeldBackError(MessagingError):
-    """The message was not sent, because an earlier one of its key was not stored."""
+    """The message was not sent, because an earlier message of its key was not
+    stored."""
 
 
 class SendTimeoutError(SendOutcomeUnknownError, TimeoutError):
@@ -123,5 +126,5 @@ class TransactionRolledBackError(MessagingError):
 
 
 class TransactionInDoubtError(MessagingError):
-    """COMMIT was written and not answered. Either all of the transaction has happened,
-    or nothing."""
+    """COMMIT was written, and the broker did not answer. The broker has committed
+    either the whole transaction or nothing."""

@@ -1,11 +1,11 @@
 """Encodes and parses STOMP 1.2 frames, without any I/O.
 
-Hops 4 and 6 of a message. The encoder refuses values that would let a header become
-another frame. The parser takes bytes in any split, with a fast path for RECEIPT frames.
-If it can read a frame only in part (because of a broken header, a NUL in a header, or a
-body too long to keep), it passes on that part with its `problem`, so that one bad
-message never stops the frames behind it. It gives up only if it cannot tell where a
-frame ends.
+Hops 4 and 6 of a message. The encoder refuses a header value that the broker could read
+as another frame. The parser accepts the bytes in pieces of any size, and has a fast
+path for RECEIPT frames. A frame may have a broken header, a NUL in a header, or a body
+that is too long. The parser then returns the readable part of the frame with a
+`problem`, so that one bad message never stops the frames behind it. The parser raises
+``ProtocolError`` only if it cannot find the end of a frame.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNESCAPED = {"r": "\r", "n": "\n", "c": ":", "\\": "\\"}
 
 
 class ProtocolError(Exception):
-    """The bytes are not STOMP: the connection cannot be used any more."""
+    """The received bytes are not STOMP, so the connection cannot be used any more."""
 
 
 class Frame(NamedTuple):
@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
 
 class Receipt(bytes):
-    """The id of a RECEIPT frame, its only content."""
+    """A RECEIPT frame, as the id that it contains."""
 
     __slots__ = ()
 
@@ -99,9 +99,9 @@ def encode(command: str, headers: Mapping[str, str], body: bytes = b"") -> bytes
 
 
 def encode_connect(headers: Mapping[str, str]) -> bytes:
-    """Encode the CONNECT frame, whose headers STOMP does not escape.
-
-    Raises ``ValueError`` if a credential could end its line and start another.
+    """Encode the CONNECT frame, whose headers STOMP does not escape. Raises
+    ``ValueError`` if a credential contains a character that could start another header
+    line.
     """
     for name, value in headers.items():
         if any(character in value for character in "\r\n\x00"):
@@ -111,18 +111,20 @@ def encode_connect(headers: Mapping[str, str]) -> bytes:
 
 
 class _TooLong:
-    """A frame with a body too long to keep: only its beginning is kept."""
+    """A frame whose body is too long to keep. The parser keeps only the beginning of
+    the body."""
 
     __slots__ = ("_frame", "_kept", "_left")
 
     def __init__(self, frame: Frame, length: int | None) -> None:
-        """``length`` is that of the body, or None if a NUL ends the body."""
+        """``length`` is the length of the body, or None if a NUL ends the body."""
         self._frame = frame
         self._left = length
         self._kept = b""
 
     def take(self, data: bytes) -> int | None:
-        """Return where the frame ends in these bytes, or None if it does not end there.
+        """Return the position in these bytes at which the frame ends, or None if more
+        bytes follow.
 
         Raises ``ProtocolError``.
         """
@@ -140,19 +142,19 @@ class _TooLong:
         return end + 1
 
     def frame(self) -> Frame:
-        """Return the kept part."""
+        """Return the frame with the beginning of its body."""
         return self._frame._replace(body=self._kept)
 
 
 class FrameParser:
-    """Turns the bytes of one connection, in any split, into frames."""
+    """Parses the bytes of one connection, in pieces of any size, into frames."""
 
     __slots__ = (
         "_chunks", "_have", "_max_body", "_need", "_tail", "_too_long", "_wants_nul",
     )  # fmt: skip
 
     def __init__(self, max_body: int = MAX_BODY_BYTES) -> None:
-        """Begin at the border of a frame."""
+        """Start between two frames. A body longer than ``max_body`` bytes is cut."""
         self._max_body = max_body
         self._tail = b""
         self._chunks: list[bytes] = []
@@ -162,7 +164,7 @@ class FrameParser:
         self._too_long: _TooLong | None = None
 
     def feed(self, data: bytes) -> list[Frame | Receipt]:
-        """Return the frames completed by these bytes. Heartbeats give none.
+        """Return the frames that these bytes complete. Heartbeats are not frames.
 
         Raises ``ProtocolError`` if the stream is not STOMP.
         """
@@ -179,8 +181,9 @@ class FrameParser:
                 return found
 
     def _read(self, data: bytes, found: list[Frame | Receipt]) -> bytes:
-        """Find frames, and keep an incomplete one. Returns a frame that is too long,
-        whose rest must be skipped."""
+        """Append the complete frames to ``found``, and keep the bytes of an incomplete
+        frame. If a frame is too long, set ``_too_long`` and return the bytes that
+        follow its headers."""
         have = self._have + len(data)
         waits = (
             self._wants_nul and 0 not in data and have <= self._need + self._max_body
@@ -219,8 +222,9 @@ class FrameParser:
         return b""
 
     def _read_frame(self, buffer: bytes, start: int) -> tuple[int, Frame | None]:
-        """Read one frame. If it is incomplete, return how many bytes the buffer
-        needs."""
+        """Read the frame that begins at ``start``. Return the position of its end, and
+        the frame. If the frame is incomplete, return the size that the buffer needs,
+        and None."""
         blank = _HEADERS_END.search(buffer, start)
         nul = buffer.find(b"\x00", start, blank.start() if blank else len(buffer))
         # RabbitMQ forwards a NUL in a header of a message from another protocol. A
@@ -289,7 +293,7 @@ def _read_headers(block: bytes) -> tuple[str, dict[str, str], str | None]:
 
 
 def _unescape(text: str) -> tuple[str, str | None]:
-    """Undo the escapes. An unknown escape is kept as it is, and reported."""
+    """Undo the escapes of a header. Keep an unknown escape unchanged, and report it."""
     unknown: list[str] = []
 
     def replace(match: re.Match[str]) -> str:

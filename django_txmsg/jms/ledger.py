@@ -1,9 +1,9 @@
-"""Every frame that waits for the broker's answer, and its outcome.
+"""The frames that wait for the broker's answer, and the outcome of each frame.
 
-Hop 4 of a message. A pending frame is settled exactly once (acknowledged, rejected or
-unknown) by whichever comes first: a receipt, an ERROR frame, its deadline or the loss
-of the connection. Later answers are counted and ignored. All methods are called with
-the connection's lock held.
+Hop 4 of a message. A pending frame gets exactly one outcome: acknowledged, rejected or
+unknown. The first of these events sets the outcome: a receipt, an ERROR frame, the
+frame's deadline, or the loss of the connection. The ledger counts later answers and
+ignores them. All methods are called with the connection's lock held.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CANCELLED = State.CANCELLED
 
 
 class Owner(Protocol):
-    """A transaction, as the owner of frames that wait for answers."""
+    """The interface of a transaction that owns frames waiting for answers."""
 
     @property
     def committing(self) -> Pending | None:
@@ -57,8 +57,8 @@ class Owner(Protocol):
 
 class Pending:
     """A frame that waits for its receipt. Subclasses handle its outcome. (A callback
-    would be a reference cycle, which each send would leave to the garbage
-    collector.)"""
+    would create a reference cycle, and the garbage collector would have to free every
+    send.)"""
 
     __slots__ = (
         "deadline", "error", "owner", "receipt", "sequence", "since", "state",
@@ -69,8 +69,9 @@ class Pending:
     is_send = False
 
     def __init__(self, what: str, timeout: float, owner: Owner | None = None) -> None:
-        """``what`` is for the texts of errors, ``timeout`` is in seconds from when the
-        frame is queued, ``owner`` is the frame's transaction, if any."""
+        """``what`` describes the frame in error texts. ``timeout`` is in seconds and
+        starts when the frame is queued. ``owner`` is the frame's transaction, if
+        any."""
         self.what = what
         self.timeout = timeout
         self.owner = owner
@@ -89,15 +90,16 @@ class Pending:
         return self.state >= ACKED
 
     def on_settled(self) -> None:
-        """Handle the outcome, once, with the lock held. It must do no I/O, and run no
-        user code."""
+        """Handle the outcome. Called once, with the lock held. Subclasses must do no
+        I/O here and run no user code."""
 
 
 class Ledger:
     """The pending frames of one connection, in the order of sending."""
 
     def __init__(self, epoch: int, describe: Callable[[], str]) -> None:
-        """``epoch`` makes receipt ids of different connections differ."""
+        """``epoch`` is part of each receipt id, so that the ids of two connections
+        differ."""
         self._prefix = b"%x-" % epoch
         self._receipts = itertools.count(1)
         self._describe = describe
@@ -137,7 +139,8 @@ class Ledger:
             self.next_deadline = entry.deadline
 
     def note_loose(self, owner: Owner | None = None) -> None:
-        """Add a frame, or several frames of one owner, that ask for no receipt."""
+        """Record that a frame, or several frames of one owner, were queued without a
+        receipt."""
         self._sequence += 1
         if self._loose and self._loose[-1][1] is owner:
             self._loose.pop()  # a consumer that only ever acknowledges adds up to one
@@ -146,7 +149,8 @@ class Ledger:
     def settle(
         self, entry: Pending, state: State, error: MessagingError | None
     ) -> bool:
-        """Set the outcome of a frame, unless it has one. Nothing else sets outcomes."""
+        """Set the outcome of a frame, and return True. Return False if the frame has an
+        outcome already. No other method sets outcomes."""
         if entry.state >= ACKED:
             return False
         self.open.pop(entry.receipt, None)
@@ -175,15 +179,16 @@ class Ledger:
         names_receipts: bool,
         blames: bool = True,
     ) -> bool:
-        """Handle an ERROR frame. Returns False if it belongs to no known frame.
+        """Handle an ERROR frame. Return False if the ERROR belongs to no known frame.
 
         An ERROR with a receipt id belongs to that frame; an unknown id is ignored.
 
         An ERROR without an id, from a broker that ``names_receipts``, belongs to a
-        frame that asked for no receipt. It makes the transactions with such frames
-        fail. From any other broker it may belong to every frame, if it ``blames`` a
-        frame at all. It is attributed only if a single frame is unanswered, or if all
-        unanswered frames are in one transaction, which then fails.
+        frame that asked for no receipt. All transactions with such frames fail. From
+        any other broker, an ERROR without an id may belong to any unanswered frame, if
+        the ERROR ``blames`` a frame at all. The ERROR is attributed only in two cases:
+        a single frame is unanswered, or one transaction, which then fails, has all
+        unanswered frames.
         """
         if receipt:
             entry = self.open.get(receipt.encode())
@@ -213,8 +218,8 @@ class Ledger:
         )
 
     def _spoil(self, owners: list[Owner | None], broker_message: str) -> int:
-        """Make the transactions among the owners roll back. Returns how many there
-        are."""
+        """Make the transactions among the owners fail. Return the number of these
+        transactions."""
         spoilt = {id(owner): owner for owner in owners if owner is not None}
         for owner in spoilt.values():
             owner.spoil(broker_message)
@@ -231,7 +236,7 @@ class Ledger:
                 self._spoil([entry.owner], reason)
 
     def expire(self, now: float) -> None:
-        """Mark frames past their deadline as outcome unknown."""
+        """Set the outcome of frames past their deadline to unknown."""
         if now < self.next_deadline:
             return
         late = [entry for entry in self.open.values() if entry.deadline <= now]
@@ -257,7 +262,7 @@ class Ledger:
         return RequestTimeoutError(text)
 
     def defer(self, now: float) -> None:
-        """Restart the time-out of every frame."""
+        """Restart the time-out of every pending frame."""
         for entry in self.open.values():
             if entry.deadline < (later := now + entry.timeout) < float("inf"):
                 entry.deadline = later
@@ -265,7 +270,8 @@ class Ledger:
         self.next_deadline = min(deadlines, default=float("inf"))
 
     def lose(self, reason: str, broker_message: str, *, silent: bool = False) -> None:
-        """Mark every frame as outcome unknown, in the order of sending."""
+        """Set the outcome of every pending frame to unknown, in the order of
+        sending."""
         for entry in list(self.open.values()):
             written = entry.state is not State.QUEUED
             fate = (

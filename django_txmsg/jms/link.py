@@ -1,9 +1,10 @@
 """A link to one broker, through which sessions, producers and consumers write.
 
 Hops 4 and 6 of a message. The reader thread settles frames and passes deliveries to
-consumers, and the writer thread writes. Neither runs user code. One lock guards all
-state. It is never held during a callback or blocking I/O, including log handlers. A
-lost link stays lost: a reconnect is a new link, so nothing is ever replayed silently.
+consumers. The writer thread writes frames. Neither thread runs user code. One lock
+guards all state. No thread holds this lock during a callback, during blocking I/O or in
+a log handler. A lost link stays lost. A reconnect creates a new link, so no frame is
+ever silently sent again.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _epochs = itertools.count(1)
 
 
 class Request(Pending):
-    """A frame with a thread that waits for the answer. The reader wakes the thread."""
+    """A frame whose sender waits for the answer. The reader thread wakes the sender."""
 
     __slots__ = ("_answered", "_link")
 
     def __init__(
         self, link: Link, what: str, timeout: float, owner: Owner | None = None
     ) -> None:
-        """Describe the frame for error texts."""
+        """``what`` describes the frame in error texts."""
         super().__init__(what, timeout, owner)
         self._link = link
         self._answered = threading.Event()
@@ -67,7 +68,8 @@ class Request(Pending):
 class Link:
     """The socket connection to one broker, with its two threads and its pending frames.
 
-    It is logged in when it is created. It ends by ``close``, or because it is lost.
+    The constructor logs in to the broker. The link ends by ``close``, or when the
+    connection is lost.
     """
 
     def __init__(
@@ -78,8 +80,8 @@ class Link:
     ) -> None:
         """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the timeout.
 
-        ``on_lost``, a method, is called at most once, with the lock held, and does not
-        keep its object alive.
+        ``on_lost`` is a method that the link calls at most once, with the lock held.
+        The link does not keep the method's object alive.
         """
         self.address = address
         self.options = options
@@ -134,8 +136,8 @@ class Link:
 
     @property
     def inherited(self) -> bool:
-        """Whether a fork has copied this link. Its locks and its socket then belong to
-        the parent."""
+        """Whether this process is a fork of the link's process. The parent process then
+        owns the link's locks and socket."""
         return self._pid != os.getpid()
 
     def check_alive(self) -> None:
@@ -164,8 +166,8 @@ class Link:
 
     def refuse_inside(self) -> None:
         """Raise ``IllegalStateError`` in a signal handler that has interrupted a send
-        of its own thread. That send holds the lock, so waiting for it would never
-        end."""
+        of the same thread. The interrupted send holds the lock, so a wait for the lock
+        would never end."""
         if self.lock._is_owned() and not self.inherited:  # type: ignore[attr-defined]  # RLock's own
             raise IllegalStateError(
                 "A signal handler has interrupted this thread in the middle of a send, "
@@ -265,13 +267,13 @@ class Link:
                 self._to_log.append(line)
 
     def on_progress(self) -> None:
-        """Extend the deadlines of pending frames, because the broker is still
-        reading."""
+        """Extend the deadlines of pending frames, because the broker reads again."""
         with self.lock:
             self.ledger.defer(time.monotonic())
 
     def on_lost(self, reason: str, *, silent: bool = False) -> None:
-        """Record the end of the connection. The reader reports it in any case."""
+        """Mark the link as lost. If the login is not complete, record the reason as a
+        refusal of the login."""
         with self.lock:
             if self._connected.is_set():
                 self.lose(reason, silent=silent)
@@ -281,8 +283,8 @@ class Link:
         self._log()
 
     def tick(self) -> None:
-        """Settle frames whose deadline has passed. Give up a broker that answers
-        nothing at all."""
+        """Settle frames whose deadline has passed. End the link if the broker answers
+        no frame at all."""
         if self.pool.stranded:
             self.pool.start_thread()
         with self.lock:
@@ -294,8 +296,8 @@ class Link:
                 self.lose(f"{limit} frames in a row had no answer in time", silent=True)
 
     def lose(self, reason: str, *, silent: bool = False) -> None:
-        """Give the link up, once, because its state is unknown from now on. ``silent``
-        means that the broker has not ended it."""
+        """Mark the link as lost and disconnect. Later calls have no effect. ``silent``
+        means that the broker did not end the connection."""
         with self.lock:
             if self.closed or self._refusal or self.error is not None:
                 return
@@ -318,7 +320,8 @@ class Link:
                 tell(self.error)
 
     def wake_all(self) -> None:
-        """Let waiting threads check again; with the lock held."""
+        """Wake all waiting threads, which then check their conditions again. The caller
+        holds the lock."""
         self.changed.notify_all()
         for _, arrived in self._routes.values():
             arrived.notify_all()
@@ -329,9 +332,9 @@ class Link:
         deliver: Callable[[frames.Frame], None],
         arrived: threading.Condition,
     ) -> None:
-        """Pass the deliveries of a subscription to the method ``deliver``, on the
-        reader thread with the lock held, while the method's object lives. ``arrived``
-        wakes the threads that wait for deliveries."""
+        """Pass the deliveries of a subscription to the method ``deliver``. The reader
+        thread calls ``deliver`` with the lock held, as long as the method's object
+        exists. ``arrived`` wakes the threads that wait for deliveries."""
         with self.lock:
             self._routes[name] = WeakMethod(deliver), arrived
 
@@ -345,9 +348,8 @@ class Link:
         return f"{kind}{next(self._numbers)}"
 
     def seconds(self, timeout: float | None) -> float:
-        """Return a timeout, by default the connection's.
-
-        Raises ``ValueError`` for an invalid one.
+        """Return the timeout in seconds. None means the connection's default. Raises
+        ``ValueError`` for an invalid timeout.
         """
         if timeout is None:
             return self.options.send_timeout
@@ -356,8 +358,8 @@ class Link:
         return timeout
 
     def put(self, data: bytes, pending: Pending, *, at_once: bool = False) -> None:
-        """Queue a frame with a receipt. The lock is held. With ``at_once``, write the
-        frame now if no other frame waits."""
+        """Queue a frame that asks for a receipt. The caller holds the lock. With
+        ``at_once``, write the frame immediately if no other frame is queued."""
         self.ledger.reserve(pending, time.monotonic())
         put = self.writer.put_now if at_once else self.writer.put
         put(data, pending)
@@ -378,13 +380,14 @@ class Link:
         owner: Owner | None = None,
         what: str = "",
     ) -> Request:
-        """Queue a frame with a receipt and return the request to wait for."""
+        """Queue a frame that asks for a receipt. Return the request, on which the
+        caller can wait."""
         request = Request(self, what or command, self.seconds(timeout), owner=owner)
         self.submit(request, command, headers)
         return request
 
     def submit(self, pending: Pending, command: str, headers: dict[str, str]) -> None:
-        """Queue a frame that carries no message, with a receipt."""
+        """Queue a frame that carries no message and asks for a receipt."""
         pending.receipt = self.ledger.new_receipt()
         data = frames.encode(command, {**headers, "receipt": pending.receipt.decode()})
         with self.lock, self.whole:
@@ -394,7 +397,8 @@ class Link:
     def barrier(
         self, *, timeout: float | None = None, owner: Owner | None = None
     ) -> Request:
-        """Request proof that the broker has handled every frame before this one."""
+        """Queue a barrier. Its answer proves that the broker has handled every earlier
+        frame."""
         request = Request(self, "the barrier", self.seconds(timeout), owner=owner)
         self.put_barrier(request)
         return request
@@ -412,7 +416,8 @@ class Link:
             self.submit(pending, "ABORT", name)
 
     def say_goodbye(self) -> None:
-        """Let the broker handle the queued frames, and disconnect."""
+        """Send DISCONNECT, and wait until the broker has handled the frames before
+        it."""
         try:
             with self.lock:
                 request = self.ask("DISCONNECT", {}, timeout=self.options.close_timeout)
@@ -422,8 +427,8 @@ class Link:
             logger.debug("DISCONNECT was not answered: %s", error)
 
     def drop(self) -> None:
-        """End the threads. Takes no lock, because a finalizer may call this at any
-        point of any thread."""
+        """End the threads. This method takes no lock, because a finalizer may call it
+        in any thread at any time."""
         self._transport.drop()
 
     def close(self) -> None:
@@ -438,5 +443,6 @@ class Link:
         self._transport.join(5.0)
 
     def abandon(self) -> None:
-        """Close the socket in a forked child. The parent's connection goes on."""
+        """Close the socket in a forked child. The parent process keeps its
+        connection."""
         self._transport.abandon()

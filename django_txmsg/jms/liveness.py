@@ -1,8 +1,8 @@
-"""The state of a connection for applications: whether it is alive, and which broker it
-leads to.
+"""The state of a connection, for applications: whether the connection is alive, and
+which broker it leads to.
 
-Hops 4 and 6 of a message. When its link is lost, the connection stays failed and
-notifies its listeners; the factory opens a new one.
+Hops 4 and 6 of a message. When its link is lost, a connection has failed for good and
+notifies its failure listeners. The application opens a new connection with the factory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FailureListener = Callable[[MessagingError], object]
 
 
 class Liveness(Closing):
-    """A connection as its sessions see it."""
+    """The part of a connection that its sessions use."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
         """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the
@@ -47,7 +47,8 @@ class Liveness(Closing):
 
     @property
     def client_id(self) -> str | None:
-        """The name that durable subscriptions belong to."""
+        """The client id of this connection, to which its durable subscriptions
+        belong."""
         return self.link.options.client_id
 
     @property
@@ -67,8 +68,8 @@ class Liveness(Closing):
 
     @property
     def ignored_receipts(self) -> int:
-        """The number of receipts and errors that came late, came twice, or matched no
-        frame."""
+        """The number of receipts and errors that arrived late, arrived twice, or
+        matched no frame."""
         return self.link.ledger.ignored
 
     def check_usable(self) -> None:
@@ -79,7 +80,8 @@ class Liveness(Closing):
             raise IllegalStateError("The connection is closed.")
 
     def ping(self, timeout: float = 5.0) -> float:
-        """Prove that the broker handles our frames; return the seconds it took.
+        """Check that the broker handles our frames. Return the seconds until the
+        broker's answer.
 
         Raises ``RequestTimeoutError`` or ``ConnectionLostError``.
         """
@@ -102,7 +104,8 @@ class Liveness(Closing):
             self.link.pool.submit(partial(_tell, listener, error))
 
     def stop(self) -> None:
-        """Pause all consumers. Sends go on, and completions are not waited for."""
+        """Pause all consumers. Sends continue. This method does not wait for their
+        completion."""
         self._deliver(on=False)
 
     def start(self) -> None:

@@ -1,8 +1,9 @@
-"""One message as users of this client see it, before sending and after receiving.
+"""The message class that users of this client send and receive.
 
-Hops 4 and 6. Its body is text, bytes, or a JSON value; headers are text. Values that
-the client sets (id, time, priority ...) are readable once the send has completed. While
-a send is in flight, reading or changing the message raises MessageNotAccessibleError.
+Hops 4 and 6. The body is text, bytes, or a JSON value. The headers are text. The client
+sets an id, a time, a priority and other values, which are readable after the send has
+completed. While a send is in flight, reading or changing the message raises
+MessageNotAccessibleError.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RESERVED_HEADERS = wire.OF_A_DELIVERY
 
 
 class DeliveryMode(Enum):
-    """Whether a broker keeps the message through its own restart."""
+    """Whether the broker keeps a message through a restart of the broker."""
 
     PERSISTENT = "true"
     NON_PERSISTENT = "false"
@@ -99,14 +100,14 @@ class Message:
         return message
 
     def __repr__(self) -> str:
-        """Show the message without accessing values in flight."""
+        """Show the message. This works also while the message is in flight."""
         if self._in_flight:
             return "<Message in flight>"
         return f"<Message {self._provided.message_id or 'not sent'}>"
 
     def copy(self) -> Message:
-        """Return a new message with the same body and the sender's headers, and without
-        an id."""
+        """Return a new message with the same body and the application's headers. The
+        new message has no id."""
         self._accessible()
         copy = Message(self._body)
         copy._headers = {
@@ -118,9 +119,9 @@ class Message:
         return copy
 
     def encoded(self) -> tuple[bytes, str | None]:
-        """Return its body as bytes, and their content type.
+        """Return the body as bytes, and the content type of these bytes.
 
-        Raises ``MessageFormatError`` unless it is text, bytes or JSON.
+        Raises ``MessageFormatError`` unless the body is text, bytes or JSON.
         """
         self._accessible()
         if self._body is None and self.raw_body:  # received, and never looked at
@@ -136,16 +137,18 @@ class Message:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The application's headers. Of a received message: all headers."""
+        """The headers that the application has set. A received message returns all its
+        headers."""
         self._accessible()
         return self._headers
 
     @property
     def body(self) -> Any:
-        """The body; of a received message, decoded by its content type.
+        """The body. The body of a received message is decoded according to its content
+        type.
 
         Raises ``MessageFormatError`` if a received body does not match its content
-        type; ``raw_body`` has the bytes.
+        type. ``raw_body`` then still returns the bytes.
         """
         self._accessible()
         if self._body is None and self.raw_body:
@@ -159,13 +162,14 @@ class Message:
 
     @property
     def message_id(self) -> str | None:
-        """The message's id, which is the same in every resend. The send sets it."""
+        """The message's id. The first send sets the id, and a resend keeps it."""
         self._accessible()
         return self._provided.message_id
 
     @property
     def destination(self) -> Destination | None:
-        """Where it was sent, or received from."""
+        """The destination to which the message was sent, or from which it was
+        received."""
         self._accessible()
         return self._provided.destination
 
@@ -177,13 +181,13 @@ class Message:
 
     @property
     def delivery_mode(self) -> DeliveryMode:
-        """Whether the broker keeps it through a restart."""
+        """Whether the broker keeps the message through a restart."""
         self._accessible()
         return self._provided.delivery_mode
 
     @property
     def priority(self) -> int:
-        """0 to 9; by default 4."""
+        """The priority of the message, from 0 to 9. The default is 4."""
         self._accessible()
         return self._provided.priority
 
@@ -197,7 +201,7 @@ class Message:
 def encode_body(body: Any) -> tuple[bytes, str | None]:
     """Return a body's bytes and content type.
 
-    Raises ``MessageFormatError`` unless it is text, bytes or JSON.
+    Raises ``MessageFormatError`` unless the body is text, bytes or JSON.
     """
     if isinstance(body, bytes):
         return body, "application/octet-stream"

@@ -1,8 +1,8 @@
 """The options of a connection, from a URL or keywords.
 
 Before hop 4. ``stomp://user:password@host:61613?vhost=/&heartbeat=10`` or
-``stomp+ssl://...``; several hosts are separated by commas. For an unknown option, the
-error names the nearest known one.
+``stomp+ssl://...``; several hosts are separated by commas. If an option is unknown, the
+error suggests the most similar known option.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_PORTS = {"stomp": 61613, "stomp+ssl": 61614}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a connection; each can also be set in the URL's query."""
+    """The options of a connection. The URL's query can also set each option."""
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -77,7 +77,7 @@ class Options:
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     def connect_headers(self, host: str) -> dict[str, str]:
-        """Return the headers of the CONNECT frame to a host."""
+        """Return the headers of the CONNECT frame for this host."""
         beat = int(self.heartbeat * 1000)
         headers = {
             "accept-version": "1.2",
@@ -91,7 +91,8 @@ class Options:
 
 
 def read_url(url: str, given: dict[str, Any]) -> tuple[Options, list[tuple[str, int]]]:
-    """Return the options and addresses of a URL; given options override its query's.
+    """Return the options and addresses of a URL. The options in ``given`` override the
+    options in the URL's query.
 
     Raises ``ValueError`` for a malformed URL or an unknown option, and ``OSError`` or
     ``ssl.SSLError`` if a certificate file cannot be read.

@@ -1,7 +1,8 @@
 """The threads that run a connection's completion callbacks.
 
-Hop 4 of a message. They are neither the sender's threads nor the connection's own. They
-start on demand, end when idle, and do not keep the interpreter from exiting.
+Hop 4 of a message. Callbacks never run on a thread of a sender or of the connection.
+The pool starts a thread on demand, and an idle thread ends. The threads are daemon
+threads, so the interpreter can exit.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _NOT_OF_A_POOL = contextlib.nullcontext()
 
 
 class CompletionPool:
-    """Runs tasks on daemon threads. There are at most ``max_workers``, without those
-    that wait for other tasks."""
+    """Runs tasks on daemon threads. At most ``max_workers`` threads run at once.
+    Threads that wait for other tasks do not count."""
 
     def __init__(self, max_workers: int = 32, idle_seconds: float = 5.0) -> None:
-        """Start no thread until there is a task."""
+        """Create a pool without threads. The first task starts a thread."""
         self._max_workers = max_workers
         self._idle_seconds = idle_seconds
         self._tasks: deque[Callable[[], None]] = deque()
@@ -38,13 +39,13 @@ class CompletionPool:
         self.stranded = False
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run the task on a thread of the pool, soon."""
+        """Queue the task for a thread of the pool."""
         with self._changed:
             self._tasks.append(task)
         self.start_thread()
 
     def start_thread(self) -> bool:
-        """Ensure that a thread takes the first task; return False if none can be
+        """Ensure that a thread takes the first task. Return False if no thread can be
         started."""
         with self._changed:
             if self._idle >= len(self._tasks):
@@ -68,8 +69,8 @@ class CompletionPool:
             return True
 
     def help_out(self) -> None:
-        """Run tasks on this thread, which waits for them, if no other thread can be
-        started."""
+        """Run the queued tasks on the calling thread, if the pool cannot start a
+        thread. The caller waits for these tasks."""
         while self.stranded and not self.start_thread():
             with self._changed:
                 if not self._tasks:
@@ -118,11 +119,11 @@ def waiting() -> contextlib.AbstractContextManager[None]:
 
 
 def drain_at_exit(waiters: Callable[[], list[Callable[[float], int]]]) -> None:
-    """At the interpreter's exit, give outstanding sends a short time, then log how many
-    remain.
+    """At the interpreter's exit, wait briefly for outstanding sends, then log the
+    number of sends without an outcome.
 
-    ``waiters`` has a function for each open connection. It waits until a moment and
-    returns how many sends remain without an outcome.
+    ``waiters`` returns a function for each open connection. The function waits until a
+    given moment, and returns the number of sends without an outcome.
     """
 
     def drain() -> None:

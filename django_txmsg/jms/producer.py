@@ -1,8 +1,9 @@
-"""Sends to one destination, or to any, and reports the outcome.
+"""Sends messages to one fixed destination, or to any destination, and reports the
+outcome.
 
-Hop 4 of a message. Every error of a call is found before anything is reserved or
-written, and raised in the caller; later outcomes go to the completion listener. The
-frame is encoded at the call: later changes by the caller are not sent.
+Hop 4 of a message. A call finds every error of its arguments before it reserves room or
+writes, and raises the error. Later outcomes go to the completion listener. The call
+encodes the frame, so later changes to the message do not affect the frame.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class MessageProducer(Closing):
     def __init__(
         self, session: SendingSession, destination: Destination | None
     ) -> None:
-        """Send to this destination, or, if it is None, to the destination that each
-        call names."""
+        """Send to this destination. If ``destination`` is None, every call must give
+        one."""
         self.session = session
         self.destination = destination
         # The number of the last asynchronous send, among those of the session.
@@ -56,14 +57,13 @@ class MessageProducer(Closing):
     ) -> None:
         """Send, and return when the broker has confirmed the message.
 
-        In a transacted session it returns once the frame is queued: nothing is stored
-        before the commit, which proves all its sends or raises. Raises
-        ``SendRejectedError``, ``SendOutcomeUnknownError`` or, with nothing written,
-        another error.
+        In a transacted session, ``send`` returns when the frame is queued. The commit
+        then stores all messages, or raises. Raises ``SendRejectedError`` or
+        ``SendOutcomeUnknownError``. After any other error, nothing was written.
 
-        ``timeout`` limits how long to wait for room in the window, and then for the
-        receipt, in seconds. 0 means not to wait for room; the wait for the receipt is
-        then as long as usual.
+        ``timeout`` is in seconds. It limits the wait for room in the window, and then
+        the wait for the receipt. With 0, ``send`` does not wait for room, and waits for
+        the receipt as long as by default.
         """
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
@@ -96,12 +96,13 @@ class MessageProducer(Closing):
         delivery: Delivery | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send, and return once the frame is queued. The listener is called with the
-        outcome, once.
+        """Send, and return when the frame is queued. The listener is called once with
+        the outcome.
 
-        Blocks while the session's window is full, and raises ``WindowFullError`` if it
-        stays full until the timeout. Then the message was not written and the listener
-        is not called. The message is not accessible until the listener is called.
+        Blocks while the session's window is full. Raises ``WindowFullError`` if the
+        window is still full after the timeout. In this case the message was not
+        written, and the listener is not called. The message is not accessible until the
+        listener is called.
         """
         called = completion.as_listener(listener)
         self._check_place()
@@ -115,8 +116,8 @@ class MessageProducer(Closing):
         delivery: Delivery | None = None,
         timeout: float | None = None,
     ) -> CompletionFuture:
-        """Send like ``send_async``, and return a future that can be waited for or
-        awaited."""
+        """Send like ``send_async``, and return a future. Call ``result()`` on the
+        future or await it."""
         future = CompletionFuture(self.session)
         self._check_place()
         send = self._send_async(message, future, destination, delivery, timeout)
@@ -178,10 +179,10 @@ class MessageProducer(Closing):
     ) -> None:
         """Queue a SEND of the session's transaction, with the lock held.
 
-        If a SEND without a receipt fails, ActiveMQ makes COMMIT fail. If a SEND with a
-        receipt fails, ActiveMQ commits without its message. So only a send with a
-        listener asks for a receipt. On RabbitMQ the receipt comes after COMMIT, and a
-        barrier's receipt completes the listener.
+        If a SEND without a receipt fails, ActiveMQ refuses the COMMIT. If a SEND with a
+        receipt fails, ActiveMQ commits the other messages. So only a send with a
+        listener asks for a receipt. RabbitMQ sends the receipt after COMMIT, so there
+        the receipt of a barrier calls the listener.
         """
         link = self.session.link
         transaction = self.session.transaction()
@@ -214,7 +215,8 @@ class MessageProducer(Closing):
             sends.wait_for_room(encoded.size, seconds, check, listened=listened)
 
     def _timeouts(self, timeout: float | None) -> tuple[float, float]:
-        """Return the seconds to wait for room, and then for the receipt."""
+        """Return two times in seconds: how long to wait for room, and how long to wait
+        for the receipt after that."""
         if timeout is not None:
             seconds = self.session.link.seconds(timeout or None)
             return 0.0 if timeout == 0 else seconds, seconds
@@ -231,7 +233,7 @@ class MessageProducer(Closing):
         destination: str | Destination | None,
         delivery: Delivery | None,
     ) -> EncodedMessage:
-        """Find every error of the call, and encode the frame; reserves nothing."""
+        """Check the arguments of the call and encode the frame. Reserve no room."""
         self.session.link.refuse_inside()
         self._check_open()
         if not isinstance(message, Message):
@@ -276,8 +278,9 @@ class MessageProducer(Closing):
     def close(self) -> None:
         """Wait for this producer's sends and their callbacks, then send no more.
 
-        Raises ``IllegalStateError`` inside one of its own callbacks, and inside another
-        callback of its session while callbacks of this producer are still to come.
+        Raises ``IllegalStateError`` inside a callback of this producer. Raises it also
+        inside any other callback of the session, if some callbacks of this producer
+        have not run yet.
         """
         session = self.session
         session.link.refuse_inside()

@@ -1,9 +1,10 @@
-"""Where a completion listener should not be used, and what happens to such a send.
+"""Checks whether a send with a completion listener happens in a place where it is
+harmful.
 
-This concerns hop 1. Inside ``transaction.atomic()`` a message belongs in the outbox,
-because a rollback cannot take back what a broker has stored. On an event loop a full
-window blocks the loop. This module does not import Django; it only checks whether
-Django is loaded.
+This concerns hop 1. Inside ``transaction.atomic()``, use the outbox instead, because a
+rollback cannot take back a message that a broker has stored. On an event loop, a send
+blocks the loop while the window is full. This module does not import Django. It uses
+Django only if the process has already imported Django.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _apply(policy: Policy, text: str) -> None:
 
 
 def _inside_atomic_block() -> bool:
-    """Whether a Django database connection of this thread is inside ``atomic()``."""
+    """Return whether a Django database connection of this thread is inside
+    ``atomic()``."""
     database = sys.modules.get("django.db")
     if database is None:
         return False

@@ -1,8 +1,9 @@
-"""The sending half of a session: one order, one window, one transaction at a time.
+"""The part of a session that sends. A session has one order of sends, one window, and
+one transaction at a time.
 
-Hop 4 of a message. In one step under the connection's lock, a send takes its place in
-the window, in the order of callbacks and in the writer's queue, so that the order on
-the wire is the order of the callbacks.
+Hop 4 of a message. While a send holds the connection's lock, it takes its place in the
+window, in the order of callbacks and in the writer's queue. So frames are written in
+the order in which their callbacks run.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ class SendingSession(Closing):
         self.link.check_alive()
 
     def check_usable(self) -> None:
-        """Raise the errors of ``check_open``. Called before waiting or writing."""
+        """Raise the same errors as ``check_open``. Methods call this before they wait
+        or write."""
         self.link.refuse_inside()
         self.check_open()
 
     def refuse_own(self, verb: str) -> None:
-        """Raise ``IllegalStateError`` where waiting for this session would never
-        end."""
+        """Raise ``IllegalStateError`` if a wait for this session would never end
+        here."""
         self.link.check_own()
         self.link.refuse_inside()
         if self._ending._is_owned():  # type: ignore[attr-defined]  # RLock's own
@@ -77,7 +79,7 @@ class SendingSession(Closing):
         delivery: Delivery,
         properties: Mapping[str, str] = MappingProxyType({}),
     ) -> EncodedMessage:
-        """Find every error of a message, and encode its frame; reserves nothing."""
+        """Check a message for every error, and encode its frame. Reserve no room."""
         return encode_message(
             target,
             message,
@@ -98,7 +100,7 @@ class SendingSession(Closing):
         return lines
 
     def transaction(self) -> Transaction:
-        """Return the open transaction. If there is none, begin a new one."""
+        """Return the open transaction. If no transaction is open, begin a new one."""
         with self.link.lock:
             if self._transaction is None:
                 self._transaction = Transaction(self.link)

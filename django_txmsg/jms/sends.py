@@ -1,8 +1,9 @@
 """The sends of one session, in the order of their callbacks.
 
-Hop 4 of a message. A send takes its place when it is queued; its callback runs once its
-outcome and those of all earlier sends are known. The session owns no thread: while
-callbacks are due, one task of the connection's pool runs them.
+Hop 4 of a message. A send takes its place in this order when its frame is queued. The
+send's callback runs when the outcomes of this send and of all earlier sends are known.
+The session owns no thread. A task in the connection's pool runs the callbacks that are
+due.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ _HARD_CAP_WINDOWS = 16
 
 
 class Window:
-    """Room for sends; every method except ``one_more`` is called with the lock held.
+    """Limits the sends in flight. Callers hold the lock for every method except
+    ``one_more``.
 
-    Room is taken when a send is queued and released with its outcome. A send whose
-    listener has not returned counts, too, so that a slow listener slows its senders
-    instead of filling the memory.
+    A send takes room when its frame is queued, and releases the room when it gets its
+    outcome. Sends whose listeners have not returned have a limit too. So a slow
+    listener slows its senders instead of filling the memory.
     """
 
     def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
@@ -57,7 +59,7 @@ class Window:
 
     @property
     def uncompleted(self) -> int:
-        """Sends whose callback has not returned."""
+        """The number of sends whose callback has not returned."""
         return self.accepted - self.finished
 
     def wait_for_room(
@@ -66,8 +68,8 @@ class Window:
         """Wait until there is room for a send of that size.
 
         Raises ``WindowFullError``, or the error that ``check`` raises after a wait. A
-        send from a callback does not wait, because the callback's return makes room;
-        only a hard limit stops it.
+        send from a callback does not wait, because room becomes free only after the
+        callback returns. Such a send fails only at a much higher limit.
         """
         if completion.is_running_for(self._link):
             most = max(16 * self._messages, _HARD_CAP)
@@ -97,8 +99,8 @@ class Window:
             check()
 
     def has_room(self, size: int, *, listened: bool) -> bool:
-        """Return whether a send of that size fits. ``listened`` is whether the send has
-        a listener."""
+        """Return whether the window has room for a send of that size. ``listened`` says
+        whether the send has a listener."""
         # A message larger than the window is sent alone.
         in_flight = self.in_flight
         if in_flight and (
@@ -118,7 +120,7 @@ class Window:
         self._in_flight_bytes += size
 
     def release(self, size: int) -> None:
-        """Count one send in flight less, because it has its outcome."""
+        """Count one send in flight less, because that send has its outcome."""
         self.in_flight -= 1
         self._in_flight_bytes -= size
         # Waking a sender for every receipt would cost more than the send, so wait until
@@ -128,7 +130,7 @@ class Window:
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
-        """Count the block as one more send in flight."""
+        """Count one more send in flight while the block runs."""
         with self._link.lock, self._link.whole:
             self.take(0)
         try:
@@ -146,7 +148,7 @@ _IN_A_ROW = 256
 
 
 class WaitedSend(Request):
-    """A send whose caller waits."""
+    """A send whose caller waits for the outcome."""
 
     __slots__ = ("_sends", "_size")
 
@@ -155,19 +157,21 @@ class WaitedSend(Request):
     def __init__(
         self, link: Link, what: str, timeout: float, sends: Sends, size: int
     ) -> None:
-        """The send takes its place among the session's sends when it is queued."""
+        """``sends`` are the sends of the session. ``size`` is the room that this send
+        takes."""
         super().__init__(link, what, timeout)
         self._sends = sends
         self._size = size
 
     def on_settled(self) -> None:
-        """Release the send's place in the window, and wake the caller."""
+        """Release the send's room in the window, and wake the caller."""
         self._sends.release(self._size)
         super().on_settled()
 
 
 class AsyncSend(Pending):
-    """A send whose listener is called, in order, with the outcome."""
+    """A send whose listener is called with the outcome, in the order of the session's
+    sends."""
 
     __slots__ = ("_listener", "_message", "_scope", "_sends", "size")
 
@@ -183,7 +187,7 @@ class AsyncSend(Pending):
         size: int,
         scope: tuple[object, ...],
     ) -> None:
-        """The callback must not wait for the objects in ``scope``."""
+        """``scope`` holds the objects for which the callback must not wait."""
         super().__init__(what, timeout)
         self._sends = sends
         self._message = message
@@ -192,8 +196,8 @@ class AsyncSend(Pending):
         self._scope = scope
 
     def on_settled(self) -> None:
-        """Release the send's place in the window, and let its callback run. A failure
-        makes the transaction fail."""
+        """Release the send's room in the window, and start the callbacks that are due.
+        If the send has failed, its transaction fails too."""
         self._sends.release(self.size)
         if self.error is not None and self.owner is not None:
             self.owner.fail(self.error)
@@ -204,8 +208,8 @@ class AsyncSend(Pending):
         return self._sends.withdraw(self, self._message)
 
     def tell(self) -> None:
-        """Call the listener, on a pool thread. Exceptions of the listener are logged
-        and not raised."""
+        """Call the listener. Runs on a pool thread. Log an exception of the listener
+        instead of raising it."""
         message, error = self._message, self.error
         listener, self._listener = self._listener, None  # a future's has this object
         assert listener is not None
@@ -227,7 +231,7 @@ class AsyncSend(Pending):
 
 
 class Sends(Window):
-    """The sends of one session. Their lock is the connection's."""
+    """The sends of one session. They use the connection's lock."""
 
     def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
         """Limit in-flight messages and bytes."""
@@ -240,7 +244,8 @@ class Sends(Window):
     # -- callbacks ----------------------------------------------------------------
 
     def enqueue(self, send: AsyncSend) -> int:
-        """Give the send its place, and return its number; with the lock held."""
+        """Append the send to the order, and return its number. The caller holds the
+        lock."""
         self._order.append(send)
         self._uncompleted_bytes += send.size
         self.accepted += 1
@@ -257,7 +262,8 @@ class Sends(Window):
             return self._link.ledger.settle(send, CANCELLED, None)
 
     def completed(self) -> None:
-        """Run the callbacks that are due. The lock is held."""
+        """Start a pool task for the callbacks that are due. The caller holds the
+        lock."""
         if self._telling:
             if self._link.pool.stranded:
                 self._link.pool.start_thread()
@@ -266,7 +272,7 @@ class Sends(Window):
             self._link.pool.submit(self._tell)
 
     def _tell(self) -> None:
-        """Run the first callbacks of the order, on a pool thread."""
+        """Run the callbacks that are due, in order. Runs on a pool thread."""
         send: AsyncSend | None = None
         order, thread = self._order, threading.current_thread()
         for _ in range(_IN_A_ROW):
@@ -295,11 +301,11 @@ class Sends(Window):
     # -- waiting ------------------------------------------------------------------
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until the callbacks of all sends so far, or up to the send ``number``,
-        have returned.
+        """Wait until the callbacks of all sends up to ``number`` have returned. The
+        default is the last send so far.
 
-        Sends end by their deadlines. A callback that does not return is waited for, and
-        a warning names it.
+        Every send gets an outcome by its deadline at the latest. If a callback takes
+        long to return, a warning names the callback, and the wait continues.
         """
         number = self.accepted if number is None else number
         if self._wait(number, self._link.options.close_timeout):
@@ -311,8 +317,8 @@ class Sends(Window):
             self._wait(number, float("inf"))
 
     def _who_waits_for_whom(self) -> str:
-        """Describe the callback that is waited for, and its stack. The callback may
-        have passed this very wait to another thread, and be waiting for that thread."""
+        """Describe the callback that the caller waits for, with its stack. The stack
+        shows a deadlock: the callback may itself wait for the caller's thread."""
         runs_in = self._runs_in
         if runs_in is None:
             return ""
@@ -325,7 +331,8 @@ class Sends(Window):
         )
 
     def wait_until(self, give_up: float) -> int:
-        """Wait until that moment for all callbacks. Returns how many sends remain."""
+        """Wait for all callbacks, at most until the moment ``give_up``. Return the
+        number of callbacks that have not returned."""
         return self._wait(self.accepted, give_up - time.monotonic())
 
     def _wait(self, number: int, seconds: float) -> int:
@@ -345,8 +352,8 @@ class Sends(Window):
         return max(0, number - self.finished)
 
     def wait_for_outcomes(self) -> None:
-        """Wait until nothing is in flight; the sends' deadlines, and the loss of the
-        connection, limit the wait."""
+        """Wait until no send is in flight. The wait ends by the last send's deadline,
+        or when the connection is lost."""
         with self._link.lock:
             self.waiters += 1
             try:

@@ -1,5 +1,5 @@
-"""A session: it creates producers and consumers, and has one transaction for sends and
-acknowledgements.
+"""A session, which creates producers and consumers. One transaction contains its sends
+and acknowledgements.
 
 Hops 4 and 6 of a message.
 """
@@ -42,7 +42,8 @@ class Session(SendingSession):
         max_in_flight: int | None,
         on_closed: Callable[[Session], None],
     ) -> None:
-        """Use this connection. It is notified of the session's end. Writes nothing."""
+        """Create a session of this connection, without writing to the broker.
+        ``on_closed`` is called when the session is closed."""
         super().__init__(connection, transacted=transacted, max_in_flight=max_in_flight)
         self.ack_mode = ack_mode
         self._on_closed = on_closed
@@ -56,7 +57,8 @@ class Session(SendingSession):
     def create_producer(
         self, destination: str | Destination | None = None
     ) -> MessageProducer:
-        """Create a producer, bound to the destination, or to none if none is given."""
+        """Create a producer for this destination. Without a destination, each send must
+        give one."""
         self.check_usable()
         found = None if destination is None else destinations.parse(destination)
         return MessageProducer(self, found)
@@ -70,7 +72,8 @@ class Session(SendingSession):
         selector: str | None = None,
         timeout: float | None = None,
     ) -> MessageConsumer:
-        """Subscribe, and return once the broker has confirmed that.
+        """Subscribe, and return the consumer when the broker has confirmed the
+        subscription.
 
         ``prefetch`` limits the unacknowledged deliveries. ``subscription`` names a
         durable subscription to a topic, which collects messages while it has no
@@ -107,14 +110,17 @@ class Session(SendingSession):
         isolate: bool = False,
         keys: Sequence[str] = (),
     ) -> list[MessagingError | None]:
-        """Send many messages in the fastest proven way of this broker.
+        """Send many messages, each with proof, in the fastest way that this broker
+        allows.
 
         Returns one outcome per message, in order: ``None`` - proven to be stored;
-        ``SendRejectedError`` - refused for good; ``SendOutcomeUnknownError`` - send it
-        again with the same id. Never raises because of a message. ``isolate`` waits for
-        each message before the next, to find the one that breaks a connection.
-        ``keys``, one per message, keeps messages of a key in order: a message after one
-        that is not stored is ``SendHeldBackError``, and was not sent. "" is no key.
+        ``SendRejectedError`` - refused for good; ``SendOutcomeUnknownError`` - send the
+        message again with the same id. No message makes the call raise. With
+        ``isolate``, the call waits for each outcome before it sends the next message,
+        to find the message that breaks a connection. ``keys`` has the key of each
+        message; "" means no key. Messages of one key stay in order. If a message is not
+        stored, the later messages of its key are not sent, and their outcome is
+        ``SendHeldBackError``.
         """
         self.check_usable()
         if self.transacted:
@@ -137,12 +143,12 @@ class Session(SendingSession):
     def acknowledge(
         self, message: Message, *, wait: bool = False, timeout: float | None = None
     ) -> None:
-        """Acknowledge this message, and no other.
+        """Acknowledge only this message.
 
-        Returns once the frame is queued; if the acknowledgement is lost with its
-        connection, the message is redelivered. With ``wait``, request a receipt and
-        wait for it. In a transacted session the commit acknowledges every message
-        received.
+        Returns when the frame is queued. If the connection is lost before the broker
+        reads the frame, the broker redelivers the message. With ``wait``, request a
+        receipt and wait for the receipt. In a transacted session this call only checks
+        the message, because the commit acknowledges every received message.
         """
         self.check_usable()
         consumer = self._consumers.get(message.subscription or "")
@@ -165,7 +171,7 @@ class Session(SendingSession):
             self.link.post(frames.encode("ACK", headers))
 
     def recover(self) -> None:
-        """Receive unacknowledged messages again, on this session."""
+        """Make the consumers of this session receive unacknowledged messages again."""
         self.refuse_own("recover")
         self.check_usable()
         if self.transacted:
@@ -176,14 +182,15 @@ class Session(SendingSession):
     # -- transactions -------------------------------------------------------------
 
     def commit(self, timeout: float | None = None, *, redeliver: bool = True) -> None:
-        """Commit the sends, and the acknowledgements of all received messages.
+        """Commit all sends, and acknowledge all received messages.
 
-        Waits until those sends have their outcomes and callbacks. Messages that are
-        sent during that time belong to the next transaction. Raises
-        ``TransactionRolledBackError`` if nothing of it happened. Received messages are
-        then received again, unless `redeliver=False`, as for ``rollback``. Raises
-        ``TransactionInDoubtError`` if the outcome is unknown. The next commit completes
-        an interrupted one, and raises if that one did not happen.
+        Waits until those sends have their outcomes and their callbacks have returned.
+        Messages that are sent during the wait belong to the next transaction. Raises
+        ``TransactionRolledBackError`` if the broker has rolled the transaction back.
+        The session then receives the transaction's messages again, unless ``redeliver``
+        is False. Raises ``TransactionInDoubtError`` if the outcome is unknown. If an
+        exception interrupts a commit, the next commit first completes the interrupted
+        commit, and raises if that fails.
         """
         seconds = self._before_end("commit", timeout)
         if self.link.error is None:  # a lost connection has rolled it back
@@ -212,12 +219,12 @@ class Session(SendingSession):
                 consumer.forget(message)
 
     def rollback(self, *, redeliver: bool = True, timeout: float | None = None) -> None:
-        """Abort the transaction. Its received messages are received again.
+        """Abort the transaction. The session receives the transaction's messages again.
 
-        With `redeliver=False` they are not: they stay unacknowledged until the
-        connection ends, unless the caller adopts them into the next transaction. Raises
-        ``IllegalStateError`` or ``TransactionInDoubtError`` if an earlier commit was
-        interrupted and has, or may have, happened.
+        With ``redeliver=False`` these messages stay unacknowledged until the connection
+        ends, unless the caller adopts them into the next transaction. Raises
+        ``IllegalStateError`` if an earlier commit was interrupted and has happened.
+        Raises ``TransactionInDoubtError`` if that commit may have happened.
         """
         seconds = self._before_end("rollback", timeout)
         with self._ending:
@@ -248,7 +255,8 @@ class Session(SendingSession):
         return self.link.seconds(timeout)
 
     def _end_transaction(self) -> Transaction:
-        """Take the open transaction, or a transaction whose end was interrupted."""
+        """Return the transaction to end: the open transaction, or one whose end was
+        interrupted."""
         with self.link.lock:
             transaction = self._ends
             if transaction is None:
@@ -260,7 +268,7 @@ class Session(SendingSession):
             return transaction
 
     def _give_back(self, transaction: Transaction) -> None:
-        """Make the transaction's received messages available again."""
+        """Make consumers receive the transaction's messages again."""
         for name in {message.subscription for message in transaction.received}:
             consumer = self._consumers.get(name or "")
             if consumer is not None:
@@ -269,10 +277,11 @@ class Session(SendingSession):
     # -- ending -------------------------------------------------------------------
 
     def drain(self, timeout: float = 30.0) -> None:
-        """Wait, without closing, until every send has its outcome and its callback has
-        returned.
+        """Wait until every send has its outcome and every callback has returned. The
+        session stays open.
 
-        Raises ``TimeoutError`` if the time is up before that.
+        Raises ``TimeoutError`` if sends are still outstanding after ``timeout``
+        seconds.
         """
         self.refuse_own("drain")
         left = self.sends.wait_until(time.monotonic() + timeout)
@@ -286,10 +295,10 @@ class Session(SendingSession):
         self.closing = True
 
     def close(self) -> None:
-        """Wait for outstanding sends and their callbacks, then end.
+        """Wait for outstanding sends and their callbacks, then close the session.
 
-        An open transaction is rolled back; the broker's errors about that are logged.
-        Raises ``IllegalStateError`` inside one of its own callbacks.
+        An open transaction is rolled back. If the rollback fails, the error is logged.
+        Raises ``IllegalStateError`` inside a callback of this session.
         """
         self.begin_close()
         if self.link.inherited or self._closed:

@@ -1,8 +1,8 @@
-"""One transaction on the broker: its frames, its failures, its end.
+"""A transaction on the broker, from its first frame to its commit or abort.
 
-For stages that send and acknowledge as one unit. COMMIT is written only when the broker
-is known to have handled every frame of the transaction, because a broker may commit
-without a message that it refused or held back.
+Stages use a transaction to send and acknowledge as one unit. COMMIT is written only
+after the broker has handled every frame of the transaction. Otherwise a broker might
+commit the transaction without a message that it has refused or not handled yet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Confirm(Pending):
     is_send = True
 
     def __init__(self, what: str, transaction: Transaction) -> None:
-        """The time-out begins with COMMIT."""
+        """Create the pending frame. Its time-out begins when COMMIT is written."""
         super().__init__(what, float("inf"), transaction)
         self._transaction = transaction
 
@@ -43,11 +43,11 @@ class Confirm(Pending):
 
 
 class Transaction:
-    """A transaction, which begins with its first frame, and ends by ``commit`` or
+    """A transaction. It begins with its first frame and ends by ``commit`` or
     ``abort``."""
 
     def __init__(self, link: Link) -> None:
-        """Take a unique name; writes nothing yet."""
+        """Choose a unique name. The broker gets BEGIN with the first frame."""
         self.link = link
         self.name = link.next_name("tx-")
         self.received: list[Message] = []
@@ -64,7 +64,7 @@ class Transaction:
 
     @property
     def committing(self) -> Pending | None:
-        """The COMMIT frame, once it is queued."""
+        """The COMMIT frame, or None if COMMIT is not queued yet."""
         commit = self._commit
         return commit if commit is not None and commit.sequence else None
 
@@ -80,8 +80,8 @@ class Transaction:
             self.loose(frames.encode("BEGIN", {"transaction": self.name}))
 
     def loose(self, data: bytes) -> None:
-        """Put frames of this transaction that ask for no receipt into the queue. The
-        caller holds the lock."""
+        """Queue frames of this transaction that ask for no receipt. The caller holds
+        the lock."""
         self._has_loose_frames = True
         self.link.ledger.note_loose(self)
         self.link.writer.put(data)
@@ -109,7 +109,7 @@ class Transaction:
         return confirm
 
     def confirmed(self, confirm: Pending) -> None:
-        """Record a confirm's outcome."""
+        """Record that a confirm has its outcome."""
         self.confirms.discard(confirm)
         if confirm.error is not None:
             self.fail(confirm.error)
@@ -119,8 +119,8 @@ class Transaction:
     def commit(self, timeout: float) -> None:
         """Commit on the broker. If an earlier call was interrupted, continue it.
 
-        Raises ``TransactionRolledBackError`` if nothing of it happened, and
-        ``TransactionInDoubtError`` if COMMIT was written and not answered.
+        Raises ``TransactionRolledBackError`` if the transaction is rolled back. Raises
+        ``TransactionInDoubtError`` if COMMIT was written and the broker did not answer.
         """
         acks = [message.ack_id for message in self.received if message.ack_id]
         joined = self.link.dialect.acks_join_transaction
@@ -138,8 +138,8 @@ class Transaction:
                 self.link.post(frames.encode("ACK", {"id": ack_id}))
 
     def _prove_frames(self, ack_ids: list[str], timeout: float) -> None:
-        """Make sure that the broker has handled all frames of the transaction before
-        COMMIT."""
+        """Wait until the broker has handled all frames of the transaction. If a frame
+        has failed, abort the transaction and raise."""
         if ack_ids and self.error is None:
             with self.link.lock, self.link.whole:
                 self.link.check_alive()
@@ -221,8 +221,8 @@ class Transaction:
         """Wait for ActiveMQ's ERROR about the refused SEND, which may arrive after the
         answer to COMMIT.
 
-        It has no receipt id. If it came later, it could only be attributed to another
-        transaction.
+        This ERROR has no receipt id. If no transaction waited for the ERROR, the client
+        would attribute it to the wrong transaction.
         """
         give_up = time.monotonic() + _REASON_SECONDS
         with self.link.lock:
@@ -234,18 +234,20 @@ class Transaction:
             self.link.ledger.refused.remove(self)
 
     def free(self) -> None:
-        """End the connection if the broker keeps this transaction.
+        """End the connection if the broker has refused COMMIT and still keeps this
+        transaction.
 
         ActiveMQ forgets the name of a transaction whose COMMIT it refuses, so ABORT
-        cannot end it. As long as the connection lasts, the transaction's messages fill
-        their queues, and its acknowledged messages cannot be acknowledged again.
+        cannot end it. While the connection exists, the messages of the transaction take
+        up space in their queues, and no other transaction can acknowledge the messages
+        that this transaction has acknowledged.
         """
         if self.left_open:
             self.link.lose(f"it would keep transaction {self.name} open: {self.error}")
 
     def abort(self, timeout: float) -> None:
-        """Make sure that nothing of the transaction happens. If the connection is lost,
-        that aborts the transaction as well."""
+        """Abort the transaction on the broker. If the connection is lost, the broker
+        aborts the transaction without a request."""
         if self._begun:
             try:
                 abort = self._request("ABORT", timeout)

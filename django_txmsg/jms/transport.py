@@ -1,14 +1,16 @@
-"""stomp.py as the transport, fenced: bytes out with a deadline, frames in.
+"""The transport: writes bytes with a deadline and reads frames, by means of stomp.py.
 
-Between this process and the broker. stomp.py gives the connection's life cycle and
-its I/O thread; what it does with the bytes is replaced through the methods it leaves
-to subclasses, because of faults that its users meet and our tests show:
+stomp.py provides the connection's life cycle and the I/O thread. A subclass replaces
+the methods of stomp.py that handle bytes. These methods have faults that users of
+stomp.py have reported and our tests reproduce. The differences are:
 
-- one transport object for each connection, since a second connect may never return;
-- sockets are non-blocking for TCP and TLS alike: a write has a deadline, a peer that
-  went away is noticed, and a write error reaches the code that has to know;
-- the I/O thread only reads: it never writes, and never runs a user's code;
-- our own parser and encoder: nothing is decoded with "replace", no header escapes.
+- each connection has its own transport object, because a second connect may never
+  return;
+- sockets are non-blocking for both TCP and TLS: a write has a deadline, the client
+  detects a disappeared peer, and the caller gets write errors;
+- the I/O thread only reads, and never runs user code;
+- our own parser and encoder handle the frames, so headers are escaped correctly and no
+  byte of a body is replaced.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ _RETRY = (
 
 
 def _until(give_up: float) -> float:
-    """Return the remaining seconds until a moment, at least 0.01, because 0 would mean
-    not to wait."""
+    """Return the seconds until the moment ``give_up``. The result is at least 0.01,
+    because 0 would make a socket non-blocking."""
     return max(0.01, give_up - time.monotonic())
 
 
@@ -62,7 +64,7 @@ class FrameListener(Protocol):
         broker stopped reading or answering."""
 
     def on_progress(self) -> None:
-        """Handle progress: the broker reads again after a write had to wait."""
+        """Handle progress: after a write had to wait, the broker reads again."""
 
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
@@ -106,7 +108,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
 
     def attempt_connection(self) -> None:
         """Open the socket. (stomp.py's own method hides the reason of a failure, and
-        tries again.)"""
+        retries.)"""
         give_up = time.monotonic() + self._connect_timeout
         raw = self._connect(give_up)
         try:
@@ -122,8 +124,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         self._socket = connected
 
     def _connect(self, give_up: float) -> socket.socket:
-        """Connect to the first address of the host's name that answers. One timeout is
-        for all addresses."""
+        """Connect to the first IP address of the host that answers. All addresses
+        together have until ``give_up``."""
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(
             *self.address, type=socket.SOCK_STREAM
@@ -144,9 +146,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         raise error or OSError("the host's name has no address")
 
     def receive(self) -> bytes:
-        """Read until the connection has ended. stomp.py calls this on its I/O thread.
-
-        Returns no bytes, which ends stomp.py's loop.
+        """Read until the connection ends. stomp.py calls this on its I/O thread.
+        Returns empty bytes, which end the loop of stomp.py.
         """
         parser = FrameParser()
         data = b""
@@ -201,10 +202,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
     def write(
         self, data: bytes, *, timeout: float, tick: Callable[[], None] | None = None
     ) -> None:
-        """Write all the bytes, or close the connection and raise ``OSError``.
-
-        ``tick`` is called while the broker reads nothing, so that deadlines take
-        effect.
+        """Write all the bytes. If that fails, close the connection and raise
+        ``OSError``. While the broker reads nothing, call ``tick``, so that deadlines
+        take effect.
         """
         give_up = time.monotonic() + timeout
         view = memoryview(data)
@@ -241,10 +241,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 selector.close()
 
     def write_some(self, data: bytes) -> int:
-        """Write the bytes that the socket accepts at once, and return their number.
-
-        It is 0 over TLS, which may have to wait for the reader, and 0 if writing fails,
-        which ``write`` will detect and report.
+        """Write the bytes that the socket accepts without blocking, and return their
+        number. Return 0 over TLS, where a write may have to wait for the reader. Return
+        0 also if the write fails, because the next ``write`` reports the error.
         """
         if self._tls is not None or self._socket is None:
             return 0
@@ -255,7 +254,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
             return 0
 
     def disconnect_socket(self) -> None:
-        """End the connection. The I/O thread notices that and ends."""
+        """End the connection, which also ends the I/O thread."""
         self.running = False
         connected = self._socket
         if connected is None:
@@ -275,10 +274,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def cleanup(self) -> None:
-        """Close the socket. stomp.py calls this as the I/O thread ends.
-
-        The socket stays open while a writer uses it, because its number may become
-        another socket's at any moment.
+        """Close the socket. stomp.py calls this at the end of the I/O thread. The
+        socket stays open while a writer uses it. Otherwise the operating system might
+        give the same file descriptor to another socket.
         """
         if self._socket is not None:
             with self._write_lock:

@@ -1,8 +1,8 @@
-"""The thread that writes to a broker connection, and its timer.
+"""The thread that writes to a broker connection and checks deadlines.
 
-Hop 4 of a message. It takes the frames that any thread has queued, joins waiting frames
-into one write, and sends heartbeats when there are none. It checks deadlines, even
-while the broker reads nothing.
+Hop 4 of a message. Any thread may queue frames. The writer thread joins the queued
+frames into one write, and sends heartbeats when no frame is queued. The writer thread
+also checks deadlines, even while the broker reads nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class Writer:
         on_tick: Callable[[], None],
         on_fault: Callable[[str], None],
     ) -> None:
-        """Write queued frames to the transport, in a thread that ``start`` starts.
-
-        The thread calls ``on_tick`` when deadlines may have passed, sometimes while it
-        holds the lock. It calls ``on_fault`` when it can write no more.
+        """Prepare a thread that writes queued frames to the transport. The thread calls
+        ``on_tick`` when deadlines may have passed, sometimes with the lock held. The
+        thread calls ``on_fault`` when writing has failed.
         """
         self._transport = transport
         self._ledger = ledger
@@ -58,12 +57,13 @@ class Writer:
         )
 
     def start(self, heartbeat: float | None) -> None:
-        """Begin writing. ``heartbeat`` is its interval in seconds, if any."""
+        """Start the thread. ``heartbeat`` is the seconds between heartbeats, or None
+        for no heartbeats."""
         self._heartbeat = heartbeat
         self._thread.start()
 
     def put(self, data: bytes, entry: Pending | None = None) -> None:
-        """Queue whole frames; with the lock held."""
+        """Queue one or more complete frames. The caller holds the lock."""
         self._queue.append((data, entry))
         self.queued_bytes += len(data)
         if self._idle:
@@ -71,8 +71,8 @@ class Writer:
             self._wake.notify()
 
     def put_now(self, data: bytes, entry: Pending) -> None:
-        """Write a frame whose sender waits for its answer, if no other frame waits and
-        the socket accepts it without blocking. Otherwise queue it. The lock is held.
+        """Write a frame whose sender waits for the answer. If other frames are queued,
+        or the socket would block, queue the frame instead. The caller holds the lock.
         This saves the sender a thread switch."""
         written = 0
         if self._idle and not self._queue:
@@ -91,14 +91,15 @@ class Writer:
             self._wake.notify()
 
     def stop(self) -> None:
-        """Stop writing; with the lock held."""
+        """Stop writing. The caller holds the lock."""
         self._stopped = True
         self._queue.clear()
         self._wake.notify()
         self._room.notify_all()
 
     def wait_for_room(self, limit: int, seconds: float) -> bool:
-        """Wait until fewer bytes than the limit are queued; with the lock held."""
+        """Wait until at most ``limit`` bytes are queued. Return False if that takes
+        longer than ``seconds``. The caller holds the lock."""
         give_up = time.monotonic() + seconds
         while self.queued_bytes > limit and not self._stopped:
             left = give_up - time.monotonic()
@@ -108,7 +109,8 @@ class Writer:
         return True
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread, unless this is the thread or it never ran."""
+        """Wait for the thread to end. Do nothing if the thread never ran, or if the
+        thread itself makes this call."""
         if self._thread is not threading.current_thread() and self._thread.ident:
             self._thread.join(timeout)
 
@@ -126,7 +128,8 @@ class Writer:
             raise
 
     def _next(self) -> bytes | None:
-        """Wait for frames, a due heartbeat or a deadline. Returns ``None`` to end."""
+        """Wait for frames, a due heartbeat or a deadline. Return the bytes to write, or
+        ``None`` to end the thread."""
         never = float("inf")
         beat = time.monotonic() + self._heartbeat if self._heartbeat else never
         with self._wake:
@@ -145,7 +148,7 @@ class Writer:
             return None if self._stopped else self._take()
 
     def _take(self) -> bytes:
-        """Join queued frames up to the limit, without splitting any."""
+        """Join queued frames up to the limit. Never split a frame."""
         parts: list[bytes] = []
         size = 0
         queue = self._queue
