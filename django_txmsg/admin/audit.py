@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from django.contrib import admin
@@ -12,12 +13,15 @@ from django.contrib.contenttypes.models import ContentType
 from django.db import router, transaction
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from ..models import AuditEntry
-from . import display
+from ..models import AuditEntry, BulkOperation
+from ..models.monitoring import Deed
+from ..monitoring import recent
+from . import display, permissions
 from .base import ReadOnlyAdmin
-from .filters import AgeFilter, BetweenFilter
+from .filters import AgeFilter, BetweenFilter, PlaceFilter
 
 
 @contextmanager
@@ -29,10 +33,18 @@ def audited(using: str) -> Iterator[None]:
         yield
 
 
-def audit(request: HttpRequest, subject: Model, text: str) -> None:
-    """Record who did what to a row, in its database. Call it within `audited()`."""
+def audit(request: HttpRequest, subject: Model, deed: Deed, text: str) -> None:
+    """Record who did what to a row, in its database. Call it within `audited()`. For a
+    bulk operation, the entry has the number of its rows."""
     user: Any = request.user
-    AuditEntry.objects.db_manager(subject._state.db).record(user.get_username(), text)
+    operation = subject if isinstance(subject, BulkOperation) else None
+    AuditEntry.objects.db_manager(subject._state.db).record(
+        user.get_username(),
+        text,
+        deed=deed,
+        count=1 if operation is None else operation.total,
+        operation=operation,
+    )
     LogEntry.objects.create(
         user_id=user.pk,
         content_type_id=ContentType.objects.get_for_model(subject).pk,
@@ -53,6 +65,20 @@ class WhenBetweenFilter(BetweenFilter):
     """Filters by the time of the action, between two instants."""
 
     column = "at"
+
+
+class DeedFilter(PlaceFilter):
+    """Filters by what was done."""
+
+    title = parameter_name = "deed"
+    newest = staticmethod(recent.deeds)
+
+
+class OperatorFilter(PlaceFilter):
+    """Filters by the operator."""
+
+    title, parameter_name = "operator", "by"
+    newest = staticmethod(recent.operators)
 
 
 class SourceFilter(admin.SimpleListFilter):
@@ -76,14 +102,40 @@ class SourceFilter(admin.SimpleListFilter):
 class AuditAdmin(ReadOnlyAdmin):
     """The list of what operators did, newest first."""
 
-    list_display = ("when", "by", "text")
+    list_display = ("when", "by", "deed", "shown", "done", "what")
     list_display_links = None
-    list_filter = (WhenFilter, SourceFilter, WhenBetweenFilter)
+    list_filter = (
+        WhenFilter, DeedFilter, OperatorFilter, SourceFilter, WhenBetweenFilter,
+    )  # fmt: skip
+    list_select_related = ("operation",)
     search_fields = ("by", "text")
     search_help_text = "Part of a name, or of what was done"
     ordering = ("-id",)
+
+    def get_urls(self) -> list[Any]:
+        """Add the page of the user's own permissions."""
+        may = partial(permissions.show, self)
+        return [self.at("may-i/", may, "may"), *super().get_urls()]
 
     @admin.display(description="when")
     def when(self, entry: AuditEntry) -> SafeString:
         """When it was done."""
         return display.ago(entry.at)
+
+    @admin.display(description="what and why")
+    def what(self, entry: AuditEntry) -> str:
+        """The description."""
+        return entry.text
+
+    @admin.display(description="shown")
+    def shown(self, entry: AuditEntry) -> str:
+        """How many the operator was shown."""
+        return "-" if entry.count is None else display.exact(entry.count)
+
+    @admin.display(description="done")
+    def done(self, entry: AuditEntry) -> SafeString | str:
+        """How many are done, and the state of a bulk operation."""
+        if entry.done is None:
+            return "-"
+        state = display.badge(entry.operation.state) if entry.operation else ""
+        return format_html("{} {}", display.exact(entry.done), state)

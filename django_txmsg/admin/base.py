@@ -47,6 +47,8 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     sortable_by: ClassVar[Any] = ()
     actions: Any = None
     change_list_template = "admin/django_txmsg/change_list.html"
+    #: Whether users with the permission may delete rows.
+    deletes: ClassVar[bool] = False
 
     class Media:
         css: ClassVar[dict[str, list[str]]] = {"all": ["django_txmsg/admin.css"]}
@@ -60,9 +62,9 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Rows cannot be deleted here. Pruning deletes rows that are older than the
-        retention."""
-        return False
+        """Rows of few tables can be deleted here. Pruning deletes rows that are older
+        than the retention."""
+        return self.deletes and super().has_delete_permission(request, obj)
 
     def lookup_allowed(
         self, lookup: str, value: Any, request: HttpRequest | None = None

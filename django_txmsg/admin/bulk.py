@@ -17,6 +17,7 @@ from ..dead_letters import bulk
 from ..models import BulkOperation
 from ..models.bulk_operation import BulkKind, BulkState
 from ..models.fields import clock
+from ..models.monitoring import Deed
 from ..monitoring import attendance
 from . import display
 from .addresses import led
@@ -96,7 +97,8 @@ class BulkAdmin(RowPageAdmin):
             with audited(operations.db):
                 moved = getattr(operations, verb)(pk)
                 if moved:
-                    audit(request, operation, f"{verb.capitalize()}: {operation}.")
+                    said = f"{verb.capitalize()}: {operation}."
+                    audit(request, operation, Deed.OPERATION, said)
             if not moved:
                 messages.warning(
                     request, f"The operation has ended, or was {verb}d before."
@@ -152,7 +154,7 @@ def start(
         )
         because = f"; why: {why}" if why else ""
         text = f"{said(operation)}; filter: {filter_text(filters)}{because}."
-        audit(request, operation, text)
+        audit(request, operation, Deed(kind.value), text)
     return operation
 
 

@@ -22,6 +22,7 @@ from ..envelope.message import check_headers
 from ..errors import DecodeError, TxmsgError
 from ..models import DeadLetter
 from ..models.dead_letter import Resolution
+from ..models.monitoring import Deed
 from . import body as bodies
 from .addresses import MESSAGE, led
 from .audit import audit, audited
@@ -113,7 +114,8 @@ class CopyPages:
             copy_id = resolution.redeliver_copy(
                 letter, headers=headers, body=encoded, by=by
             )
-            audit(request, letter, f"Redelivered an edited copy as message {copy_id}.")
+            said = f"Redelivered an edited copy as message {copy_id}."
+            audit(request, letter, Deed.COPY, said)
         messages.success(request, f"A copy was stored as message {copy_id}.")
         return led(request, MESSAGE, copy_id)
 

@@ -19,6 +19,7 @@ from django.utils.safestring import SafeString
 
 from .. import conf
 from ..models.fields import clock
+from ..models.monitoring import Deed
 from ..spark.models import Finding, PipelineRun, RunState
 from . import display
 from .addresses import MESSAGE
@@ -78,7 +79,7 @@ class FindingAdmin(ReadOnlyAdmin):
             messages.error(request, "Say why: an acknowledgement needs a note.")
             return self._ask(request, findings, "acknowledge")
         count = self._say(
-            request, shown, f"Acknowledged: {note}",
+            request, shown, Deed.ACKNOWLEDGE, f"Acknowledged: {note}",
             acknowledged_at=timezone.now(), note=note,
             acknowledged_by=request.user.get_username()[:255],
         )  # fmt: skip
@@ -90,7 +91,7 @@ class FindingAdmin(ReadOnlyAdmin):
         """Remove acknowledgements."""
         findings = chosen.exclude(acknowledged_at=None)
         count = self._say(
-            request, findings, "Opened again.",
+            request, findings, Deed.REOPEN, "Opened again.",
             acknowledged_at=None, acknowledged_by="", note="",
         )  # fmt: skip
         messages.success(request, f"{count:,} findings are open again.")
@@ -129,7 +130,8 @@ class FindingAdmin(ReadOnlyAdmin):
                 },
             )  # fmt: skip
             for finding in found if created else ():
-                audit(request, finding, f"Replay requested: run {run.pk}.")
+                said = f"Replay requested: run {run.pk}."
+                audit(request, finding, Deed.REPLAY, said)
         text = (
             f"Requested a replay of {len(ids):,} message{'s' * (len(ids) != 1)}. "
             "`pipeline follow` runs it after its next round. If none is running: "
@@ -179,6 +181,7 @@ class FindingAdmin(ReadOnlyAdmin):
         self,
         request: HttpRequest,
         findings: QuerySet[Finding],
+        deed: Deed,
         text: str,
         **changes: Any,
     ) -> int:
@@ -188,7 +191,7 @@ class FindingAdmin(ReadOnlyAdmin):
             rows = findings.using(using).select_for_update().order_by("pk")
             chosen = list(rows)
             for finding in chosen:
-                audit(request, finding, text)
+                audit(request, finding, deed, text)
             keys = [finding.pk for finding in chosen]
             for start in range(0, len(keys), 500):
                 part = keys[start : start + 500]

@@ -15,6 +15,7 @@ from django.utils import timezone
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
+from ..models.monitoring import Deed
 from ..monitoring import dead
 from . import display
 from .audit import audit, audited
@@ -87,7 +88,7 @@ class GroupPages:
                 if note.muted_above is not None:
                     muted += f" up to {note.muted_above:,} open"
                 entry = f"{muted} failures {note.fingerprint}: {note.note}"
-                audit(request, note, entry)
+                audit(request, note, Deed.NOTE, entry)
         except TxmsgError as error:
             messages.error(request, str(error))
         else:

@@ -28,10 +28,7 @@ class IdempotencyAdmin(ReadOnlyAdmin):
     search_help_text = "Exact key"
     ordering = ("-id",)
     actions = ()
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Whether the user may delete keys."""
-        return request.user.has_perm("django_txmsg.delete_idempotencykey")
+    deletes = True
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[IdempotencyKey]:
         """Do not load the responses."""

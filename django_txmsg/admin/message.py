@@ -24,6 +24,7 @@ from .. import conf, wire
 from ..consuming import deadline
 from ..errors import InvalidMessage
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from ..models.monitoring import Deed
 from ..monitoring import turns
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
@@ -306,7 +307,7 @@ class MessagePages:
         insist(allowed(request)["cancel"])
         why, by = _reason(request, 255)
         return self._done(
-            request, message_id, "Cancelled", why,
+            request, message_id, Deed.CANCEL, "Cancelled", why,
             lambda: cancel_message(message_id, why=by),
         )  # fmt: skip
 
@@ -319,7 +320,7 @@ class MessagePages:
         try:
             delay = dt.timedelta(minutes=float(minutes))
             return self._done(
-                request, message_id, "Rescheduled", entry,
+                request, message_id, Deed.RESCHEDULE, "Rescheduled", entry,
                 lambda: reschedule_message(message_id, delay=delay),
             )  # fmt: skip
         except (InvalidMessage, OverflowError, ValueError):
@@ -332,7 +333,7 @@ class MessagePages:
         why, by = _reason(request, 200)
         using = router.db_for_write(InboxMessage)
         return self._done(
-            request, message_id, "Asked to stop", why,
+            request, message_id, Deed.STOP, "Asked to stop", why,
             lambda: deadline.ask_to_stop(message_id, using=using, why=by),
             of=InboxMessage,
             unless="it has ended, or its stage has no timeout.",
@@ -342,20 +343,21 @@ class MessagePages:
         self,
         request: HttpRequest,
         message_id: uuid.UUID,
+        deed: Deed,
         verb: str,
         detail: str,
-        deed: Callable[[], bool],
+        change: Callable[[], bool],
         of: Any = OutboxMessage,
         unless: str = "the message is no longer pending, or a relay is sending it now.",
     ) -> HttpResponse:
         using = router.db_for_write(of)
         with audited(using):
-            done = deed()
+            done = change()
             if done:
                 rows = of.objects.using(using).filter(message_id=message_id)
                 entry = f"{verb} message {message_id}"
                 entry += f": {detail}" if detail else "."
-                audit(request, rows.order_by("-pk")[0], entry)
+                audit(request, rows.order_by("-pk")[0], deed, entry)
         if done:
             messages.success(request, f"{verb} the message.")
         else:

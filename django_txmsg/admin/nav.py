@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from django.http import HttpRequest
 from django.urls import NoReverseMatch
@@ -53,6 +54,11 @@ def pages(request: HttpRequest) -> list[Page]:
         except NoReverseMatch:
             continue  # a site of the project's own need not have them all
         found.append(Page(title, to, request.path.startswith(to)))
+    with suppress(NoReverseMatch):
+        mine = address(request, "admin:django_txmsg_may")
+        if request.path == mine:
+            found = [replace(one, current=False) for one in found]
+        found.append(Page("May I?", mine, request.path == mine))
     return found
 
 

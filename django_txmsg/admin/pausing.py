@@ -11,6 +11,7 @@ from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
+from ..models.monitoring import Deed
 from ..monitoring import pausing
 from . import display
 from .audit import audit, audited
@@ -88,7 +89,9 @@ class PausableAdmin(ReadOnlyAdmin):
                 row = self.change(name, paused=paused, by=by, why=why)
                 if row is not None:
                     what = f"{self.noun} {name}"
-                    audit(request, row, pausing.said(what, paused=paused, why=why))
+                    deed = Deed.PAUSE if paused else Deed.RESUME
+                    said = pausing.said(what, paused=paused, why=why)
+                    audit(request, row, deed, said)
         except LookupError:
             refusal = f"There is no {self.noun} {display.cut(name)!r} here."
             messages.error(request, refusal)

@@ -22,6 +22,7 @@ from ..flows import acts
 from ..flows.declaration import declarations
 from ..models import FlowStep, FlowUndo, Run
 from ..models.bulk_operation import BulkKind
+from ..models.monitoring import Deed
 from ..monitoring import runs
 from . import display
 from .addresses import led
@@ -263,7 +264,7 @@ class RunAdmin(RowPageAdmin):
         try:
             with audited(str(run._state.db)):
                 said = acts.act(name, run, entered, seen=request.POST.get("seen", ""))
-                audit(request, run, said)
+                audit(request, run, Deed.RUN, said)
         except TxmsgError as error:
             messages.error(request, str(error))
         else:

@@ -13,6 +13,7 @@ from django.http import HttpRequest, HttpResponse
 from .. import conf
 from ..errors import ConfigurationError, TxmsgError
 from ..models import Schedule
+from ..models.monitoring import Deed
 from ..monitoring import pausing, schedule
 from ..scheduling import made
 from .audit import audit, audited
@@ -54,7 +55,7 @@ class ScheduleAdmin(PausableAdmin):
             made.make_recurring(name, expression, destination, value, tz=tz or None)
 
         said = made.said(name, expression, destination)
-        return self._change(request, name, said, change)
+        return self._change(request, name, Deed.MAKE, said, change)
 
     def remove(self, request: HttpRequest) -> HttpResponse:
         """Remove a message that was made at run time."""
@@ -64,10 +65,16 @@ class ScheduleAdmin(PausableAdmin):
             if not made.remove_recurring(name):
                 raise ConfigurationError(f"{name!r} was not made here.")
 
-        return self._change(request, name, f"Removed recurring message {name}.", change)
+        said = f"Removed recurring message {name}."
+        return self._change(request, name, Deed.REMOVE, said, change)
 
     def _change(
-        self, request: HttpRequest, name: str, said: str, change: Callable[[], None]
+        self,
+        request: HttpRequest,
+        name: str,
+        deed: Deed,
+        said: str,
+        change: Callable[[], None],
     ) -> HttpResponse:
         insist(self._may_make(request))
         using = router.db_for_write(Schedule)
@@ -78,7 +85,8 @@ class ScheduleAdmin(PausableAdmin):
             with audited(using):
                 before = rows.first()
                 change()
-                audit(request, rows.first() or before or Schedule(name=name), said)
+                row = rows.first() or before or Schedule(name=name)
+                audit(request, row, deed, said)
             messages.success(request, said)
         except (TxmsgError, ValueError) as error:
             messages.error(request, f"Nothing was changed: {error}")

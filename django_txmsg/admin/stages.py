@@ -17,6 +17,7 @@ from ..contracts import comparison, document
 from ..contracts.document import READABLE_FROM, VERSION, Contract
 from ..errors import ConfigurationError
 from ..models import StageState
+from ..models.monitoring import Deed
 from ..monitoring import pausing, status
 from ..stages import all_stages
 from .audit import audit, audited
@@ -166,7 +167,7 @@ class StageAdmin(PausableAdmin):
                 messages.error(request, str(error))
             else:
                 if said:
-                    audit(request, states.get(stage=name), said)
+                    audit(request, states.get(stage=name), Deed.LIMIT, said)
                     messages.success(request, said)
         return self.led_to_list(request)
 

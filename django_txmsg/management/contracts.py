@@ -13,6 +13,7 @@ from django.core.management.base import BaseCommand, CommandError
 from ..contracts import comparison, document
 from ..dead_letters.burial import bury_unread
 from ..errors import ConfigurationError
+from ..models.monitoring import Deed
 from . import operator
 
 
@@ -50,7 +51,8 @@ class Command(BaseCommand):
                 using, stage = options["database"], options["stage"]
                 # First: it is done in many transactions, each of which may be the last.
                 of = f"stage {stage}" if stage else "all stages"
-                operator.record(using, f"Bury messages of {of} that need newer code.")
+                said = f"Bury messages of {of} that need newer code."
+                operator.record(using, Deed.BURY, said, count=None)
                 buried = bury_unread(using, stage)
                 self.stdout.write(f"Buried {buried} messages that need newer code.")
             else:

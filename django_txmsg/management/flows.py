@@ -17,6 +17,7 @@ from ..errors import TxmsgError
 from ..flows import acts
 from ..models import FlowStep, FlowUndo, Run
 from ..models.fields import Later, clock
+from ..models.monitoring import Deed
 from ..monitoring import runs
 from ..monitoring.lengths import duration
 from . import operator
@@ -128,7 +129,7 @@ class Command(BaseCommand):
             try:
                 with transaction.atomic(using=using):
                     text = acts.act(action, Run.objects.using(using).get(pk=pk), given)
-                    operator.record(using, text)
+                    operator.record(using, Deed.RUN, text)
             except TxmsgError as error:
                 left.append(str(error))
                 continue

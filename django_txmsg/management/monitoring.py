@@ -11,6 +11,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from .. import conf
 from ..models import Alert, AuditEntry
+from ..models.monitoring import Deed
 from ..monitoring import process_states
 from ..monitoring.process_states import WITHIN
 from .terminal import chosen_database, local, printable
@@ -67,7 +68,8 @@ class Audit(BaseCommand):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--limit", type=int, default=50, metavar="N")
         parser.add_argument("--by", metavar="USER", help="part of the user's name")
-        parser.add_argument("--text", help="part of what was done")
+        parser.add_argument("--deed", choices=[*Deed], help="what was done")
+        parser.add_argument("--text", help="part of the description")
         parser.add_argument("--json", action="store_true")
         parser.add_argument("--database", metavar="ALIAS")
 
@@ -76,13 +78,22 @@ class Audit(BaseCommand):
         entries = AuditEntry.objects.using(using)
         if options["by"]:
             entries = entries.filter(by__icontains=options["by"])
+        if options["deed"]:
+            entries = entries.filter(deed=options["deed"])
         if options["text"]:
             entries = entries.filter(text__icontains=options["text"])
         found = entries.order_by("-pk")[: max(options["limit"], 0)]
         if options["json"]:
             facts = [
-                {"at": one.at.isoformat(), "by": one.by, "text": one.text}
-                for one in found
+                {
+                    "at": one.at.isoformat(),
+                    "by": one.by,
+                    "deed": one.deed,
+                    "text": one.text,
+                    "shown": one.count,
+                    "done": one.done,
+                }
+                for one in found.select_related("operation")
             ]
             self.stdout.write(json.dumps({"entries": facts}, indent=2))
             return

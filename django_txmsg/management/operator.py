@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import getpass
 
-from ..models import AuditEntry
+from ..models import AuditEntry, BulkOperation
+from ..models.monitoring import Deed
 
 
 def name() -> str:
@@ -16,6 +17,18 @@ def name() -> str:
         return "unknown"
 
 
-def record(using: str, text: str) -> None:
-    """Record an action. Call it in the transaction of the action."""
-    AuditEntry.objects.db_manager(using).record(f"command: {name()}", text)
+def record(
+    using: str,
+    deed: Deed,
+    text: str,
+    *,
+    count: int | None = 1,
+    operation: BulkOperation | None = None,
+) -> None:
+    """Record an action. Call it in the transaction of the action. For a bulk operation,
+    `count` is the number of its rows."""
+    if operation is not None:
+        count = operation.total
+    entries = AuditEntry.objects.db_manager(using)
+    by = f"command: {name()}"
+    entries.record(by, text, deed=deed, count=count, operation=operation)

@@ -9,6 +9,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import transaction
 from django.db.models import Model
 
+from ..models.monitoring import Deed
 from ..monitoring import pausing
 from . import operator
 from .terminal import printable
@@ -44,7 +45,8 @@ class PausingCommand(BaseCommand):
                     if changed is not None:
                         what = f"{self.noun} {name}"
                         said = pausing.said(what, paused=paused, why=why)
-                        operator.record(using, said)
+                        deed = Deed.PAUSE if paused else Deed.RESUME
+                        operator.record(using, deed, said)
             except LookupError as error:
                 raise CommandError(f"There is no {self.noun} {name!r} here.") from error
             shown = printable(name)

@@ -17,6 +17,7 @@ from .. import wire
 from ..consuming import deadline
 from ..errors import InvalidMessage
 from ..models import BulkOperation, OutboxMessage
+from ..models.monitoring import Deed
 from ..sending.pending import cancel_message, reschedule_message
 from . import operator
 from .terminal import chosen_database, local, printable
@@ -28,6 +29,7 @@ class _PerMessage(BaseCommand):
     """An action on messages. Each message has its own statement."""
 
     done = ""
+    deed: Deed
     unless = "no longer pending, being sent now, or unknown"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,8 @@ class _PerMessage(BaseCommand):
                 if done:
                     entry = f"{self.done.capitalize()} message {message_id}"
                     why = options.get("why")
-                    operator.record(using, f"{entry}: {why}" if why else f"{entry}.")
+                    entry += f": {why}" if why else "."
+                    operator.record(using, self.deed, entry)
             if done:
                 log.info("message %s: %s by %s", message_id, self.done, operator.name())
                 self.stdout.write(f"{self.done.capitalize()} {message_id}.")
@@ -66,6 +69,7 @@ class Cancel(_PerMessage):
 
     help = "Keeps pending messages from leaving. Exit code 1 when one was not pending."
     done = "cancelled"
+    deed = Deed.CANCEL
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
@@ -85,6 +89,7 @@ class Stop(_PerMessage):
         "end as dead letters. Exit code 1 when one was not being processed."
     )
     done = "asked to stop"
+    deed = Deed.STOP
     unless = "not received, ended, or at a stage without a timeout"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -110,6 +115,7 @@ class Reschedule(_PerMessage):
         "pending."
     )
     done = "rescheduled"
+    deed = Deed.RESCHEDULE
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
@@ -184,7 +190,8 @@ class Bulk(BaseCommand):
             moved = getattr(operations, verb)(pk)
             if moved:
                 operation = operations.get(pk=pk)
-                operator.record(using, f"{verb.capitalize()}: {operation}.")
+                said = f"{verb.capitalize()}: {operation}."
+                operator.record(using, Deed.OPERATION, said, operation=operation)
         if not moved:
             raise CommandError(
                 f"Bulk operation {pk} does not exist, has ended, or was {verb}d before."

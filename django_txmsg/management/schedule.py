@@ -11,6 +11,7 @@ from django.db import router, transaction
 
 from ..errors import TxmsgError
 from ..models import Schedule
+from ..models.monitoring import Deed
 from ..monitoring import pausing, schedule
 from ..monitoring.schedule import Timing
 from ..scheduling import made
@@ -87,7 +88,7 @@ class Command(PausingCommand):
                     json.loads(options["body"]),
                     tz=options["tz"],
                 )
-                operator.record(using, said)
+                operator.record(using, Deed.MAKE, said)
         except (TxmsgError, ValueError) as error:
             raise CommandError(f"Nothing was changed: {error}") from error
         self.stdout.write(said)
@@ -97,7 +98,8 @@ class Command(PausingCommand):
         with transaction.atomic(using=using):
             if not made.remove_recurring(name):
                 raise CommandError(f"No recurring message {name!r} was made here.")
-            operator.record(using, f"Removed recurring message {name}.")
+            said = f"Removed recurring message {name}."
+            operator.record(using, Deed.REMOVE, said)
         self.stdout.write(f"Removed {name}.")
 
 

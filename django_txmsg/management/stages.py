@@ -13,6 +13,7 @@ from django.db import router, transaction
 from ..consuming import rates
 from ..errors import ConfigurationError
 from ..models import StageState
+from ..models.monitoring import Deed
 from ..monitoring import pausing, status
 from ..monitoring.waiting import capped
 from ..stages import all_stages
@@ -113,7 +114,7 @@ class Rate(BaseCommand):
                 except ConfigurationError as error:
                     raise CommandError(str(error)) from error
                 said = f"Stage {name} has a rate of {options['rate']} for {age}."
-            operator.record(states.db, said)
+            operator.record(states.db, Deed.LIMIT, said)
         self.stdout.write(printable(said))
 
     def _list(self) -> None:

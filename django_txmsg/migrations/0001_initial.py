@@ -77,24 +77,6 @@ class Migration(migrations.Migration):
 
     operations = [
         migrations.CreateModel(
-            name="AuditEntry",
-            fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                (
-                    "at",
-                    models.DateTimeField(
-                        db_default=django.db.models.functions.datetime.Now()
-                    ),
-                ),
-                ("by", models.CharField(max_length=255)),
-                ("text", models.TextField()),
-            ],
-            options={
-                "verbose_name": "audit entry",
-                "verbose_name_plural": "audit entries",
-            },
-        ),
-        migrations.CreateModel(
             name="DatabaseIdentity",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
@@ -458,6 +440,44 @@ class Migration(migrations.Migration):
                         name="txmsg_bulk_due",
                     )
                 ],
+            },
+        ),
+        migrations.CreateModel(
+            name="AuditEntry",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                ("by", models.CharField(max_length=255)),
+                ("deed", models.CharField(max_length=16)),
+                ("text", models.TextField()),
+                (
+                    "count",
+                    models.BigIntegerField(
+                        blank=True,
+                        help_text="How many the operator was shown.",
+                        null=True,
+                    ),
+                ),
+                (
+                    "operation",
+                    models.ForeignKey(
+                        blank=True,
+                        help_text="The bulk operation, which counts how many are done.",
+                        null=True,
+                        on_delete=django.db.models.deletion.SET_NULL,
+                        related_name="+",
+                        to="django_txmsg.bulkoperation",
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "audit entry",
+                "verbose_name_plural": "audit entries",
             },
         ),
         migrations.CreateModel(

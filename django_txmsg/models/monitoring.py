@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import Any
 
 from django.db import IntegrityError, models, transaction
@@ -145,15 +146,59 @@ class PeriodCount(models.Model):
 log = logging.getLogger("django_txmsg.audit")
 
 
+class Deed(StrEnum):
+    """What an operator did."""
+
+    REDELIVER = "redeliver"
+    DISCARD = "discard"
+    RESTORE = "restore"
+    GO_BACK = "go-back"
+    OPERATION = "bulk-operation"
+    COPY = "copy"
+    NOTE = "note"
+    PAUSE = "pause"
+    RESUME = "resume"
+    LIMIT = "change-rate"
+    CANCEL = "cancel"
+    RESCHEDULE = "reschedule"
+    STOP = "stop"
+    MAKE = "make-recurring"
+    REMOVE = "remove-recurring"
+    RUN = "act-on-run"
+    LET_GO = "let-go"
+    BURY = "bury"
+    UNSUBSCRIBE = "unsubscribe"
+    ACKNOWLEDGE = "acknowledge"
+    REOPEN = "reopen"
+    REPLAY = "replay"
+
+
 class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """The only place that creates entries."""
 
-    def record(self, by: str, text: str) -> None:
+    def record(
+        self,
+        by: str,
+        text: str,
+        *,
+        deed: Deed,
+        count: int | None = 1,
+        operation: models.Model | None = None,
+    ) -> None:
         """Record an action. Call it in the transaction of the action, in its database.
         When the transaction commits, the action is also logged, for systems that
-        collect logs."""
-        # PostgreSQL stores no NUL.
-        self.create(by=by[:255], text=text.replace("\x00", "")[:4000])
+        collect logs.
+
+        `count` is how many messages, stages or others the operator was shown; None if
+        that was not counted. A bulk `operation` counts how many are done.
+        """
+        self.create(
+            by=by[:255],
+            deed=deed.value,
+            text=text.replace("\x00", "")[:4000],  # PostgreSQL stores no NUL
+            count=count,
+            operation=operation,
+        )
 
         def tell() -> None:
             log.info("%s: %s", by, text)
@@ -167,7 +212,19 @@ class AuditEntry(models.Model):
     id = models.BigAutoField(primary_key=True)
     at = models.DateTimeField(db_default=Now())
     by = models.CharField(max_length=255)
+    deed = models.CharField(max_length=16)
     text = models.TextField()
+    count = models.BigIntegerField(
+        null=True, blank=True, help_text="How many the operator was shown."
+    )
+    operation = models.ForeignKey(
+        "BulkOperation",
+        on_delete=models.SET_NULL,
+        null=True,
+        blank=True,
+        related_name="+",
+        help_text="The bulk operation, which counts how many are done.",
+    )
 
     objects = AuditManager()
 
@@ -177,3 +234,10 @@ class AuditEntry(models.Model):
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def done(self) -> int | None:
+        """How many the action has changed so far. An action without a bulk operation
+        has changed all of them with its entry."""
+        operation: Any = self.operation
+        return self.count if operation is None else int(operation.done)

@@ -25,6 +25,16 @@ def stages(using: str) -> dict[str, int]:
     return _recent(using, "stage", "django_txmsg_inboxmessage")
 
 
+def operators(using: str) -> dict[str, int]:
+    """Return the operators of the newest RECENT actions, with counts."""
+    return _recent(using, '"by"', "django_txmsg_auditentry")
+
+
+def deeds(using: str) -> dict[str, int]:
+    """Return what operators did in the newest RECENT actions, with counts."""
+    return _recent(using, "deed", "django_txmsg_auditentry")
+
+
 def _recent(using: str, column: str, table: str) -> dict[str, int]:
     with connections[using].cursor() as cursor:
         cursor.execute(

@@ -10,7 +10,13 @@ import uuid
 from django.utils import timezone
 
 from django_txmsg import conf, wire
-from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models import (
+    AuditEntry,
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+)
+from django_txmsg.models.monitoring import Deed
 from django_txmsg.stages import Stage
 from tests import factories
 
@@ -153,6 +159,24 @@ def trouble(failed_orders: int = 23) -> DeadLetter:
         noted_by="grace",
     )
     return letter
+
+
+def audited() -> None:
+    """Let operators have done something."""
+    operation = factories.BulkOperationFactory(total=23, done=9)
+    AuditEntry.objects.record(
+        "grace",
+        "Redeliver 23 dead letters, one first; filter: stage shipping.send; "
+        "why: Hamburg has counted.",
+        deed=Deed.REDELIVER,
+        count=23,
+        operation=operation,
+    )
+    AuditEntry.objects.record(
+        "command: ada",
+        "Paused stage mail.confirmation: the provider moves its servers.",
+        deed=Deed.PAUSE,
+    )
 
 
 def _die(

@@ -23,6 +23,7 @@ from django_txmsg.models import (
     QueueSubscription,
     StageState,
 )
+from django_txmsg.models.monitoring import Deed
 from tests import factories
 from tests.factories import ago
 
@@ -197,16 +198,18 @@ def test_pages_and_commands_leave_the_same_trace(operator: Client) -> None:
 def test_the_audit_is_a_page_that_finds_and_changes_nothing(
     somebody: Callable[..., Client],
 ) -> None:
-    AuditEntry.objects.record("grace", "Paused stage orders.place.")
-    AuditEntry.objects.record("command: root", "Discard 3 dead letters.")
+    AuditEntry.objects.record("grace", "Paused stage orders.place.", deed=Deed.PAUSE)
+    AuditEntry.objects.record(
+        "command: root", "Discard 3 dead letters.", deed=Deed.DISCARD
+    )
     client = somebody("view_auditentry")
     audit = "/admin/django_txmsg/auditentry/"
 
     assert "Audit</a>" in client.get(audit).content.decode()
     found = client.get(audit, {"q": "paused"}).content.decode()
-    assert ("grace" in found, "root" in found) == (True, False)
+    assert ("Paused stage" in found, "Discard 3" in found) == (True, False)
     found = client.get(audit, {"via": "command"}).content.decode()
-    assert ("grace" in found, "root" in found) == (False, True)
+    assert ("Paused stage" in found, "Discard 3" in found) == (False, True)
     assert client.get(f"{audit}add/").status_code == 403
 
 

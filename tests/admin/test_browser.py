@@ -46,6 +46,7 @@ NAMES = {
     "/admin/django_txmsg/bulkoperation/": "bulk-operations",
     "/admin/django_txmsg/alert/": "alerts",
     "/admin/django_txmsg/auditentry/": "audit",
+    "/admin/django_txmsg/auditentry/may-i/": "may-i",
 }
 
 
@@ -156,6 +157,7 @@ def test_every_page_in_light_dark_and_at_phone_width(
 ) -> None:
     shop.open_shop()
     letter = shop.trouble()
+    shop.audited()
     message = f"/admin/django_txmsg/outboxmessage/{letter.message_id}/"
     flow = OutboxMessage.objects.filter(destination="payments.charge").first()
     assert flow is not None

@@ -25,6 +25,7 @@ from django_txmsg.models import (
     SessionRecord,
     StageState,
 )
+from django_txmsg.models.monitoring import Deed
 from tests import factories
 from tests.docs.pages import ROOT
 
@@ -333,7 +334,7 @@ def test_control_characters_of_strangers_do_not_move_the_cursor() -> None:
     )
     letter.headers["evil"] = EVIL
     letter.save()
-    AuditEntry.objects.record(f"grace{EVIL}", EVIL)
+    AuditEntry.objects.record(f"grace{EVIL}", EVIL, deed=Deed.PAUSE)
     printed = [
         run("dead_letters", "list"),
         run("dead_letters", "groups"),
@@ -436,18 +437,20 @@ def test_the_audit_is_logged_when_it_is_committed(
 ) -> None:
     caplog.set_level("INFO", "django_txmsg.audit")
     with suppress(ZeroDivisionError), transaction.atomic():
-        AuditEntry.objects.record("grace", "Discarded everything.")
+        AuditEntry.objects.record("grace", "Discarded everything.", deed=Deed.PAUSE)
         raise ZeroDivisionError
     assert caplog.messages == []
 
-    AuditEntry.objects.record("grace", "Paused stage mail.send.")
+    AuditEntry.objects.record("grace", "Paused stage mail.send.", deed=Deed.PAUSE)
 
     assert caplog.messages == ["grace: Paused stage mail.send."]
 
 
 def test_the_audit_is_listed() -> None:
     for number in range(3):
-        AuditEntry.objects.record(f"user-{number}", f"Paused stage {number}.")
+        AuditEntry.objects.record(
+            f"user-{number}", f"Paused stage {number}.", deed=Deed.PAUSE
+        )
 
     lines = run("txmsg", "audit", "--limit", "2").splitlines()
 

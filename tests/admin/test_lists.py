@@ -18,6 +18,7 @@ from django.utils import timezone
 import django_txmsg
 from django_txmsg.admin import counting
 from django_txmsg.models import AuditEntry, DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.monitoring import Deed
 from django_txmsg.monitoring import recent
 from tests import factories
 
@@ -353,7 +354,7 @@ def test_a_nul_in_the_address_is_no_error(admin_client: Client, name: str) -> No
 
 
 def test_the_keyboard_scrolls_a_list_without_links(admin_client: Client) -> None:
-    AuditEntry.objects.record("grace", "Paused stage <b>.")
+    AuditEntry.objects.record("grace", "Paused stage <b>.", deed=Deed.PAUSE)
 
     page = admin_client.get("/admin/django_txmsg/auditentry/").content.decode()
 

@@ -25,6 +25,7 @@ from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk_operation import BulkKind, BulkState
 from ...models.dead_letter import Resolution
+from ...models.monitoring import Deed
 from ...monitoring import dead, turns
 from ...stages import all_stages
 from .. import operator
@@ -345,7 +346,8 @@ class Command(BaseCommand):
                 by=f"command: {operator.name()}",
             )
             verb = {"note": "Noted on", "mute": "Muted", "unmute": "Unmuted"}[action]
-            operator.record(using, f"{verb} failures {note.fingerprint}: {note.note}")
+            said = f"{verb} failures {note.fingerprint}: {note.note}"
+            operator.record(using, Deed.NOTE, said)
         until = f" until {note.muted_until:%Y-%m-%d %H:%M}" if note.muted_until else ""
         if note.muted_above is not None:
             until += f" up to {note.muted_above:,} open"
@@ -393,10 +395,12 @@ class Command(BaseCommand):
             )
             operator.record(
                 using,
+                Deed(action),
                 f"{action.capitalize()} {operation.subject}"
                 f"{', even if processed in the meantime' if operation.force else ''}"
                 f"{', one first' if options['one_first'] else ''}; "
                 f"filter: {filters or 'all'}{f'; why: {why}' if why else ''}.",
+                operation=operation,
             )
         try:
             bulk.finish(operation, on_batch=self._progress)

@@ -12,6 +12,7 @@ from django.db import OperationalError, transaction
 from ... import wire
 from ...models import InboxMessage
 from ...models.fields import clock
+from ...models.monitoring import Deed
 from ...monitoring import turns
 from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
@@ -54,7 +55,7 @@ class Command(BaseCommand):
                     entry = (
                         f"Let go of the first message of key {key} at stage {stage}."
                     )
-                    operator.record(using, entry)
+                    operator.record(using, Deed.LET_GO, entry)
             if gone:
                 self.stdout.write("It is due now, whatever it has waited for.")
                 return

@@ -14,6 +14,7 @@ from ...brokers.base import Broker
 from ...errors import BrokerError, ConfigurationError
 from ...models import AuditEntry, Worker
 from ...models.fields import clock
+from ...models.monitoring import Deed
 from ...models.queue import QueueMessage, queue_name
 from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
@@ -121,7 +122,7 @@ class Command(BaseCommand):
             return
         # First: the messages are deleted in many transactions.
         home = using or router.db_for_write(AuditEntry)
-        operator.record(home, f"Remove {which}")
+        operator.record(home, Deed.UNSUBSCRIBE, f"Remove {which}")
         try:
             broker.unsubscribe(topic, subscriber)
         except BrokerError as error:
