@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.contrib import admin
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import render
 from django.utils import timezone
 from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 
 from ..models import Worker
+from ..monitoring import running, status
 from . import display
-from .base import ReadOnlyAdmin
+from .base import ReadOnlyAdmin, insist
 
 
 @admin.register(Worker)
@@ -24,6 +29,42 @@ class WorkerAdmin(ReadOnlyAdmin):
     list_filter = ("kind",)
     list_display_links = None
     ordering = ("kind", "host", "pid")
+
+    def get_urls(self) -> list[Any]:
+        """Add the page of what runs now."""
+        return [self.at("running/", self.running, "running"), *super().get_urls()]
+
+    def running(self, request: HttpRequest) -> HttpResponse:
+        """Show what handlers process now, what is claimed, and stages without a
+        worker."""
+        insist(self.has_view_permission(request))
+        picture = status.read()
+        present = picture.attendance
+        found = [
+            *(
+                (name, "sending", one.waiting)
+                for name, one in picture.destinations.items()
+            ),
+            *(
+                (name, "redelivery", one.waiting)
+                for name, one in picture.stages.items()
+            ),
+            *((name, "delivery", one) for name, one in picture.queues.items()),
+        ]
+        context = {
+            **self.page_context(request, "Running now"),
+            "now": picture.now,
+            "live": "live" in request.GET,
+            "unattended": picture.unattended,
+            "running": running.read([*present.living, *present.lost]),
+            "living": {worker.pk for worker in present.living},
+            "claimed": [
+                (name, what, one.in_flight)
+                for name, what, one in found
+                if one.in_flight
+            ],
+        }
+        return render(request, "admin/django_txmsg/running.html", context)
 
     @admin.display(description="state")
     def state(self, worker: Worker) -> SafeString:

@@ -22,6 +22,7 @@ from ..envelope.redelivery import Dead, RedeliverAfter
 from ..models import InboxMessage
 from ..models.inbox import InboxRecord, Parked
 from ..models.inbox_order import Turn
+from ..runtime.handlers import running
 from ..sending.scope import Scope, in_scope
 from ..stages import Stage
 from . import decoding
@@ -236,6 +237,12 @@ class Mode(ABC):
         """Call the handler. Its scope ends before the commit, because hooks that run
         after the commit do not belong to the stage."""
         with in_scope(self.scope(arrival, message)), guarded(self.using):
+            self.call(message)
+
+    def call(self, message: Message) -> None:
+        """Call the handler, and let heartbeats report that it runs."""
+        name, attempt = self.stage.name, message.delivery_attempt
+        with running(name, message.id, attempt):
             self.stage.handler(message)
 
     def scope(self, arrival: Arrival, message: Message) -> Scope:

@@ -103,7 +103,7 @@ class Outside(Outbox):
         # The handler may take long: return the connection, as CONN_MAX_AGE permits.
         recycle(idle=True)
         with in_scope(scope):
-            self.stage.handler(message)
+            self.call(message)
         _, employed = protocol.once(
             self.stage.definition,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),
@@ -143,7 +143,7 @@ class BrokerOnly(Mode):
 
     def _work(self, arrival: Arrival, message: Message) -> bool:
         with in_scope(self.scope(arrival, message)):
-            self.stage.handler(message)
+            self.call(message)
         return False
 
     def scope(self, arrival: Arrival, message: Message) -> Scope:

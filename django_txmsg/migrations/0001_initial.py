@@ -241,6 +241,15 @@ class Migration(migrations.Migration):
                         help_text="What the process cannot use: brokers, destinations, subscriptions, databases, each with the error.",
                     ),
                 ),
+                (
+                    "running",
+                    models.JSONField(
+                        blank=True,
+                        db_default=models.Value([], output_field=models.JSONField()),
+                        default=list,
+                        help_text="What handlers of the process were processing at the heartbeat.",
+                    ),
+                ),
                 ("in_flight", models.PositiveIntegerField(default=0)),
                 (
                     "started_at",

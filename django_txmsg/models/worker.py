@@ -49,6 +49,12 @@ class Worker(models.Model):
         help_text="What the process cannot use: brokers, destinations, subscriptions, "
         "databases, each with the error.",
     )
+    running = models.JSONField(
+        default=list,
+        db_default=models.Value([], output_field=models.JSONField()),
+        blank=True,
+        help_text="What handlers of the process were processing at the heartbeat.",
+    )
     in_flight = models.PositiveIntegerField(default=0)
     started_at = models.DateTimeField(db_default=Now())
     heartbeat_at = models.DateTimeField(db_default=Now())

@@ -15,7 +15,7 @@ from ..models import Worker
 from ..models.fields import clock
 from ..models.worker import silent_after
 from ..runtime import breaker, database_health
-from . import attendance, outages
+from . import attendance, outages, running
 
 
 class Presence:
@@ -31,7 +31,7 @@ class Presence:
         self._service = conf.get().SERVICE
 
     def beat(self, in_flight: int) -> None:
-        """Write a heartbeat, and how many messages are in progress."""
+        """Write a heartbeat, how many messages are in progress, and which."""
         workers = Worker.objects.using(self._using)
 
         def beat() -> None:
@@ -42,6 +42,7 @@ class Presence:
                 "in_flight": in_flight,
                 "silent_after": silent_after(conf.get().CONSUME.HEARTBEAT),
                 "outages": outages.as_json(breaker.outages()),
+                "running": running.as_json(),
             }
             if not own.update(heartbeat_at=Now(), **columns):
                 workers.create(

@@ -9,9 +9,9 @@ from django_txmsg import stages
 from django_txmsg.dead_letters import resolution
 from django_txmsg.envelope.message import Message
 from tests.app.models import Effect
-from tests.faults import hang_here
+from tests.faults import hang_here, wait_until
 
-FRAGILE, SOUND = "admin.fragile", "admin.sound"
+FRAGILE, SOUND, SLOW = "admin.fragile", "admin.sound", "admin.slow"
 
 
 def hang_after_the_work_of_the_third_batch() -> None:
@@ -43,3 +43,15 @@ def declare_stages() -> None:
 
     stages.stage(FRAGILE)(fragile)
     stages.stage(SOUND)(sound)
+
+
+def declare_a_slow_stage() -> None:
+    """Declare a stage whose second attempt runs until it is allowed to end."""
+
+    def slow(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            raise LookupError("the first attempt fails")
+        wait_until(lambda: Effect.objects.filter(name="go"), message="permission")
+        Effect.objects.create(name="slow", message_id=str(message.id))
+
+    stages.stage(SLOW, transaction="none")(slow)

@@ -60,7 +60,21 @@ def open_shop(orders: int = 240) -> None:
     OutboxMessage.objects.bulk_create(stored)
     InboxMessage.objects.bulk_create(received)
     factories.WorkerFactory(kind="relay", stages=[], host="worker-1", in_flight=0)
-    factories.WorkerFactory(stages=list(FLOW), host="worker-1", in_flight=2)
+    running = [
+        {
+            "thread": f"txmsg-{stage}-0",
+            "stage": stage,
+            "message": str(stored[number].message_id),
+            "attempt": number,
+            "seconds": seconds,
+        }
+        for number, (stage, seconds) in enumerate(
+            [("payments.charge", 412.5), ("shipping.send", 0.4)], start=1
+        )
+    ]
+    factories.WorkerFactory(
+        stages=list(FLOW), host="worker-1", in_flight=2, running=running
+    )
     factories.WorkerFactory(stages=list(FLOW), host="worker-2", in_flight=1)
 
 

@@ -42,6 +42,7 @@ NAMES = {
         "confirm"
     ),
     "/admin/django_txmsg/worker/": "workers",
+    "/admin/django_txmsg/worker/running/": "running",
     "/admin/django_txmsg/stagestate/": "stages",
     "/admin/django_txmsg/bulkoperation/": "bulk-operations",
     "/admin/django_txmsg/alert/": "alerts",
