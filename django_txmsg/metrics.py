@@ -261,34 +261,6 @@ def _processed(
         _installed["critical"].labels(stage, destination).observe(critical_time)
 
 
-def _redelivered(*, stage: str, destination: str, **_: Any) -> None:
-    _installed["redelivered"].labels(stage, destination).inc()
-
-
-def _duplicate(*, stage: str, destination: str, **_: Any) -> None:
-    _installed["duplicates"].labels(stage, destination).inc()
-
-
-def _buried(*, stage: str, destination: str, reason: str, **_: Any) -> None:
-    _installed["buried"].labels(stage, destination, reason).inc()
-
-
-def _flow_ended(*, flow: str, outcome: str, **_: Any) -> None:
-    _installed["flow_ended"].labels(flow, outcome).inc()
-
-
-def _flow_late(*, flow: str, **_: Any) -> None:
-    _installed["flow_late"].labels(flow).inc()
-
-
-def _lease_lost(*, count: int, broker: str, **_: Any) -> None:
-    _installed["lease_lost"].labels(broker).inc(count)
-
-
-def _unknown(*, count: int, broker: str, **_: Any) -> None:
-    _installed["unknown"].labels(broker).inc(count)
-
-
 def _window(*, stage: str, seconds: float, failed: bool, **_: Any) -> None:
     _installed["window"].labels(stage).observe(seconds)
     if failed:
@@ -311,15 +283,25 @@ def _control_handled(
         _installed["control_transit"].observe(transit_time)
 
 
+def _counting(metric: str, *labels: str) -> Callable[..., None]:
+    """Return a receiver that counts a signal under these of its arguments."""
+
+    def count(*, count: int = 1, **facts: Any) -> None:
+        _installed[metric].labels(*(facts[one] for one in labels)).inc(count)
+
+    return count
+
+
+_PLACE = ("stage", "destination")
 _RECEIVERS: dict[Any, Callable[..., None]] = {
     signals.message_processed: _processed,
-    signals.message_redelivered: _redelivered,
-    signals.message_duplicate: _duplicate,
-    signals.message_buried: _buried,
-    signals.flow_ended: _flow_ended,
-    signals.flow_late: _flow_late,
-    signals.lease_lost: _lease_lost,
-    signals.outcome_unknown: _unknown,
+    signals.message_redelivered: _counting("redelivered", *_PLACE),
+    signals.message_duplicate: _counting("duplicates", *_PLACE),
+    signals.message_buried: _counting("buried", *_PLACE, "reason"),
+    signals.flow_ended: _counting("flow_ended", "flow", "outcome"),
+    signals.flow_late: _counting("flow_late", "flow"),
+    signals.lease_lost: _counting("lease_lost", "broker"),
+    signals.outcome_unknown: _counting("unknown", "broker"),
     signals.dangerous_window: _window,
     signals.session_ended: _session,
     signals.control_message_sent: _control_sent,

@@ -111,6 +111,7 @@ class AuditAdmin(ReadOnlyAdmin):
     search_fields = ("by", "text")
     search_help_text = "Part of a name, or of what was done"
     ordering = ("-id",)
+    get_search_results = admin.ModelAdmin.get_search_results
 
     def get_urls(self) -> list[Any]:
         """Add the page of the user's own permissions."""

@@ -74,6 +74,18 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         filters: Any = self.list_filter
         return lookup in {name for one in filters for name in _lookups(one)}
 
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Search for one complete id, so that an index finds it."""
+        if search_term and self.search_fields:
+            queryset = self.found(queryset, search_term)
+        return queryset, False
+
+    def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
+        """Return the rows with this id."""
+        raise NotImplementedError
+
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
         """Return the list class that shows where counting stopped."""
         return CappedList
@@ -168,13 +180,14 @@ class MessageAdmin(RowPageAdmin):
         rows = rows.defer("body", "headers").annotate(task=Case(task))
         return rows
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
-        """Search for one complete id."""
-        if not search_term:
-            return queryset, False
-        return find(queryset, search_term, *self.found_by), False
+    def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
+        """Return the rows with this id."""
+        return find(rows, text, *self.found_by)
+
+    @admin.display(description="message")
+    def message(self, row: Any) -> SafeString:
+        """The message's id."""
+        return display.short_id(row.message_id)
 
     @admin.display(description="flow")
     def flow(self, row: Any) -> SafeString | str:

@@ -211,13 +211,9 @@ class DeadLetterAdmin(MessageAdmin):
         """Use the list that knows its bulk operation."""
         return LetterList
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
-        """Search for one complete id, as the command and bulk operations do."""
-        if not search_term:
-            return queryset, False
-        return queryset.filter(selection.searched(search_term)), False
+    def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
+        """Search as the command and bulk operations do."""
+        return rows.filter(selection.searched(text))
 
     def get_urls(self) -> list[Any]:
         """Add the pages of the actions."""
@@ -269,11 +265,6 @@ class DeadLetterAdmin(MessageAdmin):
         """Open or resolved, and whether it died again."""
         again = display.badge("failed again") if letter.deaths > 1 else ""
         return format_html("{} {}", display.badge(letter.resolution), again)
-
-    @admin.display(description="message")
-    def message(self, letter: DeadLetter) -> SafeString:
-        """The message's id."""
-        return display.short_id(letter.message_id)
 
     @admin.display(description="stage")
     def place(self, letter: Any) -> SafeString:

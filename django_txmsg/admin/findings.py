@@ -55,13 +55,9 @@ class FindingAdmin(ReadOnlyAdmin):
         """Whether the user may request replays of findings."""
         return request.user.has_perm("txmsg_spark.replay_finding")
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
+    def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
         """Search for one complete message id, or for a destination."""
-        if not search_term:
-            return queryset, False
-        return find(queryset, search_term, "destination"), False
+        return find(rows, text, "destination")
 
     @admin.action(description="Acknowledge…", permissions=["acknowledge"])
     def acknowledge(

@@ -35,12 +35,9 @@ class IdempotencyAdmin(ReadOnlyAdmin):
         rows: QuerySet[IdempotencyKey] = super().get_queryset(request)
         return rows.defer("body", "headers").annotate(length=Length("body"))
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
+    def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
         """Search for one complete key."""
-        found = queryset.filter(key=search_term) if search_term else queryset
-        return found, False
+        return rows.filter(key=text)
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Return whether the user sees the list. A row has no page, because that page

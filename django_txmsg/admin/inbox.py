@@ -102,11 +102,6 @@ class InboxAdmin(MessageAdmin):
         """Add what a row's state needs from other tables."""
         return with_state(super().get_queryset(request))
 
-    @admin.display(description="message")
-    def message(self, row: InboxMessage) -> SafeString:
-        """The message's id."""
-        return display.short_id(row.message_id)
-
     @admin.display(description="attempts")
     def tries(self, row: InboxMessage) -> SafeString:
         """Attempts made and allowed, copies received, and the last error."""

@@ -78,7 +78,8 @@ def overview(request: HttpRequest) -> dict[str, Any]:
         for series in periods.SERIES
         if _may_see(request, _TABLES[series])
     ]
-    raised = [one for one in alarms.of(picture) if _may_see(request, one.table)]
+    found = alarms.of(picture)
+    raised = [one for one in found if _may_see(request, one.table)]
     consumed = status.consumers_of_queues()
     return {
         "status": picture,
@@ -86,6 +87,7 @@ def overview(request: HttpRequest) -> dict[str, Any]:
         "charts": charts,
         "totals": {one.series: one.total for one in charts},
         "alarms": [Line(one, _address(request, one)) for one in raised],
+        "well": not found,
         "bad": any(one.tone == "bad" for one in raised),
         "destinations": _in_order(picture.destinations),
         "stages": _in_order(picture.stages),

@@ -115,18 +115,14 @@ class RunAdmin(RowPageAdmin):
         rows: QuerySet[Run] = super().get_queryset(request)
         return rows.defer("state", "answer", "caller", "baggage")
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
+    def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
         """Search for one complete id, or for the key of a flow declared here."""
-        if not search_term:
-            return queryset, False
-        text = search_term.strip()
+        text = text.strip()
         try:
-            return queryset.filter(run_id=uuid.UUID(text)), False
+            return rows.filter(run_id=uuid.UUID(text))
         except ValueError:
             flows = [one.name for one in declarations()]
-            return queryset.filter(flow__in=flows, key=text), False
+            return rows.filter(flow__in=flows, key=text)
 
     @admin.display(description="state")
     def shown_state(self, run: Run) -> SafeString:

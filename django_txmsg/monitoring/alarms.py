@@ -12,7 +12,7 @@ from .. import conf, wire
 from .lengths import duration
 from .status import Place, Status, consumers_of_queues
 from .turns import at_least
-from .waiting import Waiting, capped, total
+from .waiting import DEPLOYED, Waiting, capped, total
 
 #: Most places or processes that are named, and most that get a line of their own.
 NAMED, LINES = 4, 8
@@ -48,6 +48,12 @@ def of(status: Status) -> list[Alarm]:
     return [
         replace(alarm, kind=kind) for kind, find in _FINDERS for alarm in find(status)
     ]
+
+
+def well(status: Status) -> bool:
+    """Return whether no operator needs to act: nothing is late or dead, and all
+    necessary processes run."""
+    return not of(status)
 
 
 def _unreadable(status: Status) -> Iterator[Alarm]:
@@ -199,7 +205,7 @@ def _deadlines(status: Status) -> Iterator[Alarm]:
 
 
 def _stuck(status: Status) -> Iterator[Alarm]:
-    for one in status.stuck[:LINES]:
+    for one in [flow for flow in status.runs if flow.stuck][:LINES]:
         many = one.stuck != 1
         yield Alarm(
             "bad", "run", f"?state=undo+stuck&flow={quote(one.flow, safe='')}",
@@ -212,9 +218,13 @@ def _stuck(status: Status) -> Iterator[Alarm]:
 
 
 def _left_behind(status: Status) -> Iterator[Alarm]:
-    for place in status.left_behind[:LINES]:
-        newer = place.newer
-        assert newer is not None
+    waiting = [(one, one.newer) for one in status.stages.values() if one.newer]
+    late = [
+        (place, newer)
+        for place, newer in waiting
+        if newer.since and status.now - newer.since > DEPLOYED
+    ]
+    for place, newer in late[:LINES]:
         many = newer.count != 1
         since = duration(status.now - newer.since) if newer.since else ""
         yield Alarm(
@@ -228,7 +238,8 @@ def _left_behind(status: Status) -> Iterator[Alarm]:
 
 
 def _full(status: Status) -> Iterator[Alarm]:
-    for place in status.full[:LINES]:
+    full = [place for place in status.stages.values() if place.full_since]
+    for place in full[:LINES]:
         since = duration(status.now - place.full_since) if place.full_since else ""
         yield Alarm(
             "bad", "inboxmessage", "?state=blocked",
@@ -321,7 +332,8 @@ def _unconsumed(status: Status) -> Iterator[Alarm]:
 
 
 def _paused(status: Status) -> Iterator[Alarm]:
-    paused = sorted(status.paused, key=lambda one: one.name)
+    paused = [place for place in status.stages.values() if place.paused_at]
+    paused.sort(key=lambda one: one.name)
     for place in paused[:LINES]:
         yield Alarm(
             "warn", "stagestate", "", f"Stage {place.label} is paused.",
@@ -332,7 +344,8 @@ def _paused(status: Status) -> Iterator[Alarm]:
 
 
 def _abandoned(status: Status) -> Iterator[Alarm]:
-    for one in status.abandoned[:LINES]:
+    abandoned = [one for one in status.subscriptions if one.abandoned]
+    for one in abandoned[:LINES]:
         waiting = status.queues.get(one.queue, Waiting())
         yield Alarm(
             "warn", "outboxmessage", "#queues",
@@ -343,7 +356,7 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
             about=f"{one.topic} {one.subscriber}",
         )  # fmt: skip
     yield from _more(
-        status.abandoned, "warn", "outboxmessage",
+        abandoned, "warn", "outboxmessage",
         "subscriptions belong to no stage here", query="#queues",
     )  # fmt: skip
 

@@ -40,7 +40,6 @@ from .schedule import Timing
 from .subscriptions import Subscription
 from .turns import HeldKey, Line
 from .waiting import (
-    DEPLOYED,
     NeedsNewerCode,
     Waiting,
     for_deadlines,
@@ -229,70 +228,6 @@ class Status:
             for name, waiting in self.services.items()
             if name and waiting.overdue and name not in relayed
         }
-
-    @property
-    def paused(self) -> list[Place]:
-        """The stages that an operator has paused."""
-        return [place for place in self.stages.values() if place.paused_at]
-
-    @property
-    def full(self) -> list[Place]:
-        """The ordered stages that receive nothing, because too many of their messages
-        wait."""
-        return [place for place in self.stages.values() if place.full_since]
-
-    @property
-    def left_behind(self) -> list[Place]:
-        """The stages with messages that have waited for newer code for longer than a
-        deployment takes."""
-        return [
-            place
-            for place in self.stages.values()
-            if place.newer and place.newer.since
-            if self.now - place.newer.since > DEPLOYED
-        ]
-
-    @property
-    def stuck(self) -> list[Runs]:
-        """The flows with runs that are stuck."""
-        return [one for one in self.runs if one.stuck]
-
-    @property
-    def abandoned(self) -> list[Subscription]:
-        """The subscriptions of this service's stages that no longer exist."""
-        return [one for one in self.subscriptions if one.abandoned]
-
-    @property
-    def oldest_due(self) -> dt.datetime | None:
-        """The earliest due time of the messages that are due."""
-        ages = (self.outbox, self.parked, self.queued, *self.deadlines.values())
-        return min((one.oldest_due for one in ages if one.oldest_due), default=None)
-
-    @property
-    def lag(self) -> dt.timedelta:
-        """How long ago the earliest due message became due."""
-        oldest = self.oldest_due
-        return max(self.now - oldest, dt.timedelta()) if oldest else dt.timedelta()
-
-    @property
-    def well(self) -> bool:
-        """Whether no operator needs to act: nothing is late or dead, and all necessary
-        processes run."""
-        return self.attendance.relayed and not (
-            self.overdue
-            or self.dead
-            or self.attendance.lost
-            or self.unattended
-            or self.unconsumed
-            or self.paused
-            or self.abandoned
-            or self.left_behind
-            or self.held_keys
-            or self.stuck
-            or self.full
-            or self.outages
-            or self.unreadable
-        )
 
     @property
     def _places(self) -> list[Place]:

@@ -18,7 +18,7 @@ from django.test import Client
 from django_txmsg import tasks
 from django_txmsg.models import Worker
 from django_txmsg.models.worker import silent_after
-from django_txmsg.monitoring import status
+from django_txmsg.monitoring import alarms, status
 from django_txmsg.monitoring.presence import Presence
 from tests import factories
 from tests.running import txmsg
@@ -217,7 +217,7 @@ def test_a_relay_that_celery_runs_counts_as_live() -> None:
 
     (worker,) = Worker.objects.all()
     assert (worker.kind, worker.name) == ("relay", "celery: relay_outbox")
-    assert status.read().well
+    assert alarms.well(status.read())
 
 
 @pytest.mark.parametrize(

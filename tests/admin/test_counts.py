@@ -215,7 +215,7 @@ def agree() -> None:
     assert told("--fail-on", "silent")[1] == int(bool(lost))
     assert told("--fail-on", "paused")[1] == int(bool(paused))
     assert told("--fail-on", "dead")[1] == int(bool(loud_ones))
-    assert picture.well == (not bad and not paused)
+    assert alarms.well(picture) == (not bad and not paused)
     for alias in BOTH:
         groups = {one["fingerprint"]: one["count"] for one in grouped(alias)}
         by_error = f"SELECT fingerprint, COUNT(*) {OPEN} GROUP BY fingerprint"
@@ -511,7 +511,7 @@ def check_overdue(what: str, gauge: str, *, state: str) -> None:
     ]
     assert len(found) == 1, found
     assert what in found[0]
-    assert (picture.overdue, picture.well) == (1, False)
+    assert (picture.overdue, alarms.well(picture)) == (1, False)
     assert (facts["overdue"], facts["well"], code) == (1, False, 1)
     assert rows == [(1.0, "other")]
     assert health.look().state == state
@@ -534,7 +534,7 @@ def test_a_recurring_message_that_is_not_stored_is_overdue(
         assert "All is well" not in admin_client.get(OVERVIEW).content.decode()
 
         rows.update(paused_at=ago(days=1))
-        assert status.read().well
+        assert alarms.well(status.read())
         assert told()[1] == 0
     finally:
         forget("reports.nightly")
@@ -554,7 +554,7 @@ def test_a_flow_whose_time_out_is_not_stored_is_overdue(admin_client: Client) ->
     assert "All is well" not in page
 
     runs.update(due_at=ago(minutes=-12))
-    assert status.read().well
+    assert alarms.well(status.read())
 
 
 def test_a_run_that_is_stuck_at_an_undo_is_an_alarm_everywhere(
@@ -569,7 +569,7 @@ def test_a_run_that_is_stuck_at_an_undo_is_an_alarm_everywhere(
             waits_for="undo" if number else "answer",
             request_id=undo if number == 1 else uuid.uuid4(),
         )  # fmt: skip
-    assert status.read().well
+    assert alarms.well(status.read())
     assert health.look().stuck_undos == 0
 
     letter = factories.DeadLetterFactory.build(message_id=undo, stage="elsewhere")
@@ -580,7 +580,7 @@ def test_a_run_that_is_stuck_at_an_undo_is_an_alarm_everywhere(
     assert str(alarm).startswith(
         "1 run of flow orders is stuck at an undo, of 2 that are undoing their work."
     )
-    assert (picture.well, code) == (False, 1)
+    assert (alarms.well(picture), code) == (False, 1)
     counts = {"open": 3, "undoing": 2, "undo_stuck": 1}
     assert facts["flows"] == {"orders of shop": counts}
     labels = {"flow": "orders", "service": "shop", "database": "other"}
@@ -599,9 +599,9 @@ def test_a_run_that_is_stuck_at_an_undo_is_an_alarm_everywhere(
     letter.resolution = "redelivered"
     letter.resolved_at = ago(minutes=1)
     letter.save(using="other")
-    assert not status.read().stuck
+    assert not any(one.stuck for one in status.read().runs)
     runs.update(since=ago(hours=2))
-    assert [one.stuck for one in status.read().stuck] == [2]
+    assert [one.stuck for one in status.read().runs] == [2]
 
 
 def test_all_is_not_well_beside_an_alarm() -> None:

@@ -13,7 +13,7 @@ from django.contrib.admin.models import LogEntry
 from django.test import Client
 
 from django_txmsg.models import FailureNote
-from django_txmsg.monitoring import status
+from django_txmsg.monitoring import alarms, status
 from tests import factories
 
 URL = "/admin/django_txmsg/deadletter/"
@@ -257,7 +257,7 @@ def test_a_muted_error_is_off_the_overview_and_the_alarms(
     assert [(one["count"], one["muted"]) for one in groups] == [(1, False), (3, True)]
     picture = status.read()
     assert (picture.dead, picture.muted) == (1, 3)
-    assert (picture.stages["orders.place"].dead, picture.well) == (0, False)
+    assert (picture.stages["orders.place"].dead, alarms.well(picture)) == (0, False)
     page = viewer.get("/admin/django_txmsg/").content.decode()
     assert "3 more muted" in page
     assert 'txmsg_stage_dead{stage="orders.place"} 0.0' in scrape(viewer)
@@ -266,7 +266,7 @@ def test_a_muted_error_is_off_the_overview_and_the_alarms(
     operator.post(
         f"{URL}confirm/", {"kind": "discard", "fingerprint": "b" * 16}, follow=True
     )
-    assert status.read().well
+    assert alarms.well(status.read())
     assert "All is well." in viewer.get("/admin/django_txmsg/").content.decode()
     # Muted or not, they can be redelivered, and the next one that dies is muted too.
     factories.DeadLetterFactory(fingerprint="a" * 16)

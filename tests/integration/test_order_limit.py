@@ -139,7 +139,7 @@ def test_a_full_stage_is_seen_everywhere(client: Client) -> None:
         assert place.line.count == 2
         assert 2_000 <= place.line.size < 4_000
         assert place.full_since is not None
-        assert not picture.well
+        assert not alarms.well(picture)
         told = [str(one) for one in alarms.of(picture)]
         assert any(f"Stage {stage.name} receives nothing since" in one for one in told)
         found = health.look("default")

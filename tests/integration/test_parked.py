@@ -16,7 +16,7 @@ from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.errors import MAX_SECONDS
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.monitoring import status
+from django_txmsg.monitoring import alarms, status
 from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect
 from tests.factories import ago
@@ -116,7 +116,7 @@ def test_messages_of_an_unknown_stage_wait_and_are_reported() -> None:
         wait_until(lambda: len(script.attempts) == 2)
         wait_until(lambda: thread.dry)
     facts = status.read()
-    assert (facts.parked.overdue, facts.well) == (1, False)
+    assert (facts.parked.overdue, alarms.well(facts)) == (1, False)
     assert not facts.stages["tests.unknown"].known
     assert InboxMessage.objects.get(stage="tests.unknown").attempts == 1
     assert not DeadLetter.objects.exists()

@@ -351,7 +351,7 @@ def test_message_needing_newer_code_alarms_after_15_minutes() -> None:
         picture = status.read()
 
         assert not picture.overdue
-        assert not picture.well
+        assert not alarms.well(picture)
         told = [str(one) for one in alarms.of(picture) if "newer code" in one.what]
         assert told == [
             "1 message of stage tests.place needs newer code: shop.PlaceOrder version "

@@ -111,7 +111,7 @@ class Command(BaseCommand):
         for alarm in alarms.of(picture):
             style = self.style.ERROR if alarm.tone == "bad" else self.style.WARNING
             line(style(printable(str(alarm))))
-        if picture.well:
+        if alarms.well(picture):
             line(self.style.SUCCESS("All is well."))
 
 
@@ -151,7 +151,7 @@ def facts(picture: Status) -> dict[str, Any]:
         "at": now.isoformat(),
         "databases": picture.databases,
         "unreadable": picture.unreadable,
-        "well": picture.well,
+        "well": alarms.well(picture),
         "overdue": picture.overdue,
         "alarms": [str(one) for one in alarms.of(picture)],
         "outbox": waiting(picture.outbox),
