@@ -47,8 +47,8 @@ def die_once() -> None:
 
 @signals.task_success.connect
 def die_late(sender: Any = None, **_: Any) -> None:
-    """Kill this process, once, after a task has called its links, and before the task's
-    message is acknowledged."""
+    """Kill this process once, at a moment when a task has called its links and its
+    message is not acknowledged yet."""
     note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE_LATE", "/nowhere"))
     if note.exists() and note.read_text() == sender.request.id:
         note.unlink()
@@ -62,7 +62,8 @@ def add(x: int, y: int) -> int:
 
 
 def effect(task: Any, name: str) -> None:
-    """Leave a trace of this execution in the database. No column is unique."""
+    """Insert a row that shows that the task was executed. No column is unique, so each
+    execution leaves a row."""
     from tests.app.models import Effect
 
     Effect.objects.create(name=name, message_id=str(task.request.id))
@@ -70,15 +71,15 @@ def effect(task: Any, name: str) -> None:
 
 @app.task(bind=True)
 def step(self: Any, *given: Any, **named: Any) -> list[Any]:
-    """Leave a trace at each execution, and return the argument."""
+    """Insert a row at each execution, and return the argument."""
     effect(self, f"step {json.dumps(given)}")
     return list(given)
 
 
 @app.task(bind=True, base=OnceTask)
 def charge(self: Any, *given: Any) -> list[Any]:
-    """Leave a trace once, and call another task. The process may be killed right after
-    the commit."""
+    """Insert a row, and call another task. The process may be killed right after the
+    commit."""
     transaction.on_commit(die_once)
     effect(self, f"charge {json.dumps(given)}")
     step.delay("called by", *given)
@@ -87,7 +88,7 @@ def charge(self: Any, *given: Any) -> list[Any]:
 
 @app.task(bind=True, base=OnceTask, default_retry_delay=0, max_retries=3)
 def retried(self: Any, times: int) -> int:
-    """Leave a trace that must be rolled back, then retry, the given number of times."""
+    """Insert a row that must be rolled back, and retry, the given number of times."""
     effect(self, f"retried {self.request.retries}")
     if self.request.retries < times:
         raise self.retry()
@@ -96,14 +97,14 @@ def retried(self: Any, times: int) -> int:
 
 @app.task(bind=True, base=OnceTask)
 def replaced(self: Any, *given: Any) -> Any:
-    """Leave a trace, and let another task finish the work."""
+    """Insert a row, and replace this task by another one."""
     effect(self, "replaced")
     return self.replace(chain(step.s("first", *given), step.s("second")))
 
 
 @app.task(bind=True)
 def replaced_inside(self: Any) -> Any:
-    """Be replaced by another task inside an inner transaction."""
+    """Replace this task by another one inside an inner transaction."""
     with transaction.atomic():
         effect(self, "rolled back")
         return self.replace(step.s("replacement"))
@@ -121,7 +122,7 @@ def retried_inside(self: Any) -> int:
 
 @app.task(bind=True, base=OnceTask)
 def failing(self: Any) -> None:
-    """Leave a trace that is rolled back."""
+    """Insert a row, which is rolled back because the task fails."""
     effect(self, "failing")
     raise ValueError("no good")
 

@@ -84,7 +84,8 @@ def _on_sqlite(item: pytest.Item) -> bool:
 
 
 def _parameters(item: pytest.Item) -> set[str]:
-    """Return the texts among a test's parameters: often the name of a fixture."""
+    """Return those parameters of a test that are texts. Often they are names of
+    fixtures."""
     callspec = getattr(item, "callspec", None)
     values = callspec.params.values() if callspec else ()
     return {value for value in values if isinstance(value, str)}
@@ -98,8 +99,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """End the threads that a test's commits have started. Otherwise they would work on
-    during the next test, when its tables are still empty."""
+    """End the threads that a test's commits have started. Otherwise these threads would
+    work during the next test."""
     from django_txmsg.relaying import pauses
     from django_txmsg.relaying.dispatcher import stop_dispatchers
     from django_txmsg.runtime import breaker
@@ -114,7 +115,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def ask_for(kind: type[S]) -> S:
-    """Return the shared server, or skip the test, or fail it where `CI=true`."""
+    """Return the shared server. If it is not installed, skip the test, or with
+    `CI=true` fail it."""
     absent = kind.missing()
     if absent and os.environ.get("CI") == "true":
         pytest.fail(absent)
@@ -183,8 +185,8 @@ def django_db_setup(
 ) -> Iterator[None]:
     """Create the databases of the run.
 
-    A process killed a moment ago may still have its session on the server, which would
-    refuse to drop the database.
+    The server refuses to drop a database while a session of a killed process is still
+    open.
     """
     from tests.emptying import delete_where_little_is, keep_permissions
 

@@ -63,7 +63,8 @@ def wait_until(
 
 
 def hang_here(line: str) -> NoReturn:
-    """Print `line` and stop: the test waits for the line, then kills this process."""
+    """Print `line` and wait for ever. The test waits for the line, and then kills this
+    process."""
     print(line, flush=True)  # noqa: T201 - the test reads it from our standard output
     while True:
         threading.Event().wait()
@@ -82,8 +83,9 @@ class ManageProcess:
         """Start the command.
 
         `txmsg` is merged over `settings.TXMSG` of the process. `hook` is the dotted
-        path of a function called there when the apps are ready: it may connect to
-        signals, or replace a step by one that calls `hang_here`.
+        path of a function called there when the apps are ready: it may connect
+        receivers to signals, or replace a function by another one that calls
+        `hang_here`.
         """
         self.arguments = arguments
         self._lines: list[str] = []

@@ -64,7 +64,8 @@ class DurableError(RuntimeError, LookupError):
 
 
 def misspelt() -> ValidationError:
-    """Return one of Django's exceptions, whose text lacks a parameter."""
+    """Return an exception of Django. Its text lacks a parameter, so reading the text
+    raises."""
     return ValidationError("%(value)s is no colour", params={"vlaue": 1})
 
 

@@ -5,9 +5,8 @@
     python -m tests.on_postgresql --pgbouncer tests/integration -k relay
 
 The server lives in the process that runs the tests, so that the fixture `postgres` is
-the very server the tests' rows are in, and killing it is a test like any other. Each
-worker of pytest-xdist has one of its own. `--pgbouncer` puts a pooler in transaction
-mode before it.
+the server with the tests' rows, and a test may kill it. Each worker of pytest-xdist has
+one of its own. `--pgbouncer` puts a pooler in transaction mode before it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from . import services
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest; without PostgreSQL say what to install, and fail where `CI=true`."""
+    """Run pytest. If PostgreSQL is missing, print what to install, and with `CI=true`
+    fail."""
     kind = services.PgBouncer if "--pgbouncer" in arguments else services.PostgreSQL
     absent = services.PostgreSQL.missing() or kind.missing()
     if absent:
@@ -38,8 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]:
-    """Start the server before Django reads its settings. This happens in each process
-    that runs tests, and so not in the process that distributes them to workers."""
+    """Start the server before Django reads its settings. Each process that runs tests
+    does this. The process that distributes the tests to workers does not."""
     given = early_config.known_args_namespace
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if is_worker or not getattr(given, "numprocesses", None):

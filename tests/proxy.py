@@ -52,7 +52,7 @@ class _Link:
         return b""
 
     def send(self, sink: socket.socket, piece: bytes) -> None:
-        """Send all of it, unless the link is cut first."""
+        """Send the whole piece, unless the link is cut first."""
         while piece and not self.cut:
             with contextlib.suppress(TimeoutError):
                 piece = piece[sink.send(piece) :]
@@ -136,8 +136,8 @@ class Proxy:
             self._budget[way] = count
 
     def cut_at(self, trip: int, way: str) -> None:
-        """Cut everything once, at that round trip from now: before the server gets the
-        request, or before the client gets the answer."""
+        """Cut all connections once, at the given round trip, counted from now: before
+        the server gets the request, or before the client gets the answer."""
         with self._changed:
             self._cut_at = self.round_trips + trip, way
 
@@ -218,7 +218,7 @@ class Proxy:
                 self._changed.notify_all()
 
     def _mark_cut(self, *, reset: bool) -> set[_Link]:
-        """Tell every link to end; the thread that moves its bytes closes it."""
+        """Mark every link as cut. The thread that forwards its bytes then closes it."""
         links = set(self._links)
         for link in links:
             link.cut, link.reset = True, reset
@@ -226,7 +226,7 @@ class Proxy:
         return links
 
     def _through(self, link: _Link, way: str, piece: bytes) -> bytes:
-        """Apply the faults to a piece and return what is left of it."""
+        """Apply the faults to a piece of data, and return the bytes to forward."""
         with self._changed:
             self._changed.wait_for(lambda: link.cut or way not in self._hung)
             if self._delay:

@@ -1,7 +1,7 @@
 """A STOMP client that checks nothing: it writes any frame, and reads any answer.
 
-It does what no correct client would do, and shows a broker's behaviour without our
-client in between.
+It can do what no correct client would do. Tests use it to see how a broker behaves,
+without our own client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class RawClient:
         tls: ssl.SSLContext | None = None,
         **headers: str,
     ) -> None:
-        """Connect and, unless told not to, log in; a header's "_" stands for "-"."""
+        """Connect, and log in unless `connect` is false. In the name of a header, "_"
+        stands for "-"."""
         self.version = version
         self.timeout = timeout
         self.sock = socket.create_connection(address, timeout)
@@ -72,8 +73,8 @@ class RawClient:
         self.sock.sendall(data)
 
     def next(self, timeout: float | None = None) -> Frame | None:
-        """Return the next frame, or None if none comes in time or the connection has
-        ended."""
+        """Return the next frame. Return None if no frame arrives in time, or if the
+        connection has ended."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         while not self.arrived:
             left = deadline - time.monotonic()
@@ -109,7 +110,8 @@ class RawClient:
         assert self.closed_by_peer, "the connection is still open"
 
     def drain(self, quiet: float = 0.5) -> list[Frame]:
-        """Return all frames until none comes for the given number of seconds."""
+        """Return all frames that arrive, until no frame has arrived for `quiet`
+        seconds."""
         found = []
         while (frame := self.next(quiet)) is not None:
             found.append(frame)

@@ -2,11 +2,10 @@
 
 A destination is a stream. A consumer group shares the stream's messages. A queue has
 one group, and a topic has one for each subscriber. A received message is pending for
-its consumer. If nobody touches it for a `lease`, another consumer of the group claims
-it. The package does not call a session while a handler runs, so a thread touches the
-messages that the session holds.
-
-The owner of a topic's stream decides how long it is, and trims it (`XTRIM`).
+its consumer. If its idle time reaches the `lease`, another consumer of the group claims
+it. The package does not call a session while a handler runs, so a thread resets the
+idle time of the messages that the session holds. The owner of a topic's stream limits
+its length (`XTRIM`).
 """
 
 from __future__ import annotations
@@ -204,8 +203,8 @@ class RedisSession(Session):
 
 
 def stream_of(destination: str) -> str:
-    """Return the stream of a queue or a topic, under a name that other keys do not
-    use."""
+    """Return the name of a queue's or a topic's stream. Other keys do not have names of
+    this form."""
     return f"messages:{destination}"
 
 

@@ -83,7 +83,7 @@ class _Results:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take over a worker's list of servers. A crashed worker sends none."""
+        """Take over a worker's list of servers. A crashed worker sends no list."""
         self._servers |= getattr(node, "workeroutput", {}).get("servers", {})
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:

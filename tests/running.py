@@ -56,7 +56,7 @@ IMPATIENT: dict[str, Any] = {
 
 
 def txmsg(**more: Any) -> override_settings:
-    """Return settings like IMPATIENT, with `more` replacing some keys."""
+    """Return the settings IMPATIENT, with the keys in `more` replaced."""
     return override_settings(TXMSG={**IMPATIENT, **more})
 
 
@@ -75,7 +75,8 @@ def declared(
 
 
 class Script:
-    """A handler that raises what its script lists, and records each attempt."""
+    """A handler that raises the exceptions in its script, one at each attempt, and
+    records the attempts."""
 
     def __init__(self, *errors: BaseException | None) -> None:
         self.errors = list(errors)
@@ -107,7 +108,8 @@ def thread_of(
 
 
 def step(stage: stages.Stage, times: int = 1, *, parked: bool = True) -> None:
-    """Let the stage process `times` deliveries (or batches, or parked messages)."""
+    """Let the stage process a delivery (or a batch, or a parked message) `times`
+    times."""
     thread = thread_of(stage)
     try:
         for _ in range(times):
@@ -172,8 +174,8 @@ def ship(using: str = "default", broker: str = "default") -> int:
 
 @contextmanager
 def at_work(*relays: Relay) -> Iterator[None]:
-    """Run relays until the end of the block, even if the test fails. Otherwise they
-    would take rows of the next test."""
+    """Run relays until the end of the block, even if the test fails. Otherwise the
+    relays would claim rows of the next test."""
     threads = [threading.Thread(target=relay.run) for relay in relays]
     for thread in threads:
         thread.start()
@@ -186,8 +188,8 @@ def at_work(*relays: Relay) -> Iterator[None]:
 
 
 def drained(destination: str, broker: str = "default") -> list[Delivery]:
-    """Receive all messages of a queue. The test sends one more message, which marks the
-    end, because a broker may take any time for the next one."""
+    """Receive all messages of a queue. This function sends one more message, which
+    marks the end, because a broker may take any time to deliver a message."""
     end = uuid.uuid4().bytes
     found: list[Delivery] = []
     with get_broker(broker).open() as session:
@@ -225,7 +227,8 @@ def put(
 @contextmanager
 def record_lost_at(statement: str) -> Iterator[None]:
     """Delete the only inbox row right before the first statement that begins with this
-    text, like a crash of the server that a pooler hides."""
+    text. So the row is missing as after a crash of a server behind a pooler, which
+    hides the crash."""
     lost: list[str] = []
 
     def execute(run: Any, sql: str, *rest: Any) -> Any:

@@ -9,8 +9,8 @@ import pytest
 
 
 def sample(cases: Iterable[Any], *, every: int | None = None) -> Iterator[Any]:
-    """Yield the cases of a parametrized test. The marker `matrix` is on all but the
-    first, or with `every` on all but each `every`th."""
+    """Yield the cases of a parametrized test. `make test` runs the first case, or with
+    `every` each `every`th one. The other cases get the marker `matrix`."""
     for number, case in enumerate(cases):
         if number % every if every else number:
             values = case if isinstance(case, tuple) else (case,)

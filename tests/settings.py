@@ -1,8 +1,8 @@
 """Settings of the test suite and of the processes it starts.
 
 SQLite in files by default, or the PostgreSQL server that `TXMSG_TEST_DATABASE_URL`
-names. A database has the same name in the test process and in the processes it
-spawns, so that a worker killed by a test worked on the rows the test looks at.
+names. A database has the same name in the test process and in the processes that it
+starts, so that a test and its workers use the same rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import environ
 
 
 def state_directory() -> Path:
-    """Return the run's directory; the process that makes it also removes it.
-
-    Each worker of pytest-xdist makes one of its own, and adds its name to that of the
-    database. The processes that it starts use the same.
+    """Return the directory of this test run. The process that creates the directory
+    also removes it. Each worker of pytest-xdist creates a directory, and adds the
+    directory's name to the name of its database. The processes that a worker starts use
+    the worker's directory.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     inherited = os.environ.get("TXMSG_TEST_DIR")

@@ -1,4 +1,5 @@
-"""Flows of tests, declared once, and known only while a test uses them."""
+"""Flows of tests. They are declared once, and registered only while a test uses
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def shelved(flow: Shelved) -> Shelved:
 
 @contextmanager
 def at_hand(*flows: type[Any]) -> Iterator[None]:
-    """Let flows be known while the block runs."""
+    """Register flows while the block runs."""
     for flow in flows:
         declaration.declare(flow._declaration)
         for stage in _stages[flow]:

@@ -96,8 +96,8 @@ class Started:
 
 
 class Starter:
-    """The test process's end of the connection: it requests processes, and is told how
-    they end."""
+    """The test process's end of the connection. It requests processes, and receives
+    their exit codes."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -214,8 +214,8 @@ def _report(connection: socket.socket) -> None:
 
 
 def _become(arguments: list[str], env: dict[str, str], anew: bool, output: int) -> None:
-    """Turn this fork into what a new interpreter would be. With `anew`, start a new
-    interpreter."""
+    """Give this fork the state of a new interpreter. With `anew`, start a new
+    interpreter instead."""
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)

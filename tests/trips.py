@@ -65,7 +65,8 @@ class Trip(Flow[Order, str], name="acts.trip", within=None):
 
 
 class Shop:
-    """The participants of the flow: what they have done, and what they answer."""
+    """The participants of the flow: the work that they have done, and the answers that
+    they give."""
 
     did: ClassVar[list[str]] = []
     by: ClassVar[str] = "first"
@@ -117,7 +118,7 @@ def begin(key: str = "A-1") -> Run:
 
 
 def waiting(key: str = "A-1") -> Run:
-    """Return a run that is booked and paid, and that waits for a person."""
+    """Return a run that has booked and paid, and now waits for a person's approval."""
     run = begin(key)
     drain(raises=Shop.error is None)
     run.refresh_from_db()

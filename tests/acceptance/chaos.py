@@ -3,7 +3,7 @@ failed over.
 
 A web server, two relays and two consumers use PostgreSQL through PgBouncer; killed
 processes are restarted, as by systemd. Each order is two messages, and the stage of
-each sends a third: nothing of a placed order may be lost, doubled or stuck.
+each sends a third: no message of a placed order may be lost, doubled or stuck.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Chaos:
     def run(
         self, seconds: float, faults: list[Callable[[Chaos], None]], pause: float
     ) -> Report:
-        """Accept orders for that long while faults strike, each at least once, and
+        """Place orders for `seconds` while the faults occur, each at least once, and
         count the results."""
         self._web = self._start_web()
         for name in ("relay-1", "relay-2", "consume-1", "consume-2"):
@@ -185,18 +185,19 @@ class Chaos:
         self._workers[f"consume-{self._random.randint(1, 2)}"].kill()
 
     def worker_stopped_in_good_order(self) -> None:
-        """SIGTERM, as at a deployment: it ends with 0, whatever else is broken."""
+        """Send SIGTERM to a worker, as a deployment does. The worker ends with exit
+        code 0, whatever else is broken."""
         name = self._random.choice(list(self._workers))
         self._end(self._workers[name])
 
     def worker_stands_still(self) -> None:
-        """SIGSTOP for longer than every lease; then the process resumes."""
+        """Stop a worker by SIGSTOP for longer than every lease, and resume it."""
         worker = self._workers[self._random.choice(list(self._workers))]
         self._stand_still([worker.pid])
 
     def web_stands_still(self) -> None:
-        """SIGSTOP the web processes in the middle of their requests, for longer than
-        every lease."""
+        """Stop the web processes by SIGSTOP in the middle of their requests, for longer
+        than every lease."""
         assert self._web is not None
         self._stand_still(self._web.workers())
 
@@ -208,7 +209,7 @@ class Chaos:
             self._broker.start()
 
     def broker_stands_still(self) -> None:
-        """The broker does not answer for a while."""
+        """Let the broker answer nothing for a while."""
         if self._broker is not None and self._broker.process is not None:
             self._stand_still([self._broker.process.pid])
 
@@ -219,18 +220,18 @@ class Chaos:
         self._postgres.start()
 
     def postgresql_restarted(self) -> None:
-        """A restart in good order: sessions are ended by name."""
+        """Restart the database regularly, which ends all sessions with an error."""
         self._postgres.restart()
 
     def sessions_terminated(self) -> None:
-        """Every session is ended by an administrator."""
+        """End every session, as an administrator can."""
         self._as_administrator(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
         )
 
     def failed_over_to_read_only(self) -> None:
-        """The server we talk to has been demoted, and is promoted again."""
+        """Make the server read-only, as a demotion does, and promote it again."""
         self._as_administrator(
             "ALTER SYSTEM SET default_transaction_read_only = on",
             "SELECT pg_reload_conf()",
@@ -243,16 +244,16 @@ class Chaos:
         )
 
     def pgbouncer_restarted(self) -> None:
-        """The pooler is ended, and started again."""
+        """Stop the pooler, and start it again."""
         self._pgbouncer.restart()
 
     def pgbouncer_stands_still(self) -> None:
-        """The pooler accepts connections and answers nothing."""
+        """Let the pooler accept connections and answer nothing."""
         assert self._pgbouncer.process is not None
         self._stand_still([self._pgbouncer.process.pid])
 
     def disk_full(self) -> None:
-        """PostgreSQL reports for a while that it has no room for another row."""
+        """Let PostgreSQL report for a while that it has no room for another row."""
         name = str(connection.settings_dict["NAME"])
         models = (OutboxMessage, InboxMessage, Effect)
         tables = [one._meta.db_table for one in models]
@@ -273,7 +274,7 @@ class Chaos:
         )
 
     def queue_full(self) -> None:
-        """RabbitMQ accepts no message for one of our queues, even if messages are
+        """Let RabbitMQ accept no message for one of our queues, even while messages are
         consumed."""
         policy = "full"
         self._control(
@@ -284,14 +285,14 @@ class Chaos:
         self._control("clear_policy", policy)
 
     def memory_alarm(self) -> None:
-        """RabbitMQ is low on memory, and reads nothing from senders."""
+        """Let RabbitMQ be low on memory, so that it reads nothing from senders."""
         self._control("set_vm_memory_high_watermark", "absolute", "1MB")
         self._enough.wait(self._random.uniform(3, 8))
         self._control("set_vm_memory_high_watermark", "0.4")
 
     def permission_revoked(self) -> None:
-        """Our user may not write on RabbitMQ. The connections are closed, since
-        RabbitMQ caches permissions for a connection."""
+        """Take the permission to write from our user on RabbitMQ. Close the connections
+        too, because RabbitMQ caches permissions for each connection."""
         self._control("set_permissions", USER, ".*", "^$", ".*")
         assert isinstance(self._broker, RabbitMQ)
         self._broker.close_all_connections()
@@ -373,7 +374,8 @@ class Chaos:
                 self._acknowledged.add(number)
 
     def _count(self) -> None:
-        """Wait until nothing moves, and report everything that did not happen once."""
+        """Wait until all processes are idle, and report every effect that did not
+        happen exactly once."""
         deadline = time.monotonic() + REST
 
         def at_rest() -> bool:
@@ -398,7 +400,7 @@ class Chaos:
         report.dead = [str(one) for one in DeadLetter.objects.all()]
 
     def _not_done(self) -> tuple[set[str], list[str]]:
-        """Return the orders placed, and which of their effects are missing."""
+        """Return the placed orders, each with its missing effects."""
         placed = set(Order.objects.values_list("number", flat=True))
         effects = set(Effect.objects.values_list("name", flat=True))
         return placed, sorted(set(_effects(placed)) - effects)

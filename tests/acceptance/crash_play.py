@@ -1,7 +1,6 @@
-"""One fault against every step of one transaction mode, and the result.
-
-A process stops at each step; the fault strikes all of them; then the system is repaired
-and all processes continue. The counts are those that a customer would see.
+"""Plays one fault at every step of one transaction mode. A process stops at each step.
+The fault hits all of them at the same time. Then the system is repaired, and all
+processes continue. The counts are those that a customer would see.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class Play:
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """Let the test's own process use the broker too, past any proxy."""
+        """Return settings by which the test's own process uses the broker directly,
+        without a proxy."""
         with txmsg(BROKERS={"default": {"URL": self.url}}):
             yield
 
@@ -86,7 +86,7 @@ class Play:
             worker.wait_for_line(f"at {step}")
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Wait until everything has come to rest, and count."""
+        """Wait until all messages are settled, and count their effects."""
         after = {step: put(destination) for step, destination in self.stages.items()}
         arrived: Counter[str] = Counter()
         causes: dict[str, str] = {}
@@ -128,7 +128,7 @@ class Play:
 
 
 def killed_worker(play: Play) -> dict[str, Outcome]:
-    """kill -9 of the worker; another one takes over."""
+    """Kill the workers with SIGKILL; other workers take over."""
     with play.settings():
         if connection.vendor == "sqlite":
             # One writer at a time: who stands in a transaction must be gone first.
@@ -145,7 +145,7 @@ def killed_worker(play: Play) -> dict[str, Outcome]:
 
 
 def cut_connection(play: Play, server: services.Server) -> dict[str, Outcome]:
-    """The connection to the broker is reset; the worker connects again."""
+    """Reset the connections to the broker; the workers connect again."""
     with play.settings(), Proxy(server.port) as proxy:
         play.set_up(play.url.replace(f":{server.port}", f":{proxy.port}"))
         proxy.cut(reset=True)
@@ -154,7 +154,7 @@ def cut_connection(play: Play, server: services.Server) -> dict[str, Outcome]:
 
 
 def killed_broker(play: Play, server: services.Server) -> dict[str, Outcome]:
-    """kill -9 of the broker, which then starts again."""
+    """Kill the broker with SIGKILL, and start it again."""
     with play.settings():
         with get_broker("default").open() as session:
             # RabbitMQ can lose a queue that was made a moment before it is killed.
@@ -167,7 +167,7 @@ def killed_broker(play: Play, server: services.Server) -> dict[str, Outcome]:
 
 
 def terminated_backends(play: Play) -> dict[str, Outcome]:
-    """The database ends every session of the workers."""
+    """Let the database end every session of the workers."""
     with play.settings():
         play.set_up()
         with connection.cursor() as cursor:

@@ -28,7 +28,7 @@ _stood = threading.Event()
 
 
 def stand(step: str) -> None:
-    """Stop here, once, if this is the chosen step."""
+    """Stop this process once, if this is the chosen step."""
     if step != os.environ.get("CRASH_POINT") or _stood.is_set():
         return
     _stood.set()
@@ -39,7 +39,7 @@ def stand(step: str) -> None:
 
 
 def consumer() -> None:
-    """Declare the stages, and stop at CRASH_POINT."""
+    """Declare the stages, and stop the consumer at CRASH_POINT."""
     for one in json.loads(os.environ["CRASH_STAGES"]):
         next_destination = one.pop("next")
         stages.stage(**one)(_handler(one["transaction"], one["name"], next_destination))
@@ -53,7 +53,7 @@ def consumer() -> None:
 
 
 def relays() -> None:
-    """Stand at CRASH_POINT of the relay."""
+    """Stop the relay at CRASH_POINT."""
     before(relay.Lane, "_claim", "before the claim")
     after(relay.Lane, "_claim", "claimed")
     before(Settlement, "settle", "sent")
@@ -77,7 +77,7 @@ def relays() -> None:
 
 
 def before(owner: Any, name: str, step: str) -> None:
-    """Stand at `step` before `owner.name` is called."""
+    """Stop at `step`, before `owner.name` is called."""
     real: Callable[..., Any] = getattr(owner, name)
 
     def standing(*given: Any, **named: Any) -> Any:
@@ -88,7 +88,7 @@ def before(owner: Any, name: str, step: str) -> None:
 
 
 def after(owner: Any, name: str, step: str) -> None:
-    """Stand at `step` after `owner.name` has done something."""
+    """Stop at `step`, after `owner.name` has returned."""
     real: Callable[..., Any] = getattr(owner, name)
 
     def standing(*given: Any, **named: Any) -> Any:

@@ -99,14 +99,14 @@ ON_RABBITMQ_ALSO = {
 
 
 def expected(mode: str, fault: str, step: str, broker: str) -> list[Outcome]:
-    """Return the results that are allowed on that broker."""
+    """Return the results that the test allows on this broker."""
     outcomes = EXPECTED[mode, fault][step]
     also = ON_RABBITMQ_ALSO.get((mode, fault, step))
     return [*outcomes, also] if also and broker.startswith("rabbitmq") else outcomes
 
 
 def cell(mode: str, fault: str, step: str) -> str:
-    """Return the cell of the docs for it."""
+    """Return the text of this case's cell in the docs."""
     words = " or ".join(WORDS[one] for one in EXPECTED[mode, fault][step])
     also = ON_RABBITMQ_ALSO.get((mode, fault, step))
     return f"{words}; on RabbitMQ also {WORDS[also]}" if also else words

@@ -1,4 +1,4 @@
-"""The example project's own program for driving it, as a module for the tests."""
+"""Gives the tests the example project's demo program as a module."""
 
 from __future__ import annotations
 

@@ -217,8 +217,8 @@ def broker_is_silent(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def host_drops_packets(world: World, command: str) -> Iterator[None]:
-    """Stop during the connect itself: the queue of the other side is full, and SYNs are
-    dropped."""
+    """Stop while the process connects to a host that drops SYN packets, because its
+    queue is full."""
     world.store()
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket())
@@ -243,8 +243,8 @@ def _connects(pid: int, port: int) -> bool:
 
 @contextmanager
 def broker_keeps_its_answers(world: World, command: str) -> Iterator[None]:
-    """Stop during a batch whose receipts do not come, or a receive to which nothing
-    comes."""
+    """Stop during a batch whose receipts do not arrive, or while a receive waits for a
+    message."""
     assert world.activemq is not None
     world.url = world.activemq.url()
     proxy = world.proxy(world.activemq.port)
@@ -389,8 +389,8 @@ def throttled(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def looks_again(world: World, command: str) -> Iterator[None]:
-    """Stop during the pause before the next check of a control message whose session
-    does not commit."""
+    """Stop during the pause before a control message is checked again. Its session does
+    not commit."""
     world.dispatch(1)
     control = ControlMessage(
         id=str(new_id()), session_id=new_id(), using="default", oracle="delay"

@@ -1,7 +1,7 @@
 """Orders while everything is killed and fails, on each broker, behind PgBouncer.
 
-`make soak` runs it for an hour in all, or for TXMSG_SOAK_SECONDS; `make test` runs the
-part with the pooler for seconds.
+`make soak` runs all brokers for an hour together, or for TXMSG_SOAK_SECONDS. `make
+test` runs the part with the pooler for some seconds.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ FURTHER = {
 
 
 def marks(case: tuple[str, str, str]) -> list[pytest.MarkDecorator]:
-    """Return what says which command plays a case."""
+    """Return the markers by which the `make` commands select a case."""
     if case in SAMPLE:
         return []
     return [pytest.mark.matrix if case in FURTHER else pytest.mark.soak]

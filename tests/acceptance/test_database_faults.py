@@ -28,7 +28,7 @@ def ask(sql: str) -> Any:
 
 
 def demoted() -> None:
-    """Let the server take no writes for some seconds, and keep all connections open."""
+    """Make the server read-only for some seconds. All connections stay open."""
     read_only("on")
     threading.Event().wait(3)
     read_only("off")
@@ -49,7 +49,8 @@ def all_connections_ended() -> None:
 
 
 def table_locked() -> None:
-    """Longer than the lock time-out and the statement time-out of the processes."""
+    """Lock a table for longer than the lock time-out and the statement time-out of the
+    processes."""
     ask("BEGIN")
     ask("LOCK TABLE django_txmsg_outboxmessage, django_txmsg_inboxmessage")
     threading.Event().wait(3)

@@ -1,8 +1,8 @@
 """Flows of four steps over three services, whose processes are killed throughout: each
 is answered once, each that fails is undone once and newest first, and nothing is kept.
 
-Some are refused by a service, some ask where nobody answers, and some have deadlines so
-short that each kill lets a deadline and an answer compete.
+A service refuses some flows, some send requests that no stage answers, and some have
+deadlines so short that each kill lets a deadline and an answer compete.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ _declared = ExitStack()
 
 
 def declare() -> None:
-    """Declare what a service has, in a process that is going to be killed."""
+    """Declare the flow and the stages of a service, in a process that the test
+    kills."""
     match os.environ[SERVICE]:
         case "home":
             _declared.enter_context(at_hand(Purchase))
@@ -231,7 +232,7 @@ class Market:
         self._wait(enough)
 
     def settle(self) -> None:
-        """Wait until nothing is on its way any more."""
+        """Wait until no message is pending or parked any more."""
         self._wait(
             lambda: (
                 not (

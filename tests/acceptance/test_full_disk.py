@@ -95,8 +95,8 @@ def on_sqlite(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
 
 
 def keep_full(disk: services.SmallDisk, seconds: float) -> None:
-    """Fill up space that is freed meanwhile, as by a journal that a roll-back
-    deletes."""
+    """Keep the disk full for that long. Space may become free meanwhile, when a
+    roll-back deletes a journal."""
     end, pause = time.monotonic() + seconds, threading.Event()
     while time.monotonic() < end:
         disk.fill()

@@ -55,7 +55,8 @@ def test_copy_and_delivery_after_a_kill_are_processed_once(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The inbox has counted the attempt: no attempt and no effect too many."""
+    """The inbox has counted the attempt, so there is no additional attempt and no
+    second effect."""
     server: StompServer = request.getfixturevalue(broker)
     settings = {**IMPATIENT, "BROKERS": {"default": {"URL": server.url()}}}
     once, always = f"{destination}.once", f"{destination}.always"

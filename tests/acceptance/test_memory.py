@@ -40,8 +40,8 @@ def _say() -> None:
 
 
 def peak(process: ManageProcess) -> float:
-    """Return MiB. Not from getrusage(), which includes the parent's memory at the
-    fork."""
+    """Return the most memory that a process has used, in MiB. getrusage() would include
+    the parent's memory at the fork."""
     found = re.search(r"VmHWM:\s+(\d+) kB", process.output)
     assert found is not None, process.output
     return int(found[1]) / 1024

@@ -33,7 +33,7 @@ SAMPLES = [
 
 @pytest.fixture
 def grown() -> Iterator[None]:
-    """Let each table have one more column, with a default, and no longer afterwards."""
+    """Add a column with a default to each table while the block runs."""
     tables = sorted(
         {
             model._meta.db_table

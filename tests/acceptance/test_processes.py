@@ -1,5 +1,5 @@
-"""`--processes N`: children that are killed, recycled, replaced and drained, and the
-parent that is asked over HTTP about all of them."""
+"""`--processes N`: the parent restarts, recycles, replaces and drains its children, and
+answers HTTP requests about all of them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def working(count: int, kind: str = "consumer") -> set[int]:
 
 
 def address(process: ManageProcess) -> str:
-    """Return its address over HTTP."""
+    """Return the HTTP address at which a process answers."""
     line = process.wait_for_line(r"Answering at http://")
     found = re.search(r"http://[\w.]+:\d+", line)
     assert found is not None

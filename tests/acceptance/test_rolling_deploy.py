@@ -49,8 +49,8 @@ class Deployment:
                 self._sent.append(str(send(self._destination, body).id))
 
     def done(self, left: int = 0) -> None:
-        """Wait until all but the `left` ones that need newer code have been worked on:
-        each once, and none of them dead."""
+        """Wait until all messages are processed, except the `left` ones that need newer
+        code. Checks that each was processed once and none is dead."""
         expected = len(self._sent) - left
         wait_until(
             lambda: Effect.objects.count() >= expected and self.waiting == left,
@@ -64,7 +64,7 @@ class Deployment:
 
     @property
     def waiting(self) -> int:
-        """How many messages are shown to need newer code."""
+        """The number of messages that the status reports as waiting for newer code."""
         newer = status.read().stages.get(self._destination)
         return newer.newer.count if newer and newer.newer else 0
 

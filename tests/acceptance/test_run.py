@@ -303,10 +303,9 @@ def test_messages_of_a_stopped_process_are_processed_once(world: World) -> None:
 
 
 def _stands_still(process: ManageProcess) -> bool:
-    """Stop it, unless it is in a transaction, whose locks would block all others.
-
-    A session whose statement is being executed is in one too, and a statement may be
-    on its way: so look twice.
+    """Stop a process, unless it is in a transaction, because that transaction's locks
+    would block all others. A statement may just be on its way to the server, so this
+    checks twice.
     """
     process.pause()
     for _ in range(2):

@@ -128,8 +128,8 @@ def test_a_worker_that_was_stopped_says_so(command: str, world: World) -> None:
 def test_a_second_signal_stops_at_once(
     number: signal.Signals, command: str, world: World
 ) -> None:
-    """It does so even if the main thread's heartbeat waits for the handler's lock
-    (SQLite)."""
+    """The process stops even if its main thread's heartbeat waits for a lock that the
+    handler holds (SQLite)."""
     world.script["hold_at"] = 2
     world.dispatch()
     world.start(command, CONSUME={"POLL_INTERVAL": 0.05, "HEARTBEAT": 0.05})

@@ -2,8 +2,8 @@
 
 `python -m tests.acceptance.ticking PROCESSES TICKS SEED`. The processes are forked from
 one that has Django set up, so that many can be killed in little time. Their clock is
-faked: a minute takes `PACE` seconds. The database is real. Prints the instants between
-which every tick was due.
+faked: a minute takes `PACE` seconds. The database is real. Prints the first and the
+last instant: every tick between them was due.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Hurried(threading.Event):
 
 
 def keep_time(clock: Clock) -> NoReturn:
-    """Be a process that keeps the time until it is killed."""
+    """Run the schedule in this process until the process is killed."""
     from django_txmsg.scheduling.timekeeper import Timekeeper
 
     timekeeper = Timekeeper(["default"], now=clock)

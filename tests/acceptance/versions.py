@@ -1,7 +1,8 @@
 """Three versions of one service's code, for the processes that run them side by side.
 
-The second adds a field with a default, and old code reads it. The third changes the
-meaning of another: it upgrades old bodies, and old code lets its messages wait.
+The second version adds a field with a default, and old code reads its messages. The
+third version changes the meaning of a field. It upgrades old bodies, and its own
+messages wait if only old code runs.
 """
 
 from __future__ import annotations

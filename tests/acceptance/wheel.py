@@ -39,7 +39,7 @@ def run(*command: str | Path, cwd: Path, warnings: str = "error") -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the source distribution as an index would get it."""
+    """The wheel, built from the source distribution, as it would be uploaded."""
     out = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out]
     # Our warnings are errors; those of the tools that pack and install are theirs.

@@ -47,7 +47,7 @@ return (light + 0.05) / (dark + 0.05);
 
 
 def missing() -> str:
-    """Return what has to be installed, if anything."""
+    """Return what must be installed to drive a browser; "" if nothing is missing."""
     if _program("chromium") and _program("chromedriver"):
         return ""
     return "no browser: apt-get install chromium chromium-driver"
@@ -94,7 +94,7 @@ class Browser:
         )
 
     def click(self, text: str) -> None:
-        """Follow the link or press the button of this text."""
+        """Click the link or button with this text."""
         quoted = f'"{text}"'
         path = f"//a[contains(., {quoted})] | //button[contains(., {quoted})]"
 

@@ -23,7 +23,7 @@ ALL_VIEWS = (
 
 @pytest.fixture(autouse=True)
 def nothing_counted() -> None:
-    """Forget what this process has counted, because those were rows of another test."""
+    """Clear this process's counts, because they are of another test's rows."""
     periods.forget()
 
 

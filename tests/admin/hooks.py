@@ -15,7 +15,7 @@ FRAGILE, SOUND, SLOW = "admin.fragile", "admin.sound", "admin.slow"
 
 
 def hang_after_the_work_of_the_third_batch() -> None:
-    """Stand still within the third batch's transaction, its work done."""
+    """Stop in the transaction of the third batch, after the batch's work."""
     redeliver = resolution.redeliver
     batches = 0
 

@@ -126,7 +126,8 @@ def test_every_filter_of_the_list_is_a_bulk_operations_too(operator: Client) -> 
 def test_a_list_is_narrowed_by_its_filters_only(
     operator: Client, model: str, lookup: str
 ) -> None:
-    """With other lookups a user could read a masked header character by character."""
+    """If other lookups were allowed, a user could find out a masked header character by
+    character."""
     factories.DeadLetterFactory(headers={"authorization": "Bearer s3cr3t"})
     factories.OutboxMessageFactory(headers={"authorization": "Bearer s3cr3t"})
     factories.InboxMessageFactory()

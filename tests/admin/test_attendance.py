@@ -232,7 +232,7 @@ def test_without_a_database_probes_are_a_503(
     address: str,
     tmp_path: Any,
 ) -> None:
-    """A view that must report an outage runs in no transaction."""
+    """A view that reports an outage of the database must not run in a transaction."""
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, *middleware]
     broken = dict(connections.settings["default"])
     broken |= {"ATOMIC_REQUESTS": True, "NAME": "/no/such/file"}
@@ -269,7 +269,8 @@ def test_destination_without_known_consumer_is_reported(
     sent: str,
     said: str,
 ) -> None:
-    """A broker accepts messages to any name, so nothing else would report it."""
+    """A broker accepts messages to any destination, so nothing else would report a
+    misspelt one."""
     settings.TXMSG = {**settings.TXMSG, "KNOWN_DESTINATIONS": known}
     declared("mails.confirm")
     factories.WorkerFactory(kind="relay", stages=[])

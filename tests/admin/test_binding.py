@@ -32,7 +32,7 @@ URL = f"{DEAD}confirm/"
 
 
 def asked(client: Client, **query: Any) -> dict[str, Any]:
-    """Open the confirmation, and return the form's data."""
+    """Request the confirmation page, and return the data of its form."""
     context = client.get(URL, query).context
     return {"kind": context["kind"], "shown": context["shown"], **query}
 
@@ -113,7 +113,7 @@ def test_a_dry_runs_token_binds_the_command() -> None:
 
 @pytest.fixture
 def no_log() -> Iterator[None]:
-    """Django's admin log cannot be written."""
+    """Make writing to Django's admin log fail."""
 
     def refuse(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
         if "django_admin_log" in sql and sql.startswith("INSERT"):

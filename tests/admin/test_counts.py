@@ -99,13 +99,14 @@ def counted(sql: str) -> Counts:
 
 
 def among(places: dict[str, Any], read: Callable[[Any], int]) -> Counts:
-    """Return a number of each place of a picture, by database, without zeros."""
+    """Return one number of each place in a status, by database and place, without
+    zeros."""
     found = {(one.database, one.name): read(one) for one in places.values()}
     return {place: number for place, number in found.items() if number}
 
 
 def in_facts(section: str, number: str) -> Counts:
-    """Return a number of each place, from the command."""
+    """Return one number of each place, as the command reports it."""
     facts, _ = told()
     return {
         (one["database"], one["name"]): one[number]
@@ -405,8 +406,8 @@ def test_stage_with_a_refused_subscription_has_no_consumer(
 def test_a_killed_process_that_was_replaced_is_not_missed(
     began: float, missing: bool
 ) -> None:
-    """Replaced by one that started after its end, or shortly before, as in a rolling
-    update."""
+    """The replacement started after the process had ended, or shortly before, as in a
+    rolling update."""
     ended = ago(minutes=20)
     factories.WorkerFactory(
         name="killed", stages=["x"], heartbeat_at=ended, started_at=ago(days=2)

@@ -1,4 +1,4 @@
-"""The list of idempotency keys: seen without their responses, and forgotten."""
+"""The list of idempotency keys shows no responses, and its keys can be deleted."""
 
 from __future__ import annotations
 

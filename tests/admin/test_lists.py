@@ -77,7 +77,8 @@ def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
 
 
 def test_short_ids_of_one_flow_differ(viewer: Client) -> None:
-    """The ids begin alike. One pair in 65,536 also ends alike."""
+    """The ids begin with the same characters. One pair in 65,536 also ends with the
+    same ones."""
     flow = "019e2f6c-0123-84a1-966a-"
     ids = {f"{flow}{own}" for own in ("b653ee1c3571", "0f53ee1c3571")}
     for message_id in ids:
@@ -288,7 +289,7 @@ def test_lists_need_their_permission(somebody: Callable[..., Client], url: str) 
 
 
 def test_no_page_has_a_style_or_a_script_of_its_own() -> None:
-    """A strict Content-Security-Policy refuses them."""
+    """A strict Content-Security-Policy refuses inline styles and scripts."""
     templates = Path(django_txmsg.__file__).parent / "templates"
     for page in templates.rglob("*.html"):
         text = page.read_text()
@@ -367,7 +368,7 @@ def test_the_keyboard_scrolls_a_list_without_links(admin_client: Client) -> None
 def test_a_list_looks_up_what_became_of_the_rows_that_it_shows(
     admin_client: Client, table: str
 ) -> None:
-    """The list reads no other rows of 5,000."""
+    """The list reads only the shown rows of other tables, of 5,000 rows."""
     factories.OutboxMessageFactory(dispatched=True)
     factories.InboxMessageFactory()
     factories.DeadLetterFactory()

@@ -1,4 +1,4 @@
-"""The button on a message's page that stops it while its handler runs."""
+"""The button on a message's page stops the message while its handler runs."""
 
 from __future__ import annotations
 

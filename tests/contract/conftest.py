@@ -27,7 +27,7 @@ class Party(Talk):
         self.name, self.server, self.stack = name, server, stack
 
     def broker(self, **options: str | int) -> Broker:
-        """Return the broker; the options are those of its server's `url()`."""
+        """Return the broker. The options are passed to its server's `url()`."""
         return make_broker("tested", self.server.url(**options))
 
 
@@ -40,5 +40,5 @@ def served(request: pytest.FixtureRequest) -> Iterator[Party]:
 
 @pytest.fixture
 def allowed(destination: str) -> str:
-    """A destination that the limited user may use too."""
+    """A destination that the user with limited permissions may use, too."""
     return f"{ALLOWED}{destination}"

@@ -145,8 +145,8 @@ def test_a_server_with_another_authority_is_not_trusted(
 
 
 def test_a_server_of_another_name_is_not_trusted(served: Party) -> None:
-    """The authority is trusted, but the certificate is for localhost and 127.0.0.1
-    only."""
+    """The client trusts the authority, but the server's certificate is only for
+    localhost and 127.0.0.1."""
     server = server_of(served)
     with Proxy(server.tls_port, host="127.0.0.2") as proxy:
         url = server.url(tls=True, port=proxy.port).replace("@127.0.0.1", "@127.0.0.2")

@@ -118,7 +118,7 @@ class AcknowledgesEarly(Wrong):
         return delivery
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Do nothing: everything is acknowledged already."""
+        """Do nothing, because every message was acknowledged when it arrived."""
 
 
 class LosesWhatItHolds(Wrong):
@@ -255,7 +255,8 @@ _sending = threading.Lock()
 
 
 class LosesWhatTwoSendAtOnce(Wrong):
-    """Loses messages because it reads, changes and writes without a lock."""
+    """Loses messages when two sessions send at once, because it reads, changes and
+    writes without a lock."""
 
     def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
         if not _sending.acquire(blocking=False):

@@ -63,5 +63,5 @@ def _written() -> str:
 
 
 def likeness(one: list[str], other: list[str]) -> float:
-    """Return how much two pages have in common: 1 is all."""
+    """Return the share that two pages have in common, from 0 to 1."""
     return len({*one} & {*other}) / max(1, len({*one} | {*other}))

@@ -50,7 +50,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Return where a page links to, outside of its code."""
+    """Return the targets of a page's links. Links in code blocks do not count."""
     text = _BLOCK.sub("", page.read_text())
     for found in re.finditer(r"\]\(([^)\s]+)\)|\bsrc(?:set)?=\"([^\"]+)\"", text):
         yield found[1] or found[2]
@@ -60,8 +60,8 @@ def links(page: Path) -> Iterator[str]:
 
 
 def here(link: str) -> str:
-    """Return the file for an address of one of our files. Other addresses are returned
-    unchanged."""
+    """Return the path of the file if the address leads to one of our files. Other
+    addresses are returned unchanged."""
     found = _AT_HOME.match(link)
     return str(ROOT / link[found.end() :]) if found else link
 

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.django_db, pytest.mark.sqlite]
 
 @pytest.fixture
 def pages() -> dict[str, str]:
-    """The pages of the pictures, as they look today, by the names of the pictures."""
+    """The present HTML of the pages in the pictures, by the names of the pictures."""
     client = Client()
     client.force_login(User.objects.create_superuser("grace"))
     shop.open_shop(orders=8)
@@ -78,7 +78,8 @@ def test_every_picture_resembles_its_page(pages: dict[str, str]) -> None:
 
 
 def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None:
-    """A page that was added or removed might not change the likeness enough."""
+    """An added or removed page might change the page's likeness too little to be
+    noticed."""
     known = {capfirst(model._meta.verbose_name_plural) for model in apps.get_models()}
     registered = {
         capfirst(model._meta.verbose_name_plural)

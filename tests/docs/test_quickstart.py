@@ -57,7 +57,7 @@ class Browser:
             return str(response.read().decode())
 
     def order(self) -> str:
-        """Press the button, and return the page that follows."""
+        """Submit the form, and return the next page."""
         inputs = re.findall(r'name="(\w+)" value="(\w+)"', self.load())
         return self.load(urllib.parse.urlencode(inputs).encode())
 

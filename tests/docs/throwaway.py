@@ -2,7 +2,7 @@
 
 Settings go to `settings.py`, declarations to `shop/stages.py`, test cases to
 `test_page.py`, and other code to a test there. A first line such as `# shop/tasks.py`
-names another file. Nothing else is set, stubbed or overridden.
+names another file. Nothing else is configured, stubbed or overridden.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Project:
 
 
 def _is_settings(tree: ast.Module) -> bool:
-    """Return whether a block does nothing but set settings."""
+    """Return whether a block contains only settings."""
     assigned = {name for one in tree.body for name in _targets(one)}
     return bool(assigned) and assigned <= SETTINGS
 

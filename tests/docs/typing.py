@@ -51,8 +51,8 @@ class Typist:
             process.wait(60)
 
     def follow(self, page: Path, since: str = "", until: str = "") -> dict[str, str]:
-        """Execute the page, block by block, from a line `since` to a line `until`, if
-        these are given. Returns the output of each command that has ended."""
+        """Execute the page, block by block. If `since` or `until` is given, begin or
+        end at that line. Returns the outputs of the commands that have ended."""
         outputs = {}
         text = page.read_text()
         begin = text[: text.index(since)].count("\n")
@@ -98,8 +98,8 @@ class Typist:
         assert self.running.pop(command).wait(60) == 0, self.said(command)
 
     def keeps_its_promises(self, command: str = "") -> bool:
-        """Return whether all running commands, or one of them, have printed the page's
-        lines."""
+        """Return whether the running commands have printed the lines that the page
+        shows. With `command`, only that command counts."""
         for one in [command] if command else self.promised:
             expected, where = self.promised[one]
             try:

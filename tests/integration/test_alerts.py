@@ -160,7 +160,8 @@ def test_a_refused_alert_is_delivered_later_and_its_end_only_after_it(
 
 
 class Refusing(BaseEmailBackend):
-    """A mail backend with errors of its own, as those of providers have."""
+    """A mail backend that raises its own kind of exception, as backends of mail
+    providers do."""
 
     def send_messages(self, email_messages: Any) -> int:
         raise LookupError("the provider refuses")

@@ -172,7 +172,8 @@ def test_a_stage_on_a_stream_reports_it_and_waits(
 def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
     rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
 ) -> None:
-    """RabbitMQ confirms messages to it, and deletes them when that connection ends."""
+    """RabbitMQ confirms messages to such a queue, and deletes them when that connection
+    ends."""
     session = opened(rabbitmq_amqp.url())
     with amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD) as other:
         other.channel().queue_declare(destination, exclusive=True)
@@ -189,7 +190,8 @@ def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
 def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
     rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
 ) -> None:
-    """RabbitMQ's closing frame was read before the next write, and ended the relay."""
+    """The relay once ended in this case, because it read RabbitMQ's closing frame
+    before the next write."""
     session = opened(rabbitmq_amqp.url())
     assert session.send([Outgoing(destination, {}, b"1")]) == [None]
     rabbitmq.close_all_connections()
@@ -201,8 +203,8 @@ def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
 def test_queue_declared_concurrently_is_used_as_it_is(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """Another client declares the queue with another type between our check and our
-    declaration: it is used as it is."""
+    """Between our check and our declaration, another client declares the queue with
+    another type. The session uses that queue."""
     with Proxy(rabbitmq_amqp.port) as proxy, ThreadPoolExecutor(1) as pool:
         quick = opened(rabbitmq_amqp.url(queue_type="classic"))
         slow = opened(rabbitmq_amqp.url(port=proxy.port))
@@ -398,8 +400,8 @@ def test_a_queue_that_is_deleted_ends_its_consumers_session(
 def test_subscription_ends_if_its_channel_ends_during_a_send(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """RabbitMQ's consumer_timeout ends a channel. No thread may then wait for
-    deliveries that cannot come."""
+    """RabbitMQ's consumer_timeout ends a channel. After that, no thread may wait for
+    deliveries, because none can arrive."""
     session = opened(rabbitmq_amqp.url())
     elsewhere = Outgoing(f"{destination}.other", {}, b"y")
     assert session.send([elsewhere]) == [None]

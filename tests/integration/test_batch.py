@@ -148,8 +148,8 @@ def test_a_failed_member_succeeds_at_its_second_attempt_alone(mode: str) -> None
 
 
 def test_an_operational_error_costs_only_its_member_an_attempt() -> None:
-    """A deadlock or lock time-out is the failure of that message and not an outage: the
-    other messages must not lose attempts with it."""
+    """A deadlock or lock time-out is a failure of that message, and no outage. No
+    attempt may be counted for the other messages."""
     with declared(failing(1, OperationalError), batch=10) as stage:
         send_many(stage.destination, [0, 1, 2])
         step(stage, times=4)
@@ -159,8 +159,8 @@ def test_an_operational_error_costs_only_its_member_an_attempt() -> None:
 
 
 def test_redelivered_messages_run_outside_of_a_batch() -> None:
-    """A message that kills its worker affects its batch once, and is alone at its next
-    attempt."""
+    """A message that kills its worker affects the other messages of its batch once. Its
+    next attempt runs alone."""
     together: list[int] = []
     attempts: list[list[int]] = []
 

@@ -22,7 +22,7 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 @pytest.mark.postgresql
 def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
-    """The count and the stage's work begin in one round trip, but they are two
+    """One round trip counts the attempt and begins the stage's work, but these are two
     transactions."""
     statements: list[str] = []
 
@@ -59,8 +59,8 @@ def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
 @pytest.mark.postgresql
 @pytest.mark.parametrize("own", [None, "read committed"])
 def test_a_stage_without_a_level_has_its_connections_level(own: Any) -> None:
-    """OPTIONS sets the level, for the first message of a connection and for later
-    ones."""
+    """OPTIONS sets the isolation level. It applies to the first message of a connection
+    and to later ones."""
     seen: list[str] = []
 
     def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""How real brokers behave where the design depends on it and no manual says so.
+"""Facts about real brokers that the design depends on, and that no manual states.
 
 These tests query the brokers, not our code: a raw client writes the frames and reads
 the answers. If one fails, a broker has changed, and `docs/explanation/broker-facts.md`
@@ -68,13 +68,14 @@ def send(
     headers: Mapping[str, str] | None = None,
     **more: str,
 ) -> None:
-    """Write a SEND, persistent unless other headers are given; keywords are headers."""
+    """Write a SEND with the keywords as headers. It is persistent unless `headers` are
+    given."""
     chosen = STORED if headers is None else headers
     client.send("SEND", {"destination": destination, **chosen}, body, **more)
 
 
 def read_to(client: RawClient, receipt: str) -> list[str]:
-    """Read up to this receipt and return every frame that came, in short."""
+    """Read frames up to this receipt, and return a short name for each."""
     found: list[str] = []
     while receipt not in found:
         frame = client.next()
@@ -84,14 +85,15 @@ def read_to(client: RawClient, receipt: str) -> list[str]:
 
 
 def short(frame: Frame) -> str:
-    """Name a frame: a RECEIPT by its id, an ERROR with the id it has or lacks."""
+    """Return a short name for a frame: of a RECEIPT its receipt id, of another frame
+    its command and receipt id."""
     receipt = frame.headers.get("receipt-id", "-")
     return receipt if frame.command == "RECEIPT" else f"{frame.command} {receipt}"
 
 
 def contents(client: RawClient, destination: str) -> list[bytes]:
-    """Receive all messages of a queue. This function sends a last one, which shows the
-    end."""
+    """Receive all messages of a queue. This function sends one more message, which
+    marks the end."""
     send(client, destination, b"end", receipt="end put")
     read_to(client, "end put")
     client.send("SUBSCRIBE", id="all", destination=destination, ack="auto")
@@ -281,8 +283,7 @@ def test_rabbitmq_never_sends_the_receipts_of_an_aborted_transaction(
 def test_activemq_sends_receipts_in_order_while_no_queue_is_full(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The messages are mixed: big and small, stored and not, to queues and to a
-    topic."""
+    """Big and small messages, persistent and not, are sent to queues and to a topic."""
     producer = client(activemq)
     names = [queue(), queue(), queue().replace("/queue/", "/topic/")]
 
@@ -301,7 +302,8 @@ def test_activemq_sends_receipts_in_order_while_no_queue_is_full(
 def test_activemq_lets_later_receipts_overtake_those_of_a_full_queue(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """A SEND to a full queue is parked, silently; the connection goes on."""
+    """ActiveMQ holds back a SEND to a full queue without an answer. It handles later
+    frames of the connection."""
     producer, full, roomy = client(activemq), queue(CRAMPED), queue()
 
     for number in range(TOO_MANY):
@@ -348,7 +350,8 @@ def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
 def test_activemq_answers_a_barrier_while_a_send_with_receipt_waits(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """A barrier proves only the frames that ask for no receipt of their own."""
+    """A barrier proves that earlier frames without a receipt were handled. It proves
+    nothing about frames with a receipt."""
     filler, producer = client(activemq), client(activemq)
     full, other = queue(CRAMPED), queue()
     for _ in range(TOO_MANY):
@@ -457,7 +460,7 @@ def test_rabbitmq_sends_receipts_in_order_over_one_queue(
 def test_rabbitmq_makes_a_queue_exclusive_for_a_send_that_says_persistent_false(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """This is why a volatile message has no such header at all."""
+    """That is why our client sends volatile messages without this header."""
     name, first, second = queue(), client(rabbitmq), client(rabbitmq)
     send(first, name, b"x", receipt="declared")
     read_to(first, "declared")
@@ -517,7 +520,7 @@ def test_rabbitmq_confirms_messages_to_a_deleted_queue(
 
 
 def release(rabbitmq: RabbitMQ) -> tuple[int, int]:
-    """Return the first two numbers of its version."""
+    """Return the first two numbers of RabbitMQ's version."""
     major, minor, *_ = map(int, rabbitmq.version.split("."))
     return major, minor
 

@@ -100,8 +100,8 @@ class Counted(DatabaseBroker):
 def test_lanes_hold_no_more_together_and_leave_nothing(
     sizes: list[int], most: int
 ) -> None:
-    """Each lane used to have the whole budget, so that four lanes loaded four times as
-    much."""
+    """Each of four lanes once had the whole budget, so together they loaded four times
+    as much."""
     Counted.most = 0
     with txmsg(BROKERS={"default": {"BACKEND": f"{__name__}.Counted"}}):
         store(*sizes)
@@ -214,8 +214,9 @@ def test_a_batch_holds_no_more_than_the_share_of_its_session(
 
 @pytest.mark.postgresql
 def test_a_large_message_that_another_lane_looks_at_is_not_left_behind() -> None:
-    """The other lane may not claim the message, but its attempt locks the row for a
-    moment, and SKIP LOCKED hides the row from the lane that may."""
+    """The other lane may not claim the message. When it tries, it locks the row for a
+    moment. Meanwhile SKIP LOCKED hides the row from the lane that may claim the
+    message."""
     store(5000)
     budget, looks = Budget(8), iter([True])
 

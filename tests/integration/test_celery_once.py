@@ -1,4 +1,4 @@
-"""A OnceTask's deliveries, one by one, in the worker's own way of running a task."""
+"""The deliveries of a OnceTask, one by one. Each runs as in a Celery worker."""
 
 from __future__ import annotations
 
@@ -437,9 +437,9 @@ def test_an_error_after_the_commit_is_no_failure() -> None:
 
 @pytest.mark.sqlite
 def test_a_task_whose_record_a_crash_has_lost_is_worked() -> None:
-    """PostgreSQL records and takes the task in one statement. It does so step by step,
-    as here, if the second half was refused, and a transaction pooler hides the
-    crash."""
+    """Usually one statement records the task and takes its row. Here these are two
+    steps, as after a refusal of the second half, and a transaction pooler hides the
+    crash between them."""
     task = once_task(lambda: effect("done"))
     with record_lost_at("BEGIN"):
         deliver(task)

@@ -88,13 +88,13 @@ def worker(url: str, tmp_path: Path) -> Iterator[Start]:
 
 
 def effects(prefix: str = "") -> list[str]:
-    """Return the traces of executions, in order."""
+    """Return the rows that the executions have left, in order."""
     rows = Effect.objects.filter(name__startswith=prefix).order_by("id")
     return list(rows.values_list("name", flat=True))
 
 
 def worked(worker: CeleryWorker, *expected: str, prefix: str = "") -> None:
-    """Wait until exactly these traces are there, while the relay runs."""
+    """Wait until the executions have left exactly these rows, while the relay runs."""
 
     def there() -> bool:
         ship(broker="celery")
@@ -202,8 +202,8 @@ def test_a_worker_killed_after_its_commit_loses_and_repeats_nothing(
 def test_a_worker_killed_after_it_called_its_links_calls_them_with_the_same_ids(
     worker: Start, tmp_path: Path
 ) -> None:
-    """The links are called twice, once by the killed worker, and executed once. So are
-    nested links."""
+    """The links are called twice, the first time by the killed worker, and executed
+    once. The same holds for nested links."""
     links = [
         charge.s(2).set(link=charge.s(3)),
         chain(charge.s(4), charge.s(5)),
@@ -314,8 +314,8 @@ def test_a_task_that_the_broker_refuses_is_refused_alone(
 def test_a_queue_that_was_deleted_loses_no_task(
     worker: Start, rabbitmq: RabbitMQ
 ) -> None:
-    """This holds even if an exchange, which would drop the task silently, stands in
-    between."""
+    """This holds even if the task is sent to an exchange, which would drop the task
+    without an error."""
     exchange = Exchange("tests.celery.topic", type="topic")
     queue = Queue("tests.celery.eu", exchange, routing_key="eu.#")
     lane = Lane("default", "celery")
@@ -343,7 +343,8 @@ def test_a_queue_that_was_deleted_loses_no_task(
 def test_messages_after_a_once_task_are_confirmed(
     worker: Start, rabbitmq: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full queue refuses the message, which would go unnoticed without confirms."""
+    """A full queue refuses the message. Without confirms, the worker would not notice
+    that."""
     monkeypatch.setattr(following, "PAUSE", 0.0)
     limits = {"x-max-length": 1, "x-overflow": "reject-publish"}
     full = Queue("tests.celery.full", queue_arguments=limits)

@@ -59,8 +59,7 @@ def test_contention_buries_no_message(batch: int) -> None:
 
 
 def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
-    """A trigger that always raises a conflict is an example. The repetitions must
-    end."""
+    """A trigger raises a conflict at each repetition. The repetitions must end."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:
@@ -106,9 +105,9 @@ def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
 
 
 def test_recording_a_failure_is_repeated_after_a_conflict() -> None:
-    """OPTIONS may set an isolation level at which this statement conflicts. The handler
-    does not run again because of it, and a parked message does not wait for its lease
-    to end."""
+    """OPTIONS may set an isolation level at which this statement conflicts. Because the
+    statement is repeated, the handler does not run again, and a parked message does not
+    wait for the end of its lease."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

@@ -31,7 +31,7 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 def effect(message: Message) -> None:
-    """Leave one effect, and send one message."""
+    """Insert one row, and send one message."""
     Effect.objects.create(name="done", message_id=str(message.id))
     send_message("tests.next", {"from": str(message.id)})
 

@@ -390,7 +390,7 @@ def test_every_command_is_a_verb() -> None:
 
 
 def test_the_example_project_keeps_its_contract(tmp_path: Path) -> None:
-    """It does so in whatever directory it is started, because the contract lies beside
+    """The commands may run in any directory, because the contract's file is beside
     manage.py."""
     done = subprocess.run(
         [sys.executable, PROJECT / "manage.py", "txmsg", "contracts", "check"],

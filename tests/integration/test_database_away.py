@@ -30,7 +30,7 @@ pytestmark = [committing, pytest.mark.postgresql]
 
 @pytest.fixture
 def broker() -> Iterator[ScriptedBroker]:
-    """A broker that counts, and the package's settings with it."""
+    """A broker that counts deliveries, and settings that name this broker."""
     with ScriptedBroker(RABBITMQ) as scripted, settings(scripted):
         yield scripted
 
@@ -63,7 +63,8 @@ def effect(message: Message) -> None:
 
 
 def probed(times: int) -> Callable[[], bool]:
-    """Return whether the outage was noticed, and probed that often since."""
+    """Return whether the outage was noticed, and the database probed `times` times
+    since."""
     return lambda: database_health.breaker("default")._failures > times
 
 
@@ -255,8 +256,8 @@ def declare() -> None:
 def test_lock_timeout_keeps_the_delivery_and_blocks_no_stage(
     broker: ScriptedBroker,
 ) -> None:
-    """Another session has locked the message's row. That is no outage, and nothing can
-    be decided yet."""
+    """Another session has locked the message's row. That is no outage, but the
+    message's outcome cannot be decided yet."""
     other: Any = connections["default"].copy()
     with connection.cursor() as cursor:
         cursor.execute("ALTER ROLE CURRENT_USER SET lock_timeout = '50ms'")

@@ -327,7 +327,8 @@ def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> Non
 def test_redelivered_unreadable_message_dies_again_unless_fixed(
     headers: dict[str, str],
 ) -> None:
-    """The message then has the same dead letter again, and is not parked for ever."""
+    """The dead letter of the message is opened again, and the message is not parked for
+    ever."""
     got: list[Message] = []
     body = b"1" if "txmsg-expires" in headers else b"{"
     with declared(got.append) as stage:

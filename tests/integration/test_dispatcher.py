@@ -34,7 +34,8 @@ pytestmark = committing
 
 @pytest.fixture(autouse=True)
 def own_dispatchers() -> Iterator[None]:
-    """End the threads that a test has started: their connections outlive it."""
+    """End the threads that a test has started. Otherwise their connections would
+    outlive the test."""
     dispatcher.stop_dispatchers(30)
     yield
     dispatcher.stop_dispatchers(30)
@@ -116,7 +117,7 @@ def test_inline_before_the_commit_returns() -> None:
 def test_rows_of_a_killed_process_are_soon_free(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relay leases rows for a minute, this process for a quarter of that."""
+    """A relay leases rows for a minute, and this process for 15 seconds."""
     seen: list[float] = []
     send_really = DatabaseSession.send
 

@@ -36,7 +36,7 @@ def doctor() -> tuple[int, list[dict[str, str]]]:
 
 
 def of(examined: list[dict[str, str]], subject: str) -> list[dict[str, str]]:
-    """Return the results about one subject."""
+    """Return the examined results of one subject."""
     return [one for one in examined if one["subject"] == subject]
 
 

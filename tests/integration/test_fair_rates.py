@@ -31,7 +31,7 @@ def headers_of(message_id: uuid.UUID, tenant: str) -> dict[str, str]:
 
 
 def pile_up(destination: str, number: int) -> None:
-    """Let that many messages of the only line wait for their slots."""
+    """Park `number` messages, which wait for slots of the only line."""
     line, now = RateLine.objects.get(), timezone.now()
     rows = []
     for slot in range(1, number + 1):

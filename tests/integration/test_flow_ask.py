@@ -67,7 +67,7 @@ class Oracle(Flow[Question, Answer | Cancelled | None], name="oracle", within=No
 
 
 class Guarded(View):
-    """Like LoginRequiredMixin, which replaces dispatch()."""
+    """A mixin that replaces dispatch(), as LoginRequiredMixin does."""
 
     def dispatch(self, *args: Any, **kwargs: Any) -> HttpResponseBase:
         return super().dispatch(*args, **kwargs)
@@ -187,7 +187,7 @@ def test_a_view_tells_how_a_run_stands(client: Client) -> None:
 
 
 class Replica:
-    """A router that reads from another database, which is late."""
+    """A router that reads from a replica, which lags behind."""
 
     def db_for_read(self, model: type[Model], **hints: object) -> str:
         return "other"

@@ -97,7 +97,7 @@ def all_wait() -> bool:
 
 
 def answer(client: RawClient, request: Frame, body: object) -> None:
-    """Copy two headers, and send the JSON."""
+    """Answer a request: copy its two headers, and send the JSON."""
     # RabbitMQ would replace JMS's header.
     to = request.headers.get("reply-to") or f"/queue/{request['txmsg-reply-to']}"
     client.send(

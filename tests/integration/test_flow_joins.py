@@ -1,5 +1,5 @@
-"""Joins: several requests at once, one continuation after them, whatever comes at the
-same time, twice, late or never."""
+"""A join sends several requests, and continues once, even if answers arrive at the same
+time, twice, late or never."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ def test_copies_of_answers_change_nothing(late: list[uuid.UUID]) -> None:
 
 
 def again(row: OutboxMessage, message_id: str) -> None:
-    """Let the broker deliver a stored message once more."""
+    """Deliver a stored message once more, as the broker may do."""
     headers = wire.headers_of(row, "tests", wire.format_instant(row.created_at))
     headers["txmsg-id"] = message_id
     put(row.destination, bytes(row.body), headers)
@@ -403,8 +403,8 @@ def test_answers_and_copies_at_the_same_time_end_each_join_once(
 def test_two_last_answers_at_the_same_moment_end_the_join(
     commits: bool, enough: int | None
 ) -> None:
-    """Neither transaction sees the other's answer. The first one commits, or is rolled
-    back like that of a killed process, after the second has continued the run."""
+    """Neither transaction sees the other's answer. After the second transaction has
+    continued the run, the first one commits, or is rolled back as after a kill."""
     run = tour(2 if enough is None else 3, enough)
     answer(2)
     stage = stages.find(["tour.flow.steps"])[0]

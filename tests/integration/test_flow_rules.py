@@ -210,7 +210,7 @@ def begun(number: int = 1) -> Run:
 
 @contextmanager
 def deployed(flow: type[Flow[Ruled, int]]) -> Iterator[None]:
-    """Let this be the code of the flow."""
+    """Register this class as the flow's present code."""
     declaration.forget("rules.flow")
     for address in ("rules.flow", "rules.flow.steps"):
         stages.unregister(address)
@@ -228,7 +228,8 @@ def outcome(run: Run) -> str:
 
 
 def expire() -> None:
-    """Let the deadline of all requests have passed, but not yet those of their runs."""
+    """Move the deadlines of all requests into the past, but not the deadlines of their
+    runs."""
     past = clock("default") - MINUTE
     OutboxMessage.objects.update(expires_at=past)
     for model in (QueueMessage, InboxMessage):

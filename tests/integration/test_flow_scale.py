@@ -1,4 +1,4 @@
-"""Many waiting runs, many sleeps and many branches cost no turn more than few do."""
+"""A turn costs the same with many waiting runs, sleeps and branches as with few."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fill(first: int, last: int) -> None:
 
 
 def least(call: Callable[[], None]) -> float:
-    """Return the least time of a call, in milliseconds."""
+    """Return the shortest time that a call took, in milliseconds."""
     times = []
     for _ in range(CALLS):
         began = time.perf_counter()

@@ -1072,7 +1072,8 @@ def test_an_undo_of_other_requests_is_refused() -> None:
 
 
 def test_one_of_a_concurrent_answer_deadline_and_copies_continues_the_run() -> None:
-    """Threads process them at the same time, each in its own transaction."""
+    """Several threads process the answer, its copies and the time-out at the same time,
+    each in its own transaction."""
     runs = [place(str(number)) for number in range(8)]
     drain()
     for run in runs:

@@ -98,7 +98,8 @@ class Halt:
 
 @dataclass
 class Extra:
-    """Asks a run for work of its own, between two steps, or before the first."""
+    """A signal. The run then does additional work, between two steps or before the
+    first."""
 
     name: str
     fate: str
@@ -358,8 +359,8 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: OutboxMessage.objects.exists())
     @rule(which=st.integers(0, 1000), fresh=st.booleans())
     def a_copy_comes(self, which: int, fresh: bool) -> None:
-        """Deliver a copy of any message, late or early. Only messages that continue
-        runs get a new id, like a repeated answer."""
+        """Deliver a copy of any message, late or early. The copy may get a new id if it
+        continues a run, as a repeated answer does."""
         row = OutboxMessage.objects.order_by("id")[
             which % OutboxMessage.objects.count()
         ]
@@ -430,7 +431,8 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: FlowStep.objects.exists())
     @rule(which=st.integers(0, 1000))
     def an_operator_goes_back(self, which: int) -> None:
-        """Send a run back to one of its steps, which may not be possible any more."""
+        """Try to send a run back to one of its steps. That may not be possible any
+        more."""
         steps = FlowStep.objects.filter(run__flow="machine.outer").order_by("id")
         if not steps:
             return
@@ -444,7 +446,8 @@ class World(RuleBasedStateMachine):
         return runs[which % runs.count()]
 
     def teardown(self) -> None:
-        """Repair everything: each run ends, once, and no row is left."""
+        """Repair all faults, and check that each run ends once and that no row is
+        left."""
         try:
             Participant.mended = True
             self.code_is_replaced(newer=True)
@@ -491,8 +494,8 @@ def _editable() -> Any:
 
 
 class Works:
-    """What was done and undone for one run of Outer, by number. A run that went back to
-    a step `repeats` what was undone."""
+    """What was done and undone for one run of Outer, by number. After a run has gone
+    back to a step, it `repeats` the undone work."""
 
     def __init__(self) -> None:
         self.repeats = False

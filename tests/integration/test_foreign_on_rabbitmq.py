@@ -130,8 +130,8 @@ def test_a_topics_message_goes_back_to_its_subscriber_alone(destination: str) ->
 def test_message_refused_on_return_is_kept_in_the_inbox(
     rabbitmq: services.RabbitMQ, destination: str, mode: Any
 ) -> None:
-    """The consumer may not write, so no message is sent back to get an id. Each gets
-    its id in the inbox, and is processed from there."""
+    """The consumer may not write, so no message is sent back to get an id. Each message
+    gets an id in the inbox instead, and is processed from there."""
     ours = str(uuid.uuid4())
     put_foreign(destination, b'"equal"', colour="red")
     put_foreign(destination, b'"equal"', colour="red")
@@ -185,8 +185,8 @@ def test_unreadable_foreign_message_is_one_dead_letter(
 
 
 def declare() -> None:
-    """Declare a stage in the worker, which its message kills, or which is killed right
-    after its commit."""
+    """Declare a stage in the worker. Its message kills the worker, or the test kills it
+    right after the commit."""
 
     def handler(message: Message) -> None:
         if os.environ.get("DEADLY"):

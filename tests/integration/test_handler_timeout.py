@@ -58,7 +58,7 @@ ENOUGH = 1.0
 
 
 def late() -> None:
-    """Return when a time-out of that length has passed."""
+    """Wait until a time-out of that length has passed."""
     until = time.monotonic() + ENOUGH + 0.05
     wait_until(lambda: time.monotonic() > until)
 

@@ -1,5 +1,5 @@
-"""Every header that a caller may set arrives unchanged, on every broker. The names are
-those with a meaning in the brokers' own documentation, and odd ones."""
+"""Every header that a caller may set arrives unchanged, on every broker. The tests use
+odd names, and names that have a meaning in the documentation of a broker."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def drawn_headers(draw: Draw) -> dict[str, str]:
 
 
 def by_amqp(server: RabbitMQ, queue: str, draw: Draw) -> bytes | None:
-    """Publish one, and return its body."""
+    """Publish one drawn message over AMQP, and return its body."""
     headers: dict[str, Any] = drawn_headers(draw)
     for name in draw.sample(NAMES, draw.randint(0, 2)):
         headers[name] = draw.choice(TABLE)
@@ -117,7 +117,8 @@ def by_amqp(server: RabbitMQ, queue: str, draw: Draw) -> bytes | None:
 def by_stomp(
     server: StompServer, queue: str, draw: Draw, longest: int | None = None
 ) -> bytes | None:
-    """Send one, and return its body if the broker has taken it."""
+    """Send one drawn message over STOMP. Return its body, or None if the broker refused
+    it."""
     drawn, body = drawn_headers(draw), draw.choice(BODIES)
     headers = {
         name: value

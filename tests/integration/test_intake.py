@@ -35,7 +35,7 @@ class WithDeadLetters(DatabaseBroker):
 
 @contextmanager
 def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
-    """Take in the broker's dead letters until there is one of ours."""
+    """Run the intake of the broker's dead letters until it has made one of ours."""
     stop = threading.Event()
     with txmsg(BROKERS={"default": {"URL": url, **entry}}):
         group = ThreadGroup(stop.set)

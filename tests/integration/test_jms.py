@@ -39,7 +39,8 @@ def connect() -> Iterator[Connect]:
 
 
 def take_all(connection: jms.Connection, destination: str) -> list[Any]:
-    """Receive and acknowledge everything; a last message of the test shows the end."""
+    """Receive and acknowledge all messages. This function sends one more message, which
+    marks the end."""
     session = connection.create_session()
     session.create_producer(destination).send(jms.Message("the end"))
     bodies = []
@@ -391,8 +392,8 @@ def test_a_consumer_that_leaves_in_mid_stream_breaks_no_connection(
     destination: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The acknowledgement lets RabbitMQ deliver another message, which is under way
-    when the subscription ends."""
+    """After the acknowledgement, RabbitMQ delivers another message. That delivery is on
+    its way when the subscription ends."""
     batch = [(destination, jms.Message(str(n))) for n in range(200)]
     with connect(server.url()).create_session() as session:
         assert session.send_batch(batch) == [None] * 200

@@ -46,7 +46,7 @@ def late() -> int:
 
 
 def send_late(key: str | None) -> None:
-    """Send as code outside any transaction must."""
+    """Send a message in a new transaction, as code outside any transaction must do."""
     with transaction.atomic():
         Effect.objects.create(name="late")
         send_message(LATE, None, key=key)
@@ -54,8 +54,8 @@ def send_late(key: str | None) -> None:
 
 @contextmanager
 def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception]]:
-    """Act once, at the first call of a signal's receiver. The list gets the exception,
-    if any."""
+    """Call `act` once, when a receiver of the signal is called first. If `act` raises,
+    the list gets the exception."""
     failed: list[Exception] = []
     acted: list[bool] = []
 

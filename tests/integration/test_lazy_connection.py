@@ -1,7 +1,7 @@
 """A stage that runs no query costs the database nothing.
 
-Counted by the statements that PostgreSQL received, and on both databases by whether
-Django opened a connection.
+On PostgreSQL, the tests count the statements that the server received. On both
+databases they check whether Django opened a connection.
 """
 
 from __future__ import annotations
@@ -265,8 +265,8 @@ def test_hooks_of_an_unused_transaction_run_after_success_only(outer: bool) -> N
 def test_failed_connect_does_not_change_the_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the handler catches the error and tries again, it must not be in autocommit
-    mode."""
+    """If the handler catches the error and tries again, its queries must not run in
+    autocommit mode."""
     connections["default"].close()
     real = type(connections["default"]).get_new_connection
     tries: list[int] = []

@@ -66,7 +66,7 @@ def meanwhile(worker: Callable[[], object], operator: Callable[[], T]) -> T:
 
 
 def held_up() -> bool:
-    """Return whether a session waits for a lock."""
+    """Return whether a database session waits for a lock."""
     with connections["default"].cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
         return bool(cursor.fetchone()[0])

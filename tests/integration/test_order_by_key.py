@@ -1,5 +1,5 @@
-"""Messages of one key leave in the order in which they were stored; others do not
-wait."""
+"""Messages of one key leave in the order in which they were stored. Messages of other
+keys do not wait for them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_rejected_message_holds_back_only_its_key(
 
 
 def test_a_head_that_is_due_again_does_not_drown_behind_its_followers() -> None:
-    """The first message of a key is due later than the messages behind it, which are
-    more than fit into a batch."""
+    """The first message of a key is due later than the messages behind it. There are
+    more of those than fit into a batch."""
     store(["a"] * 30 + ["b", None])
     head = OutboxMessage.objects.order_by("id")[0]
     OutboxMessage.objects.exclude(pk=head.pk).update(

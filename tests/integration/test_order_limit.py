@@ -59,7 +59,7 @@ def waiting() -> int:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the stage count at each call."""
+    """Make the stage count its waiting messages at each call."""
     monkeypatch.setattr(limits, "LOOK", 0.0)
     monkeypatch.setattr(limits, "SHARE", 0)
 

@@ -73,7 +73,8 @@ def send_chain(
 
 
 def taken(destination: str) -> list[tuple[bytes, dict[str, str]]]:
-    """Receive the messages of a queue in order, for a broker that reorders."""
+    """Receive the messages of a queue in order, and return them. A test delivers them
+    in another order."""
     rows = list(QueueMessage.objects.filter(queue=destination).order_by("id"))
     QueueMessage.objects.filter(pk__in=[row.pk for row in rows]).delete()
     return [(bytes(row.body), dict(row.headers)) for row in rows]
@@ -415,8 +416,9 @@ def all_subscribed(number: int) -> bool:
 
 
 def test_a_follower_runs_when_its_rejected_predecessor_is_redelivered() -> None:
-    """The followers wait, whether the relay gave the predecessor up or the broker lost
-    it. The predecessor keeps its place when it is sent again."""
+    """The relay has given up the predecessor, or the broker has lost it. The followers
+    wait in both cases. When the predecessor is sent again, it has its former place in
+    the order."""
     with declared(effect, ordered="block") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
         zero, one, two = taken(stage.destination)

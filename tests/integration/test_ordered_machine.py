@@ -288,8 +288,8 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def every_key_is_in_order(self) -> None:
-        """Messages that were dead and skipped may run late; all others run in the order
-        of storing."""
+        """Check that messages run in the order in which they were stored. Only messages
+        that were dead and skipped may run late."""
         late = set(
             DeadLetter.objects.values_list("message_id", flat=True)
             if self.ordered == "skip"

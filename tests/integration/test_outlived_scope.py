@@ -1,5 +1,6 @@
-"""Code that outlives its session or stage, such as a task of an async view, still has
-its context. Its messages belong to its own transaction."""
+"""Code may outlive its session or stage, for example a task of an async view. It still
+has the context of the session or stage, but its messages belong to its own
+transaction."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_the_longest_delay_has_a_place_in_the_database() -> None:
 
 
 def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
-    """All of it is in the database, and another process continues with it."""
+    """The database has the complete message, and another process continues with it."""
     got: list[Message] = []
 
     def handler(message: Message) -> None:

@@ -129,7 +129,8 @@ def test_a_full_destination_waits_and_the_other_one_goes_on(
 
 @pytest.mark.usefixtures("long_pauses")
 def test_a_paused_backlog_fills_no_batch() -> None:
-    """The backlog is older than all other messages, and has more rows than a batch."""
+    """The messages to the paused destination are older than all others, and more than
+    fit into a batch."""
     ROOM[FULL] = 0
     store(*[(FULL, None)] * 300)
     lane = Lane("default", "default")

@@ -86,7 +86,7 @@ def ask(connection: Any, sql: str) -> list[Any]:
 
 
 def columns_of_pipeline(connection: Any) -> int:
-    """Return how many columns outbox and inbox have for the pipeline."""
+    """Return the number of the pipeline's columns in outbox and inbox."""
     names = [
         column.name
         for table in ("outboxmessage", "inboxmessage")
@@ -160,7 +160,7 @@ def test_without_the_pipelines_app_there_are_no_columns_or_triggers(database) ->
 
 
 class TakesAway(migrations.Migration):
-    """A migration that processes of the previous release cannot run with."""
+    """A migration after which processes of the previous release cannot run."""
 
     operations = (
         migrations.RunPython(refuse_beside_workers, refuse_beside_workers),

@@ -1,4 +1,4 @@
-"""How many rows PostgreSQL reads for a claim: few, whatever its statistics say."""
+"""For a claim, PostgreSQL reads few rows, whatever its statistics say."""
 
 from __future__ import annotations
 
@@ -376,8 +376,8 @@ def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
 
 @pytest.mark.parametrize("analyzed", [True, False])
 def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
-    """It reads no others whether it finds one letter or none, and whatever the
-    statistics say."""
+    """The search reads only the letters that it finds, even if there is none, and
+    whatever the statistics say."""
     DeadLetter.objects.all().delete()
     DeadLetter.objects.create(
         message_id=uuid.uuid4(), destination="q", fingerprint="f", correlation_id="c"

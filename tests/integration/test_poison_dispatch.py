@@ -67,7 +67,8 @@ def store(*destinations: str, **more: Any) -> None:
 
 
 def settle(relay: Way) -> None:
-    """Relay as often as the poison message has attempts, each time when it is due."""
+    """Relay once for each attempt of the poison message, each time when that attempt is
+    due."""
     for _ in range(ATTEMPTS):
         OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).update(
             due_at=Now()

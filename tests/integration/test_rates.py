@@ -78,7 +78,7 @@ def test_messages_over_the_rate_wait_for_their_slots(mode: Any) -> None:
 
 
 def test_a_busy_thread_takes_several_slots_with_one_statement() -> None:
-    """It does so only if the rate is not reached."""
+    """The thread takes several slots only if the rate is not reached."""
     with declared(effect, rate="9000000/m") as one:
         for _ in range(40):
             put(one.destination)

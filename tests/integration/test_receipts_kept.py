@@ -137,8 +137,8 @@ def test_the_lane_waits_for_a_database_that_refuses_connections(
 
 
 def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease is far shorter than the broker takes. It is renewed, and no other relay
-    sends a second copy."""
+    """The broker takes far longer than the lease. The lease is renewed, and no other
+    relay sends a second copy."""
     slow = threading.Event()
 
     def take_ones_time() -> None:

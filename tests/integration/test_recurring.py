@@ -50,8 +50,8 @@ class Clock:
 def keeping(
     expression: str = "* * * * *", **options: Any
 ) -> Iterator[tuple[Clock, Timekeeper]]:
-    """Declare a recurring message, with a timekeeper that has already checked once, at
-    noon."""
+    """Declare a recurring message. Returns a timekeeper that has made its first check,
+    at noon."""
     options.setdefault("tz", "UTC")
     one = every(expression, options.pop("destination", "tests.tick"), **options)
     clock = Clock()

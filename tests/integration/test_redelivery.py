@@ -199,8 +199,8 @@ def test_blocking_keeps_the_order() -> None:
 
 @modes
 def test_a_stop_during_a_blocking_wait_loses_nothing(transaction: Any) -> None:
-    """The attempts made so far count; the next one, which was being waited for, does
-    not."""
+    """The attempts made so far count. The next attempt, for which the thread was
+    waiting, does not count."""
     slow = policy(mode="blocking", initial_delay=600.0, max_delay=600.0)
     script = Script(ValueError())
     with declared(script, transaction=transaction, redelivery=slow) as stage:

@@ -1,9 +1,9 @@
 """Real servers that say "not here, not now", or nothing: full queues, a permission that
 is taken away, an alarm, a full store.
 
-No message is blamed, all arrive in the order of their keys once the server takes them
-again, and another destination loses nothing meanwhile. `make soak` keeps each state up
-for TXMSG_SOAK_SECONDS (an hour, say).
+No message counts an attempt, and all arrive in the order of their keys when the server
+accepts them again. Messages to another destination arrive meanwhile. `make soak` keeps
+each state up for TXMSG_SOAK_SECONDS (an hour, say).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ PAUSES = 0.5
 
 @contextmanager
 def relayed(url: str) -> Iterator[None]:
-    """Relay to a broker with MAX_ATTEMPTS 2: a message that counts two attempts is
-    dead."""
+    """Relay to a broker with MAX_ATTEMPTS 2, so that a message with two counted
+    attempts is dead."""
     relay = {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": 2, "BREAKER_MAX_PAUSE": PAUSES}
     with (
         txmsg(BROKERS={"default": {"URL": url}}, RELAY=relay),
@@ -122,7 +122,8 @@ def trials(
 
 
 def arrived(destination: str) -> list[int]:
-    """Receive the arrived messages, each once, in the order of the first copies."""
+    """Receive the arrived messages without copies, in the order in which they first
+    arrived."""
     found: dict[str, int] = {}
     for one in drained(destination):
         found.setdefault(one.headers["txmsg-id"], int(one.body))

@@ -62,7 +62,7 @@ def ask(*statements: str) -> None:
 
 @contextmanager
 def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
-    """A trigger refuses inserts, as for a quota."""
+    """A trigger refuses inserts, as a quota would."""
     if connection.vendor != "postgresql":
         sql = f"CREATE TRIGGER refusing BEFORE {event} ON {table}"
         ask(f"{sql} BEGIN SELECT RAISE(ABORT, 'quota exceeded'); END")
@@ -85,8 +85,7 @@ def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
 
 @contextmanager
 def no_superuser() -> Iterator[None]:
-    """New connections have the privileges of a role that has only rights on our
-    tables."""
+    """New connections use a role that has rights on our tables only."""
     ask(
         "CREATE ROLE limited",
         "GRANT ALL ON ALL TABLES IN SCHEMA public TO limited",
@@ -157,7 +156,8 @@ def handler(message: Message) -> None:
 
 
 def refused_often(threads: Any) -> Callable[[], bool]:
-    """Return whether one thread was refused more often than a message has attempts."""
+    """Return whether the statements of one thread were refused more often than a
+    message has attempts."""
 
     def said() -> bool:
         return any(one._undecided._failures >= MANY for one in threads)
@@ -340,7 +340,7 @@ def ends_refused() -> Iterator[None]:
 
 
 def too_large(message: Message) -> None:
-    """Sort more data than the server has room for."""
+    """Sort more data than fits on the server's disk."""
     Effect.objects.create(name=str(message.body), message_id=str(message.id))
     if message.body == "large" and Effect.room:  # type: ignore[attr-defined]
         Effect.room -= 1  # type: ignore[attr-defined]
@@ -473,7 +473,8 @@ def test_refusals_are_logged_at_most_once_a_second(
 
 
 def insert_by_hand(message: Message) -> None:
-    """An error of a cursor, unlike one of the ORM, is unknown to Django."""
+    """Cause an error by a cursor. Django does not notice such an error, as it notices
+    errors of the ORM."""
     with connection.cursor() as cursor:
         cursor.execute(
             f"INSERT INTO {Effect._meta.db_table} (name, message_id)"
@@ -541,8 +542,8 @@ def fillable() -> Iterator[None]:
 def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
     fillable: None, batch: int
 ) -> None:
-    """Without the mend, what the handler had sent was lost, and what it did next was
-    committed."""
+    """Before this was mended, the handler's earlier messages were lost, and its later
+    work was committed."""
     attempts: list[int] = []
 
     def handler(message: Message) -> None:

@@ -133,7 +133,7 @@ def test_a_batch_shares_the_round_trips_of_its_transaction(wire: Proxy) -> None:
 
 @contextmanager
 def rounds() -> Iterator[StageThread]:
-    """Begin a run, and give the thread of its steps."""
+    """Begin a run, and return the stage thread that executes its steps."""
     with at_hand(Round):
         begin, go_on = map(thread_of, stages.find(["tests.round", "tests.round.steps"]))
         try:

@@ -167,7 +167,7 @@ def test_a_process_is_never_given_the_ports_of_another() -> None:
 
 
 class Leader(services.Server):
-    """A process that has started another one, like a wrapper."""
+    """A server's process that starts another process, as a wrapper script does."""
 
     name = "leader"
 

@@ -229,7 +229,7 @@ def test_1pc_with_ids_from_the_client_ends_as_a_dead_letter(
 def test_client_ids_in_mode_outbox_have_one_effect(
     destination: str, proxy: Proxy
 ) -> None:
-    """There is one row, one effect downstream, and no dead letter."""
+    """The test finds one row, one effect of the sent message, and no dead letter."""
     handler = ClientDecidesIds(proxy, f"{destination}.next")
     with declared(handler, destination) as stage:
         put(destination)

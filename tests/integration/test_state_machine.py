@@ -62,7 +62,7 @@ class Life(RuleBasedStateMachine):
         self.stage = stages.find([DESTINATION])[0]
 
     def teardown(self) -> None:
-        """Repair everything: each message arrives, and none twice."""
+        """Repair all faults, and check that each message takes effect once."""
         try:
             OutboxMessage.objects.update(lease_until=None, due_at=Now())
             ship()

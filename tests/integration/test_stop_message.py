@@ -1,4 +1,4 @@
-"""`txmsg stop`: an operator takes back a message while its handler runs."""
+"""`txmsg stop`: an operator stops a message while its handler runs."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Program:
         assert list(ids) == [row.id for row in self.world.rows if not row.cancelled]
 
     def _undo(self, entered: World) -> None:
-        """Roll an inner block back by hand, and stay in it."""
+        """Roll back an inner block by hand, and continue inside the block."""
         if connection.savepoint_ids:
             with connection.cursor() as cursor:
                 sid = connection.savepoint_ids[-1].strip('"')
@@ -298,8 +298,8 @@ def _run_in_stage(work: Callable[[], None]) -> None:
 
 
 def _run_in_batch(work: Callable[[], None]) -> None:
-    """Run it beside a message that succeeds, and one that changes sent messages and
-    fails."""
+    """Run the work in a batch with two other messages: one succeeds, and one changes
+    sent messages and fails."""
     neighbours: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:

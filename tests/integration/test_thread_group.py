@@ -96,7 +96,7 @@ def test_all_threads_of_a_group_end_with_the_first_error() -> None:
 
 
 def hook() -> None:
-    """End the thread that the test names, in a function of the user."""
+    """Let a function of the user end the thread that the test names."""
 
     def receiver(**_: Any) -> None:
         raise GeneratorExit

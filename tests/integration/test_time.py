@@ -59,8 +59,8 @@ def processed() -> bool:
 def test_a_handler_longer_than_every_lease_runs_once(
     mode: Any, redelivery: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two other workers wait for its message, which is parked, or redelivered in
-    place."""
+    """The message is parked, or its thread waits for the next attempt. Two other
+    workers wait for the message."""
     monkeypatch.setattr(stage_thread, "LEASE", LEASE)
     runs: list[int] = []
 
@@ -286,8 +286,8 @@ def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
 
 @pytest.mark.postgresql
 def test_a_zone_of_the_alias_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds on a day of 23 or 25 hours, too. One statement stores a single
-    message, and another one stores many."""
+    """This holds on days of 23 and 25 hours, too. The test covers both statements: one
+    stores a single message, the other stores many."""
     given = connections.databases["default"]
     monkeypatch.setitem(
         connections.databases, "default", {**given, "TIME_ZONE": "Europe/Berlin"}

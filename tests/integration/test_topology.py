@@ -81,7 +81,8 @@ def test_two_services_on_one_topic_send_two_messages_to_a_third(
     options: dict[str, Any],
 ) -> None:
     """Both stages have the destination's name, which is the default, and send to the
-    same queue. It gets two messages, and neither is taken for a copy of the other."""
+    same queue. The third service gets two messages, and drops neither as a copy of the
+    other."""
     consumers = {"billing": "default", "shipping": "other"}
     for name, using in consumers.items():
         with service(name), declared(mail, TOPIC, using=using, **options) as stage:

@@ -88,8 +88,8 @@ def test_settled_message_frees_its_unique_key(end: str) -> None:
 @committing
 @pytest.mark.postgresql
 def test_reused_message_leaves_after_the_reusing_commit() -> None:
-    """If it left earlier, its receiver would not see the changes of the transaction
-    that reuses it."""
+    """If the message left earlier, its receiver would not see the changes of the
+    transaction that reuses the message."""
     with transaction.atomic():
         first = send(1)
     done: list[int] = []
@@ -430,7 +430,7 @@ def test_in_bulk_the_last_replacement_of_a_key_is_stored() -> None:
 
 @committing
 def test_of_concurrent_replacements_one_is_pending() -> None:
-    """Each replacement waits for the one before it, and cancels that one's message.
+    """Each replacement waits for the previous one to commit, and cancels its message.
     There is no deadlock."""
     start, failed = threading.Barrier(4), list[BaseException]()
 

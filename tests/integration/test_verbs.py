@@ -64,7 +64,7 @@ WAYS = [
 
 
 def needed(parser: CommandParser, way: list[str]) -> list[str]:
-    """Return a way with arguments that its last parser asks for."""
+    """Return a path with the arguments that its last parser requires."""
     below: argparse.ArgumentParser = parser
     for name in way:
         (verbs,) = (

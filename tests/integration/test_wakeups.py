@@ -1,4 +1,4 @@
-"""LISTEN and NOTIFY wake waiting processes, and nothing depends on them.
+"""LISTEN and NOTIFY wake waiting processes, but no message depends on them.
 
 The processes poll once in ten minutes here, so whatever happens sooner was caused by a
 notification.

@@ -1,5 +1,5 @@
-"""A reader who follows a delivery into its handler opens few files, and returns to them
-rarely: counted while one runs."""
+"""A reader who follows a delivery into its handler opens few files, and rarely returns
+to one. The test counts both while a delivery runs."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def shared(kind: type[S]) -> S:
 
 
 def _begin(kind: type[S]) -> S:
-    """Start a server for the first time. If it does not start on a busy machine, try
-    once more on other ports, which nobody knows yet."""
+    """Start a server for the first time. If it does not start, because the machine is
+    busy, try once more on other ports."""
     server = _new(kind)
     try:
         server.start()

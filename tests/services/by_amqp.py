@@ -10,7 +10,7 @@ from .stomp_server import PASSWORD, USER
 
 
 class ByAmqp:
-    """The AMQP ports of a RabbitMQ node. Everything else is passed on to the node."""
+    """The AMQP ports of a RabbitMQ node. All other attributes are those of the node."""
 
     name = "rabbitmq_amqp"
 

@@ -1,4 +1,4 @@
-"""Clean up after a test process that dies without doing so itself.
+"""Cleans up after a test process that was killed.
 
 The keeper is a separate process that holds the read end of a pipe. When the other end
 closes, for whatever reason (SIGKILL included), the keeper ends every process group and
@@ -31,7 +31,8 @@ class Keeper:
         self._tell(f"watch {group} {stop_signal}")
 
     def forget(self, group: int) -> None:
-        """Do not end this group any more: it has ended, and its id may be reused."""
+        """Do not end this group any more. It has ended, and another group may get its
+        id."""
         self._tell(f"forget {group} 0")
 
     def remove(self, directory: Path) -> None:

@@ -70,8 +70,8 @@ class PgBouncer(Server):
         return self.spawn([str(program), configuration], user=_user())
 
     def stop(self) -> None:
-        """Stop at once. From 1.23 on SIGQUIT does that, which earlier versions ignore;
-        they obey SIGTERM, after which later versions wait for all clients."""
+        """Stop at once. From 1.23 on, SIGQUIT does that, and SIGTERM waits for all
+        clients. Earlier versions ignore SIGQUIT, and stop at once on SIGTERM."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGQUIT)
         super().stop()

@@ -16,8 +16,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "servers_of_today.sh"
 
 @dataclass(frozen=True)
 class Root:
-    """The place of a server's programs: the name of a folder, or "" for this
-    machine."""
+    """The file system with a server's programs: the name of a folder, or "" for this
+    machine's own."""
 
     name: str = ""
 
@@ -34,8 +34,8 @@ class Root:
         return _roots() / self.name
 
     def find(self, *patterns: str) -> Path | None:
-        """Return the path of a program as seen inside the root: the last one that
-        matches."""
+        """Return the path of a program as seen inside the root. If several paths match
+        the pattern, return the last one."""
         for pattern in patterns:
             found = sorted(self.folder.glob(pattern.lstrip("/")), key=_version)
             if found:

@@ -218,8 +218,8 @@ class Server:
         )
 
     def _settle(self) -> None:
-        """End what is left of the process group, and let the keeper forget the
-        group."""
+        """End the remaining processes of the group, and remove the group from the
+        keeper's list."""
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -231,18 +231,17 @@ def free_port() -> int:
     """Return a free port that is given to no other server.
 
     A server binds its ports seconds after they were found, and again after it was
-    killed. Until then they must not go to another server, of this run or of a parallel
-    one.
+    killed. During that time no other server may get these ports, in this test run or in
+    a parallel one.
     """
     return next(_PORTS)
 
 
 def _ports() -> Iterator[int]:
-    """Yield the free ports of one block after the other, each port once.
-
-    The first port of a block is the lock on the block, held while this process lives.
-    The blocks lie below the ports that the kernel assigns to clients: a client that
-    retries a dead port of the kernel's range can connect to itself.
+    """Yield free ports, block by block, each port once. This process locks a block by
+    binding the block's first port as long as it lives. The blocks lie below the ports
+    that the kernel assigns to clients, because a client that retries a dead port in the
+    kernel's range can connect to itself.
     """
     blocks = random.SystemRandom()  # the tests' own seed may be that of another run
     while True:

@@ -1,4 +1,4 @@
-"""What both STOMP brokers share: users, TLS, and the first handshake."""
+"""The base class of both STOMP brokers, with users, TLS and the first handshake."""
 
 from __future__ import annotations
 

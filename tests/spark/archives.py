@@ -1,4 +1,4 @@
-"""Checks of a lake after an archive, made with a reader that is not ours."""
+"""Checks of a lake after an archive, by the Delta library's own reader."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PLACE, PLACED = "orders.place", "topic:orders.placed"
 
 @dataclass
 class Flow:
-    """The logs, and which messages were tampered with."""
+    """The logs, and the messages with a planted fault."""
 
     logs: dict[str, Log]
     planted: dict[str, set[str]] = field(default_factory=dict)

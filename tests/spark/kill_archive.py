@@ -68,7 +68,7 @@ def main(plan: list[dict[str, Any]]) -> None:
 
 
 def requeue(source: SourceSpec) -> None:
-    """Reactivate a row of the first batch, as an operator may do."""
+    """Make a row of the first batch pending again, as an operator may do by SQL."""
     from django_txmsg.spark.connection import connect_plain
 
     connection = connect_plain(source)

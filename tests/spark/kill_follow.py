@@ -30,7 +30,8 @@ OPTIONS = FollowOptions(
 
 
 class Telling(Webhook):
-    """Dies after the webhook has accepted the alert, and before that is recorded."""
+    """Dies after the webhook has accepted the alert, before the delivery is
+    recorded."""
 
     def post(self, message: Any, stop: threading.Event) -> bool:
         assert super().post(message, stop)

@@ -88,8 +88,8 @@ class Log:
         self.insert("django_txmsg_outboxmessage", complete)
 
     def send_many(self, count: int, *, every: float = 1.0, **values: Any) -> None:
-        """Add `count` rows with different bodies, one `every` given number of
-        seconds."""
+        """Add `count` rows with different bodies, stored `every` seconds one after the
+        other."""
         self.send(
             [
                 {"created_at": LONG_AGO + dt.timedelta(seconds=every * number),

@@ -1,8 +1,8 @@
 """Settings for one of the example project's services, run alone.
 
 In the example project all three apps run in one process group. Here each app is a
-service with its own database, and they share the broker's. Nothing is dispatched
-automatically: the test decides when.
+service with its own database, and all of them share the broker's database. Nothing is
+dispatched automatically: the test decides when.
 """
 
 from __future__ import annotations

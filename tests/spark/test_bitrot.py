@@ -1,4 +1,4 @@
-"""Every reader notices a flipped bit in the lake, and passes no such data on."""
+"""Every reader notices a flipped bit in the lake, and returns no data of that file."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def test_corrupt_files_enter_neither_journeys_nor_verdicts(
 def test_a_replay_stores_nothing_that_is_not_as_it_was_proven(
     spark: Any, make_log, lake: LakeSpec
 ) -> None:
-    """This also holds for files whose pages have no checksums, from an early release or
-    another tool."""
+    """The test also covers files whose pages have no checksums, as early releases and
+    other tools write them."""
     log: Log = make_log("sqlite")
     log.send_many(50)
     archive(spark, log, lake)

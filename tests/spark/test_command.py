@@ -89,8 +89,8 @@ def test_a_number_that_would_archive_nothing_or_never_rest_is_refused(
 
 
 def test_brokers_of_celery_are_named_to_reconcile() -> None:
-    """Plain Celery tasks leave no inbox row. They must be `external`, and never lost,
-    because lost messages are replayed."""
+    """Plain Celery tasks leave no inbox row. The verdict must be `external` and never
+    lost, because lost messages are replayed."""
     brokers = {
         "default": {"URL": "database://"},
         "tasks": {"URL": "celery://shop.celery:app"},
@@ -124,7 +124,7 @@ def test_settings_describe_the_lake(monkeypatch) -> None:
 
 
 def test_a_job_connects_as_the_alias_does(monkeypatch) -> None:
-    """If it connected otherwise, it could read another schema, as another user, over an
+    """With other options, a job could read another schema, as another user, over an
     unencrypted connection."""
     given = {
         "ENGINE": "shop.database",  # a project's own, made of Django's

@@ -37,8 +37,9 @@ Counts = dict[str, dict[str, int]]
 
 
 def processed(log: Log, start: dt.datetime, count: int = 4) -> list[uuid.UUID]:
-    """Store messages of a queue, one each second, and return their ids. The first is
-    processed two seconds after it was sent, the last `count` + 1 seconds after."""
+    """Store messages of a queue, one each second, and return their ids. The first
+    message is processed two seconds after it was sent, and the last one `count` + 1
+    seconds after."""
     ids = [uuid.uuid4() for _ in range(count)]
     log.send(
         [
@@ -205,8 +206,8 @@ TOPIC = "topic:orders.placed"
 def told(
     log: Log, start: dt.datetime, *stages: str, count: int = 3, lost: str = ""
 ) -> list[uuid.UUID]:
-    """Store messages of a topic, one each second, which all stages have processed: only
-    the second one is lost at one of them."""
+    """Store messages of a topic, one each second. All stages have processed them,
+    except that one stage has not received the second message."""
     ids = [uuid.uuid4() for _ in range(count)]
     sent = [
         {"message_id": one, "destination": TOPIC, "created_at": start + number * SECOND}
@@ -225,7 +226,7 @@ def told(
 
 
 def restored(lake: LakeSpec, backup: Path) -> None:
-    """Bring a lake back."""
+    """Restore a lake from a backup."""
     shutil.rmtree(lake.uri.removeprefix("file://"))
     shutil.copytree(backup, lake.uri.removeprefix("file://"))
 

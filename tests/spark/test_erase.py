@@ -31,8 +31,8 @@ SECRET = "a-secret-of-anns"
 
 
 def log_of_a_person(log: Log) -> uuid.UUID:
-    """Three messages in every table that can contain them; one of them is to be
-    erased."""
+    """Store three messages in every table that can contain messages. One of them will
+    be erased."""
     log.send_many(2)
     ann, session = uuid.uuid4(), uuid.uuid4()
     log.send(

@@ -56,7 +56,7 @@ def spec(tmp_path: Path) -> JobSpec:
 
 
 def archive(spec: JobSpec) -> dict[str, int]:
-    """Archive all that is settled, and return the rows by table of flows."""
+    """Archive all settled rows. Returns the archived rows of each table of flows."""
     counts = run(spec, "archive", "--older-than", "0s", "--no-vacuum")["counts"]
     return {table.name: counts[table.name] for table in FLOWS}
 
@@ -138,7 +138,7 @@ def test_a_lake_without_bodies_has_no_state_of_a_flow(
 
 
 def test_with_a_lake_pruning_leaves_runs_to_the_archive(spec: JobSpec) -> None:
-    """Batches are not archived: a run can leave once they are pruned."""
+    """Batches are not archived. A run is archived after its batches are pruned."""
     run_ = answered("A-1")
     Batch.objects.create(run=run_, turn=run_.run_id, total=0, enough=0)
     kept = {"FLOWS": 0}
@@ -176,8 +176,8 @@ def test_healthy_runs_have_no_verdict(spark: Any, spec: JobSpec, archived: str) 
 def test_what_a_flow_has_lost_is_found(
     spark: Any, spec: JobSpec, archived: str
 ) -> None:
-    """Each planted fault has its verdict, in a database and in the lake; and it is gone
-    as soon as it is mended."""
+    """Each planted fault has its verdict, in a database and in the lake. The verdict is
+    gone when the fault is mended."""
     failed("A-0")
     undelivered, forgotten, unasked = answered("A-1"), failed("A-2"), failed("A-3")
     Run.objects.filter(pk=undelivered.pk).update(caller={"txmsg-reply-to": "x.steps"})

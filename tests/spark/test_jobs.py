@@ -40,8 +40,8 @@ RUNS = Table("runs", "", "", (), "", ("",))
 
 @pytest.fixture
 def words(tmp_path: Path) -> dict[str, list[str]]:
-    """The options that each job needs, in an order in which every job has work to
-    do."""
+    """The options that each job needs. The jobs are in an order in which each of them
+    has work to do."""
     people = tmp_path / "people.json"
     people.write_text('{"name": "Ann"}\n{"name": "Bob"}\n')
     jobs = {

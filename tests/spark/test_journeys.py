@@ -241,7 +241,7 @@ def log_of(lake: LakeSpec) -> int:
 
 
 class Killed(Exception):
-    """Stands for the death of the process."""
+    """The exception that stands for the death of the process."""
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,8 @@ def test_archived_and_live_rows_of_a_message_are_judged_together(
 def test_with_journeys_and_without_all_is_judged_alike(
     spark, make_log, lake: LakeSpec, tmp_path: Path, seed: int
 ) -> None:
-    """The messages are archived, live, or in a batch that a killed run has left."""
+    """Some messages are archived, some are live, and some are in a batch that a killed
+    run has left."""
     log: Log = make_log("sqlite")
     spec, rng, known = JobSpec((log.spec,), lake), random.Random(seed), []
     options = ReconcileOptions(grace=dt.timedelta(0), many=0)

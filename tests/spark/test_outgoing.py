@@ -228,7 +228,7 @@ def test_replay_excludes_replayed_messages_by_default(
 
 
 def in_both_places(spark, log: Log, lake: LakeSpec) -> JobSpec:
-    """Store messages of each outcome, in the database and in the lake."""
+    """Store messages of each outcome, some in the database and some in the lake."""
     ended = {"dispatched_at": None, "dead_at": LONG_AGO}
     dead = {**ended, "last_error": "expired: at noon"}
     cancelled = {**ended, "last_error": "cancelled: by ada", "cancelled_at": LONG_AGO}

@@ -1,5 +1,5 @@
-"""Which stages listen to which topic, and which services' clocks differ, as messages
-show it."""
+"""What the messages show: which stages listen to which topic, and which services'
+clocks differ."""
 
 from __future__ import annotations
 

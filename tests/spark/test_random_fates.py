@@ -63,7 +63,7 @@ refused: set[uuid.UUID] = set()
 
 
 def handle(message: Message) -> None:
-    """Do what the message's body demands."""
+    """Succeed or fail, as the message's body requires."""
     match message.body:
         case "refuse":
             raise Refuse("no")
@@ -105,7 +105,8 @@ class Services:
                 step(self.stages[name], times)
 
     def lose(self, queue: str, *messages: Message) -> None:
-        """Delete these messages of a queue, or all, as a broker that loses them."""
+        """Delete these messages of a queue, or all of them, as if the broker had lost
+        them."""
         ids = {str(one.id) for one in messages}
         for row in QueueMessage.objects.filter(queue=queue):
             if not ids or row.headers["txmsg-id"] in ids:
@@ -422,7 +423,7 @@ def celery_in_memory() -> Iterator[None]:
 
 
 def replay(services: Services) -> None:
-    """Replay what was lost, by the package's own job, and let its fate come true."""
+    """Replay the lost messages by the package's own job, and process them."""
     pass_time(5 * HOUR)
     lost = [f"'{one.id}'" for one in chain.from_iterable(services.lost.values())]
     shops = JobSpec((source_spec("default", "shop"),))
@@ -528,7 +529,8 @@ def judged(spark: Any, spec: JobSpec, **more: Any) -> tuple[Counter[str], Any]:
 
 
 def play(spark: Any, lake: LakeSpec, seed: int, *, whole: bool = True) -> None:
-    """Judge the messages; if not `whole`, only while they lie in both places."""
+    """Judge the messages at each stage of their archiving; if not `whole`, only while
+    they are in the database and in the lake."""
     dice = random.Random(seed)
     ahead = dice.choice([0, 0, -3, 3]) * HOUR
     with playing(dice) as services:

@@ -46,7 +46,7 @@ def start(spec: JobSpec, *words: str) -> subprocess.Popen[bytes]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a job's end. It finds nothing wrong."""
+    """Wait until a job has ended, and check that it found nothing wrong."""
     _, errors = process.communicate(timeout=280)
     assert process.returncode == 0, errors.decode()[-3_000:]
 
@@ -54,8 +54,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def kill(
     process: subprocess.Popen[bytes], begun: Callable[[], bool], within: float
 ) -> bool:
-    """Kill a job and its children within some seconds of its beginning. Return whether
-    it was still running."""
+    """Kill a job and its children at a random instant after its start. Return whether
+    the job was still running."""
     wait_until(lambda: begun() or process.poll() is not None, deadline=250)
     try:
         process.wait(timeout=within)

@@ -120,7 +120,7 @@ def test_replay_skips_letters_processed_meanwhile(spark: Any, spec: JobSpec) -> 
 def test_replaying_thousands_of_letters_is_one_operation(
     spark: Any, spec: JobSpec
 ) -> None:
-    """There is one rate, one pause and one audit entry, not one for each letter."""
+    """All letters have one rate, one pause and one audit entry together."""
     number = 6_000
     DeadLetter.objects.bulk_create(
         make.DeadLetterFactory.build(destination="orders.other", stage="")

@@ -1,5 +1,5 @@
 """The lake or the database comes from a backup: each row is kept once, or an error says
-what to do. Every backup here is really made, and really restored."""
+what to do. The tests make and restore real backups."""
 
 from __future__ import annotations
 

@@ -281,8 +281,8 @@ def archivable(table: str) -> bool:
 
 
 def agree_on_settled(table: str, what: str, expected: bool) -> None:
-    """Check that pruning and archiving either both delete the only row, or neither
-    does."""
+    """Check that pruning and archiving agree: both delete the only row, or both leave
+    it."""
     model = {"outbox": OutboxMessage, "inbox": InboxMessage, "dead_letters": DeadLetter}
     asked: Asked = {"pipeline archive": lambda: archivable(table)}
     if table in model:

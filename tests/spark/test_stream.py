@@ -230,7 +230,7 @@ class Reading:
 
 @pytest.fixture(params=["as here", "as 4.1"])
 def asking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spark's way of querying a stream, in this version and in an earlier one."""
+    """The ways in which this version of Spark and an earlier one query a stream."""
     if request.param == "as 4.1":
         monkeypatch.setattr(pyspark, "__version__", "4.1.0")
 

@@ -1,5 +1,5 @@
-"""Lake and live databases read as one log: each row once, and no file or row without
-need."""
+"""Lake and live databases are read as one log. Each row is read once, and unneeded
+files and rows are not read."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class ThreeServices:
         assert len(lost) == len(self.met[fate])
 
     def _let_strangers_in(self) -> None:
-        """Send copies under ids, and of orders, that no service has sent."""
+        """Send messages with ids, or about orders, that no service has sent."""
         strangers = self.ask(
             "broker",
             f"{_COPY} SELECT queue, jsonb_set(headers, '{{txmsg-id}}',"

@@ -73,8 +73,8 @@ def test_a_lane_that_waits_ends_when_it_is_stopped(stack) -> None:
 
 
 def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> None:
-    """Neither of two lanes held its messages alone. The lane that ends last claims
-    again, and is then alone."""
+    """Two lanes hold messages at the same time, so neither may claim the large body.
+    The lane that ends last claims again, and is then alone."""
     budget = Budget(4)
     with ExitStack() as first:
         enter(budget, first)
@@ -92,8 +92,8 @@ def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> Non
 
 
 def test_a_lane_claims_again_if_another_lane_locked_a_large_row(stack) -> None:
-    """The other lane's claim has locked the large row without taking it, and so has
-    hidden it."""
+    """The claim of the other lane has locked the large row without taking it, so this
+    lane did not see the row."""
     budget, first = Budget(4), ExitStack()
     one = enter(budget, first)
     with ExitStack() as second:

@@ -27,7 +27,7 @@ careless = Celery("careless", set_as_current=False, broker="amqp://")
 
 @careless.task(base=OnceTask, acks_late=False, shared=False)
 def lost() -> None:
-    """A task that Celery acknowledges before the task's work is done."""
+    """A task that Celery acknowledges before it executes the task."""
 
 
 def nothing() -> None:

@@ -97,15 +97,15 @@ def test_text_and_traceback_are_there_and_bounded() -> None:
 
 
 def as_the_package_caught(call: Callable[[], object]) -> BaseException:
-    """Return the error of a call, with the traceback that begins inside the package."""
+    """Return the error that a call raises. Its traceback begins inside the package."""
     with pytest.raises((ValueError, ConfigurationError)) as caught:
         call()
     return caught.value.with_traceback(caught.tb.tb_next)
 
 
 def test_traceback_begins_with_the_application() -> None:
-    """The lines in which the package calls the handler would push the user's line off
-    the page."""
+    """The package's own lines would fill the page, and the user's line would not be
+    visible."""
 
     def handler(message: Any) -> None:
         raise raised(ValueError("no stock"))

@@ -32,8 +32,8 @@ pytestmark = [
 def fork_without_python() -> int:
     """Fork without Python's hooks, while both sides hold Python's lock (the GIL).
 
-    No other thread may have asked for the lock: the child would release it and wait
-    for ever for that thread, which does not exist in the child."""
+    No other thread may wait for that lock. Otherwise the child would release the lock
+    for that thread, which does not exist in the child, and wait for ever."""
     interval, library = sys.getswitchinterval(), ctypes.PyDLL(None)
     sys.setswitchinterval(60)  # seconds until another thread asks for the lock
     select.select([], [], [], 0)  # let the threads run that have asked already
@@ -48,7 +48,7 @@ def fork_without_python() -> int:
 def test_a_forked_process_makes_ids_of_its_own(
     fork: Callable[[], int], make: Callable[[], object]
 ) -> None:
-    """Two ids may have nothing in common but the time in them."""
+    """Only the time in two ids may be equal."""
     reader, writer = os.pipe()
     child = fork()
     if child == 0:  # pragma: no cover - the other process
@@ -66,8 +66,8 @@ def test_a_forked_process_makes_ids_of_its_own(
 
 
 def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
-    """Otherwise each such process would go on with the same ordinal, and derive the
-    same ids for its messages."""
+    """Otherwise all such processes would count on from the same ordinal, and derive the
+    same ids for different messages."""
     cause = Message(id=new_id(), destination="tests.q", body=None)
     with in_scope(Scope(session_id=cause.id, cause=cause, stage="tests")):
         child = os.fork()

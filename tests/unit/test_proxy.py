@@ -14,7 +14,7 @@ from tests.faults import ANSWERS, REQUESTS, Proxy, wait_until
 
 @pytest.fixture
 def echo_port() -> Iterator[int]:
-    """A server that answers every byte with itself."""
+    """The port of a server that sends back all bytes that it receives."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer(connection: socket.socket) -> None:

@@ -29,7 +29,7 @@ def _log_of_its_own() -> Iterator[None]:
 
 
 def lines() -> list[str]:
-    """Return what `txmsg run` prints itself about two messages."""
+    """Return the lines that `txmsg run` itself prints about two messages."""
     printed: list[str] = []
     with Lines(printed.append, no_style(), ()).printing():
         signals.announce(

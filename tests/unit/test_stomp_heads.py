@@ -1,5 +1,5 @@
-"""A frame made from the shared headers of its batch equals the frame of its message
-alone."""
+"""A frame made with the shared headers of a batch equals the frame of the same message
+sent alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""No class of ours *is* a thread, a process or a dict: a new Python might give those
-classes an attribute whose name we use."""
+"""No class of ours inherits from thread, process or dict classes, because a new Python
+might give those classes an attribute with a name that we use."""
 
 from __future__ import annotations
 

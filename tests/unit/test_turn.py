@@ -19,8 +19,8 @@ A_WHILE = 0.2
 def another(
     turn: Turn, leave: threading.Event | None = None
 ) -> Iterator[threading.Event]:
-    """Run another lane. It sets the event when it is at the database, and stays there
-    until the test releases it."""
+    """Run another lane. The lane sets the event when it uses the database, and uses it
+    until the test sets `leave`."""
     came = threading.Event()
 
     def work() -> None:

@@ -1,4 +1,5 @@
-"""The middleware in the test's own process, with its control messages at hand."""
+"""Fixtures for the middleware in the test's own process, and for its control
+messages."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MIDDLEWARE = ["django_txmsg.middleware.OutboxMiddleware"]
 
 
 def txmsg(**http: Any) -> dict[str, Any]:
-    """Return settings with a broker apart from the orders' database."""
+    """Return settings with a broker outside the orders' database."""
     return {
         "SERVICE": "web",
         "BROKERS": {"default": {"URL": "database://other?poll=0.01"}},
@@ -34,7 +35,7 @@ def control_messages() -> int:
 
 
 def nothing_happened() -> bool:
-    """Return whether there are no data, no messages and no control messages."""
+    """Return whether no data, no message and no control message was stored."""
     return not (
         Order.objects.exists()
         or OutboxMessage.objects.exists()

@@ -62,13 +62,14 @@ def stand_still_before_the_commit() -> None:
 
 
 def before_the_send() -> None:
-    """Die in step 5: the rows are claimed, and the broker has received nothing."""
+    """Die in step 5, when the rows are claimed and the broker has received nothing."""
     for session in (DatabaseSession, StompSession):
         _die_in(session, "send", lambda session, batch, **_: len(batch) > 1)
 
 
 def before_the_mark() -> None:
-    """Die after the send: the broker has everything, and the rows are not marked."""
+    """Die after the send, when the broker has all messages and the rows are not
+    marked."""
     _die_in(OutboxManager, "mark_dispatched", lambda *_: True)
 
 
@@ -84,7 +85,8 @@ def _die_in(owner: Any, method: str, when: Any) -> None:
 
 
 def failing_commits() -> None:
-    """Step 4 fails: the database refuses every commit with a message in it."""
+    """Let step 4 fail: the database refuses the commit of every transaction that has
+    stored a message."""
     commit = BaseDatabaseWrapper._commit
 
     def refuse(connection: Any) -> Any:
@@ -98,19 +100,20 @@ def failing_commits() -> None:
 
 
 def stopped_before_the_insert() -> None:
-    """Stop a request that joins a control group, and kill it after its commit. It stops
-    before it has the group's lock."""
+    """Stop a request that joins a control group, and kill it after its commit. The
+    request stops before it has the group's lock."""
     _stop_a_joiner("_join", before=True)
 
 
 def stopped_after_the_insert() -> None:
-    """Stop such a request after its INSERT, before it knows whether the group's message
-    covers its rows."""
+    """Stop a request that joins a control group after its INSERT, before it checks
+    whether the group's message covers its rows."""
     _stop_a_joiner("_announce", before=True)
 
 
 def stopped_before_the_commit() -> None:
-    """Stop such a request when it knows whether the group's message covers its rows."""
+    """Stop a request that joins a control group after it has checked whether the
+    group's message covers its rows."""
     _stop_a_joiner("_announce", before=False)
 
 
@@ -148,7 +151,7 @@ def _stop_a_joiner(step: str, *, before: bool) -> None:
 
 
 def _stop_once() -> None:
-    """Stop, like a process that gets no processor time."""
+    """Stop this process once, as if it got no processor time."""
     try:
         os.close(
             os.open(os.environ["TXMSG_TEST_ONCE"] + ".stopped", os.O_CREAT | os.O_EXCL)

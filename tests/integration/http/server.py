@@ -1,4 +1,4 @@
-"""A real web server for the tests' views: gunicorn, its workers to be killed."""
+"""A real web server for the tests' views: gunicorn, whose workers the tests kill."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class WebServer:
             os.kill(pid, signal.SIGCONT)
 
     def go_on(self) -> None:
-        """Let the requests that the hook has stopped commit."""
+        """Let the stopped requests continue and commit."""
         Path(f"{self._once}.go").touch()
 
     def workers(self) -> list[int]:

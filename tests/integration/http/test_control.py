@@ -1,4 +1,5 @@
-"""The receiver of control messages: its findings and actions."""
+"""What the receiver of control messages finds out about a session, and what it does
+then."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def handle_to_the_end(delivery: Delivery) -> list[float]:
 
 
 def waits(limit: float, step: float) -> dict[str, object]:
-    """Settings that say how long to wait for a commit."""
+    """Settings for how long to wait for a commit."""
     return txmsg(MAX_COMMIT_DURATION=limit, COMMIT_DELAY_INCREMENT=step)
 
 
@@ -367,8 +368,8 @@ def test_a_commit_after_the_tombstone_fails(arrivals, heard) -> None:
 
 @on_postgresql
 def test_the_commit_wins_against_the_tombstone(arrivals, heard) -> None:
-    """The session has written its record and has not committed: no tombstone can be
-    written, and the control message comes back until the rows are there."""
+    """The session has written its record and has not committed. So no tombstone can be
+    written, and the control message is checked again until the rows are visible."""
     http = txmsg(
         CONTROL_MESSAGE_ORACLE="delay",
         MAX_COMMIT_DURATION=0.1,
@@ -555,8 +556,8 @@ def test_control_message_expires_at_the_broker() -> None:
 def test_session_that_can_never_be_checked_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
-    """A database without our tables is an example. The failure is logged, and the
-    control message is dropped in the end."""
+    """For example, the session's database may lack our tables. The failure is logged,
+    and the control message is dropped in the end."""
     monkeypatch.setattr(control_receive, "PATIENCE", 0.5)
 
     def broken(using: str, session_id: uuid.UUID) -> None:
@@ -581,8 +582,8 @@ def lease(seconds: float) -> dict[str, object]:
 
 
 def _forge(session_id: uuid.UUID, *, sign: bool = True, **facts: object) -> None:
-    """Send a control message of a session that does not exist; unsigned, it looks like
-    one of an earlier release."""
+    """Send a control message of a session that does not exist. Without `sign`, it looks
+    like a message of an earlier release."""
     body = facts.pop("body", b"")
     headers = {
         wire.MESSAGE_ID: str(uuid.uuid4()),
@@ -606,7 +607,7 @@ def _forge(session_id: uuid.UUID, *, sign: bool = True, **facts: object) -> None
 
 
 def _elsewhere(work: object) -> None:
-    """Do something on another connection, as another process would."""
+    """Run a function on another connection, as another process would do it."""
     errors: list[BaseException] = []
 
     def run() -> None:

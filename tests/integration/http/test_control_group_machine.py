@@ -67,7 +67,8 @@ class Requests:
         self.do(getattr(session, how))
 
     def kill(self) -> None:
-        """Lose the connection in the middle, as when the process is gone."""
+        """Close the connection in the middle of a request, as the death of the process
+        would do."""
 
         def die() -> None:
             connection.connection and connection.connection.close()
@@ -110,7 +111,7 @@ STEPS = ["keyed", "pass", "regret", "send"]
 
 
 class Groups(RuleBasedStateMachine):
-    """Long requests and short ones, a receiver, and time that passes for them all."""
+    """Long and short requests and a receiver, while time passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,8 +127,8 @@ class Groups(RuleBasedStateMachine):
         end=st.sampled_from(["commit", "wait, commit", "rollback", "kill", ""]),
     )
     def request(self, which: int, beside: bool, steps: list[str], end: str) -> None:
-        """A request continues, and perhaps ends; perhaps it begins beside a short one,
-        whose group it then joins."""
+        """Let a request continue, and perhaps end. A new request may begin beside a
+        short one, and then joins its group."""
         actor = self.actors[which]
         if beside:
             self.store()
@@ -150,7 +151,7 @@ class Groups(RuleBasedStateMachine):
             actor.end(end.removeprefix("wait, "))
 
     def store(self) -> None:
-        """A short request, which opens a group where none is open."""
+        """Run a short request. It opens a group if no group is open."""
         short = self.actors[2]
         short.begin()
         short.do(send, "")

@@ -81,7 +81,8 @@ def grouped(settings_for: Callable[..., override_settings]) -> Iterator[None]:
 
 @pytest.fixture
 def receiver(grouped: None) -> Iterator[Callable[[], None]]:
-    """Receive control messages from when it is called until the test ends."""
+    """Return a function that starts to receive control messages, until the test
+    ends."""
     stopping = threading.Event()
     receiving = control_thread.ControlThread(
         "default", stopping, Breaker("default", 1.0), Activity()
@@ -209,7 +210,8 @@ def test_a_transaction_around_it_may_take_its_time(grouped, receiver, heard) -> 
 
 
 def test_requests_under_traffic_wait_for_no_receipt(grouped, heard) -> None:
-    """After the first, messages are sent by a thread beside the requests."""
+    """The first request sends a control message itself. A thread sends the later
+    ones."""
     store("opens")
     mine = threading.get_ident()
     senders: list[int] = []
@@ -255,8 +257,8 @@ def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) 
 
 
 def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
-    """If it were not forgotten, every later control message would be held for as long
-    as the clock was ahead."""
+    """Otherwise every later control message would be held for as long as the clock was
+    ahead."""
     store()
     (groups_,) = control_group._groups.all()
     now = timezone.now()
@@ -380,7 +382,7 @@ def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
 def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
     grouped, count
 ) -> None:
-    """A session with few rows takes it in the same statement."""
+    """A session with few rows takes the lock in the statement that inserts them."""
     one, other = uuid.uuid4(), uuid.uuid4()
     with connection.cursor() as cursor:
         cursor.execute("SELECT clock_timestamp() - interval '1 hour'")
@@ -450,7 +452,8 @@ def test_broker_gets_one_control_message_per_window(grouped, destination) -> Non
 def test_a_standby_reports_no_outcome_until_it_is_promoted(
     postgres: PostgreSQL,
 ) -> None:
-    """A standby has no locks. After its promotion, no earlier transaction is open."""
+    """A standby does not have the primary's locks. After its promotion, no earlier
+    transaction is open."""
     one, long_ago = uuid.uuid4(), timezone.now() - dt.timedelta(hours=1)
     standby, asked = Standby(postgres), []
     here, there = (server.url("postgres") for server in (postgres, standby))

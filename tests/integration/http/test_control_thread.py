@@ -43,7 +43,7 @@ def settings_in_force(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def serving() -> Iterator[Callable[[], None]]:
-    """Run the thread; the function stops it, and insists on its end."""
+    """Run the thread. The returned function stops it, and checks that it ends."""
     stopping = threading.Event()
     serving_thread = control_thread.ControlThread(
         "default", stopping, Breaker("default", 1.0), Activity()
@@ -63,7 +63,7 @@ def serving() -> Iterator[Callable[[], None]]:
 
 
 def announce_what_never_ends(count: int) -> None:
-    """Leave control messages of sessions whose outcome is never known."""
+    """Store control messages of sessions whose outcome can never be found out."""
     with get_broker().open() as session:
         session.send(
             [

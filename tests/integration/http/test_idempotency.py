@@ -305,7 +305,7 @@ def test_idempotency_is_off_by_default() -> None:
 
 
 def test_a_key_is_stored_with_the_session_of_its_messages() -> None:
-    """The pipeline uses the session to erase the response together with the
+    """The pipeline needs the session's id to erase the response together with the
     messages."""
     post("a-key")
 

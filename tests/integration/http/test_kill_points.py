@@ -1,6 +1,7 @@
 """Web processes killed at every step of a request; no relay runs, only a consumer.
 
-Whatever was committed arrives and has its effects once; whatever was not, never does.
+A committed message arrives and has its effects once. A message that was not committed
+never arrives.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def has_arrived(number: str) -> bool:
 
 
 def assert_done_once(number: str) -> None:
-    """The order is there, its two messages had one effect each, and nothing is left."""
+    """Check that the order is stored, that each of its two messages had one effect, and
+    that no message is left."""
     assert Order.objects.filter(number=number).count() == 1
     assert effects(number) == [f"{number}:pay", f"{number}:ship"]
     wait_until(
@@ -145,9 +147,9 @@ def test_messages_leave_if_the_web_process_is_killed_after_the_commit(
 
 @pytest.mark.parametrize("txmsg", ["rabbitmq"], indirect=True)
 def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
-    """No relay runs, and nothing is dispatched after a commit. So all messages are sent
-    because of control messages: of processes killed after the commit, of failed
-    commits, and of live processes."""
+    """No relay runs, and nothing is dispatched after a commit. So only control messages
+    make messages leave. They come from processes that were killed after the commit,
+    from failed commits, and from live processes."""
     web = serve("after_the_commit", txmsg={"DISPATCH_ON_COMMIT": "off"})
     web.post_and_die("order?number=killed")
     consume()
@@ -292,7 +294,8 @@ def test_messages_arrive_once_after_a_kill_under_asgi(serve, consume) -> None:
 def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
     serve, consume, txmsg
 ) -> None:
-    """A process that joins a group is stopped at each step, while others continue."""
+    """At each step, a process that joins a group is stopped, while other processes
+    continue."""
     consumer = consume()
     steps = ("before_the_insert", "after_the_insert", "before_the_commit")
     webs = {

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "othe
 
 @pytest.fixture
 def client(web) -> Client:
-    """A client that gets a 500 instead of the view's exception."""
+    """A test client that gets a response 500 instead of the view's exception."""
     return Client(raise_request_exception=False)
 
 

@@ -71,8 +71,8 @@ def place(number: str) -> None:
 
 @pytest.mark.postgresql
 def test_a_control_message_names_the_transaction_of_its_session() -> None:
-    """The message does not name the transaction of another thread that has the session
-    in a copy of its context."""
+    """Another thread has the session in a copy of the context. The control message does
+    not name that thread's transaction."""
 
     def elsewhere() -> None:
         place("elsewhere")
@@ -91,8 +91,8 @@ def test_a_control_message_names_the_transaction_of_its_session() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_is_forked_in_a_session_commits_by_itself() -> None:
-    """The child does not use its parent's block, in which nothing was sent to the
-    server yet."""
+    """The parent's block has sent nothing to the server yet, and the child does not use
+    that block."""
     connections.close_all()
     with outbox_session() as session:
         child = multiprocessing.get_context("fork").Process(

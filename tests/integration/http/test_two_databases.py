@@ -1,7 +1,7 @@
 """Two databases with one service's name, one SECRET_KEY and one broker.
 
 A staging copy of production's settings, or a restored database beside its original:
-each takes control messages of the other out of the queue that they share.
+each of the two receives control messages of the other from the shared queue.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ HOOKS: list[str] = []
 
 
 class Answers:
-    """A middleware that makes a response of whatever a view raises."""
+    """A middleware that turns every exception of a view into a response."""
 
     def __init__(self, get_response: Any) -> None:
         self.get_response = get_response
@@ -59,7 +59,7 @@ class Answers:
 
 
 def nothing(request: HttpRequest) -> HttpResponse:
-    """Use no database, and have hooks nevertheless."""
+    """Use no database, but register hooks."""
     transaction.on_commit(lambda: HOOKS.append("ran"))
     if "undo" in request.GET:
         transaction.set_rollback(True)
@@ -67,7 +67,7 @@ def nothing(request: HttpRequest) -> HttpResponse:
 
 
 def read(request: HttpRequest) -> HttpResponse:
-    """Read a little."""
+    """Run one query that reads."""
     return JsonResponse({"orders": Order.objects.count()})
 
 
@@ -140,7 +140,7 @@ def others_have_written(more_than: int, seconds: float) -> None:
 
 
 def inner(request: HttpRequest) -> HttpResponse:
-    """Begin with a block of its own."""
+    """Run the view's work in an `atomic()` block."""
     with contextlib.suppress(RuntimeError), transaction.atomic():
         place("lost")
         raise RuntimeError
@@ -388,7 +388,8 @@ def test_a_get_that_writes_after_it_has_read_works_beside_a_writer(
 
 @pytest.mark.sqlite
 def test_a_template_that_writes_after_it_has_read_fails_once(client, writer) -> None:
-    """The view is not run again, but from then on its transaction locks first."""
+    """The view is not run again. But its later transactions begin with the write
+    lock."""
     middleware._writing.clear()
     paths = [f"/late_template?number={number}" for number in range(3)]
     assert [client.get(path).status_code for path in paths] == [500, 200, 200]
@@ -398,8 +399,8 @@ def test_a_template_that_writes_after_it_has_read_fails_once(client, writer) -> 
 
 @pytest.mark.sqlite
 def test_a_lock_of_another_database_is_not_the_session_s(client) -> None:
-    """The view is not run again: that would not help, and doubles what it does
-    elsewhere."""
+    """The view is not run again. That would not help, and would repeat the view's work
+    in other databases."""
     LOCKED.clear()
     assert client.get("/locked_elsewhere").status_code == 500
     assert len(LOCKED) == 1
@@ -463,7 +464,8 @@ def test_framework_400_rolls_back_with_the_setting(client, web) -> None:
 
 
 def test_a_test_that_never_commits_sends_no_control_message(client, heard) -> None:
-    """A TestCase does not roll back a broker: a sent message stays sent."""
+    """A broker does not take part in the rollback of a TestCase, so a sent message
+    would stay sent."""
 
     class Case(TestCase):
         databases = frozenset({"default", "other"})

@@ -1,4 +1,5 @@
-"""The views under test: one order and its two messages, and ways for it to go wrong."""
+"""The views under test. They place an order with two messages, and fail in several
+ways."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def place(number: str) -> list[str]:
 
 
 def order(request: HttpRequest) -> HttpResponse:
-    """Place an order, and then end as the query string requires."""
+    """Place an order, and then end in the way that the query string names."""
     number = request.GET.get("number") or request.POST["number"]
     ids = place(number)
     ending = request.GET.get("then", "")
@@ -68,7 +69,7 @@ def order(request: HttpRequest) -> HttpResponse:
 
 
 def rolled_back_part(request: HttpRequest) -> HttpResponse:
-    """Place an order inside a savepoint that is rolled back; keep another."""
+    """Place two orders. The savepoint of the first one is rolled back."""
     with contextlib.suppress(RuntimeError), transaction.atomic():
         place("lost")
         raise RuntimeError
@@ -111,7 +112,7 @@ async def in_async_view(request: HttpRequest) -> HttpResponse:
 
 
 async def in_async_view_right(request: HttpRequest) -> HttpResponse:
-    """Do what the error advises."""
+    """Send from an async view in the way that the error text advises."""
 
     def work() -> None:
         with outbox_session():

@@ -133,6 +133,6 @@ def watchdog() -> Iterator[None]:
 
 
 def ours() -> set[threading.Thread]:
-    """Return the threads of this package's JMS part. Those of other tests come and
-    go."""
+    """Return the threads of `django_txmsg.jms`. Threads of other tests may start and
+    end meanwhile."""
     return {one for one in threading.enumerate() if one.name.startswith("jms-")}

@@ -1,7 +1,7 @@
 """A socket server with one fault, for tests of the transport.
 
-The scripted broker speaks STOMP. These tests need a peer that hangs up, stops reading
-or never answers, without STOMP.
+These tests need a peer that hangs up, stops reading or never answers. The peer need not
+speak STOMP, as the scripted broker does.
 """
 
 from __future__ import annotations

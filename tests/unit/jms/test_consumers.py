@@ -1,4 +1,5 @@
-"""Receiving: one at a time, acknowledged one by one, bounded, never crashed."""
+"""A consumer receives and acknowledges messages one by one, buffers few of them, and
+survives malformed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How subscriptions, connections and threads end, also when something prevents it."""
+"""How subscriptions, connections and threads end, even if an error occurs meanwhile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Faults of stomp.py 9, each beside our transport, which does not have it.
-
-Each pair shows the fault in stomp.py itself, so that our workaround can be removed when
-the fault is fixed. If a test `test_stomp_py_...` fails, stomp.py has improved.
+"""Faults of stomp.py 9 that our transport does not have. For each fault, one test shows
+it in stomp.py itself, so that our workaround can be removed when stomp.py is mended. If
+a test `test_stomp_py_...` fails, stomp.py has improved.
 """
 
 from __future__ import annotations

@@ -353,7 +353,8 @@ def test_a_receipt_between_timeouts_keeps_the_connection(
 def test_a_receipt_that_beats_the_return_of_the_send_gives_one_callback_elsewhere(
     broker: ScriptedBroker, producer: jms.MessageProducer
 ) -> None:
-    """The broker's own receipt arrives after the other one, and is ignored."""
+    """The test's own receipt arrives first. The broker's receipt arrives later, and is
+    ignored."""
     link, listener = producer.session.link, Listener()
     put = link.writer.put
 
