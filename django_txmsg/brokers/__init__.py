@@ -1,8 +1,9 @@
 """Brokers by alias: `get_broker("default")` creates the broker that TXMSG["BROKERS"]
 names.
 
-To use a broker of your own, set its `"BACKEND"` to the path of a class. The class is a
-`Broker`, opens `Session`s, and passes `django_txmsg.testing.broker_suite`.
+To use a broker of your own, set `"BACKEND"` to the dotted path of a class. The class
+must be a subclass of `Broker`, open `Session`s, and pass
+`django_txmsg.testing.broker_suite`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """What must be known about a built-in broker before its client is imported."""
+    """A built-in broker's class, URL schemes and client library, without an import of
+    the client."""
 
     #: Its class, below this package.
     path: str
@@ -101,7 +103,7 @@ def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
 
 
 def find_broker(alias: str) -> Broker | None:
-    """Return a new Broker for this alias, or None where `get_broker()` would raise."""
+    """Return a new Broker for this alias, or None if `get_broker()` would raise."""
     try:
         return get_broker(alias)
     except (ConfigurationError, ValueError):
@@ -109,7 +111,7 @@ def find_broker(alias: str) -> Broker | None:
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    """Return the brokers of one kind by alias, as instances of that kind's class."""
+    """Return all configured brokers of one kind, by alias."""
     found = {alias: find_broker(alias) for alias in conf.get().BROKERS}
     return {a: one for a, one in found.items() if one is not None and one.kind == kind}
 
@@ -139,14 +141,14 @@ def make_broker(alias: str, url: str) -> Broker:
 
 
 def without_client(url: str) -> BuiltIn | None:
-    """Return the broker of a URL whose client is not installed."""
+    """Return the built-in broker of a URL if its client is not installed, else None."""
     found = BY_SCHEME.get(url.partition("://")[0].lower())
     absent = found and found.module and find_spec(found.module) is None
     return found if absent else None
 
 
 def _imported(alias: str, path: str) -> type[Broker]:
-    """Return the class that the path in `"BACKEND"` names."""
+    """Import and return the class that `"BACKEND"` names by its dotted path."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(import_module(module), name) if module else None

@@ -1,8 +1,8 @@
 """Hops 4 to 6 in the abstract: the interface of a broker for the relay and the
 consumer.
 
-A Broker is an address. A Session is one connection to it, owned by one thread. Every
-broker passes `django_txmsg.testing.broker_suite`; yours must, too.
+A Broker is the address of a message server. A Session is one connection to that server,
+owned by one thread. Every broker class must pass `django_txmsg.testing.broker_suite`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..errors import (
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to send. `delay` and `time_to_live` are in seconds. After its time to
-    live, a broker may drop a message that was not consumed."""
+    """A message to send. `delay` and `time_to_live` are in seconds. A broker may drop a
+    message that was not consumed within its time to live."""
 
     destination: str
     headers: Mapping[str, str]
@@ -37,11 +37,11 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One arrival of a message.
+    """One delivery of a message by a broker.
 
-    `headers` are the raw headers as text. `handle` belongs to the session, which needs
-    it to acknowledge. `problem` describes what could not be read of the headers, or is
-    "". `id_stays` says whether a redelivery has the same `broker_message_id`.
+    `headers` are the raw headers as text. The session needs `handle` to acknowledge the
+    delivery. `problem` describes a fault of the headers, or is "". `id_stays` says
+    whether a redelivery has the same `broker_message_id`.
     """
 
     destination: str
@@ -57,9 +57,9 @@ class Delivery:
 class Session(abc.ABC):
     """One connection to a broker. Not thread-safe.
 
-    All methods raise BrokerUnavailable if the connection is lost; then close the
-    session and open another one. Unacknowledged deliveries arrive again. A destination
-    is the name of a queue, or "topic:" and the name of a topic.
+    All methods raise BrokerUnavailable if the connection is lost. Then close the
+    session and open a new session. The broker redelivers unacknowledged messages. A
+    destination is the name of a queue, or "topic:" and the name of a topic.
     """
 
     @abc.abstractmethod
@@ -70,20 +70,21 @@ class Session(abc.ABC):
         isolate: bool = False,
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
-        """Send a batch, by the fastest way that proves that each message is stored.
+        """Send a batch of messages in the fastest way that proves that each message is
+        stored.
 
         Returns one outcome for each message: None (a receipt came), DispatchRejected
         (the broker never takes this message), DestinationUnavailable (the destination
         takes no messages now), DispatchUnknown (no answer), or DispatchHeld (an earlier
-        message of its key is not stored). `isolate` sends one at a time, to find the
-        message on which a broker hangs up. `timeout`, in seconds, limits how long each
-        step waits for receipts, if the broker gives any; by default it comes from the
-        URL.
+        message of its key is not stored). `isolate` sends one message at a time, to
+        find the message on which a broker closes the connection. `timeout`, in seconds,
+        limits how long each step waits for receipts, if the broker sends receipts. The
+        default for `timeout` comes from the URL.
         """
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
-        """Send messages that the broker holds back for their `delay`, and wait for the
-        receipts. In a transacted session, these messages are not part of its
+        """Send messages that the broker delivers after their `delay`, and wait for the
+        receipts. These messages are never part of a transacted session's
         transaction."""
         return self.send(batch)
 
@@ -91,34 +92,34 @@ class Session(abc.ABC):
     def subscribe(
         self, destination: str, *, prefetch: int, subscriber: str | None = None
     ) -> None:
-        """Start to receive from a destination. `subscriber` makes a topic's
-        subscription durable under that name. Called once per session, before the first
-        receive()."""
+        """Start to receive from a destination. For a topic, `subscriber` names a
+        durable subscription. Call this once per session, before the first receive()."""
 
     @abc.abstractmethod
     def receive(self, timeout: float) -> Delivery | None:
-        """Return the next delivery, or None if none arrived in `timeout` seconds;
-        always None while `prefetch` deliveries are unacknowledged.
+        """Return the next delivery, or None if no message arrives within `timeout`
+        seconds. Return None while `prefetch` deliveries are unacknowledged.
 
-        Minutes may pass between two calls, while a handler runs: the session still
-        holds its deliveries.
+        Minutes may pass between two calls, while a handler runs. The session must keep
+        its deliveries during that time.
         """
 
     @abc.abstractmethod
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Acknowledge without waiting for a receipt, because a lost acknowledgement
-        only costs a duplicate.
+        """Acknowledge deliveries without waiting for a receipt. If an acknowledgement
+        is lost, the only consequence is a duplicate.
 
-        In a transacted session, call it only while nothing is enlisted: it uses a
-        transaction of its own.
+        This uses a separate transaction in a transacted session, so call it there only
+        while no message is enlisted.
         """
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
-        """Store a copy with other headers in the queue that the delivery came from,
-        wait for the receipt, and acknowledge the delivery; do not call `ack()` for it.
+        """Send a copy of a delivery, with these headers, to the delivery's queue. Wait
+        for the receipt, then acknowledge the delivery. Do not call `ack()` for this
+        delivery.
 
-        Raises DispatchRejected or DestinationUnavailable, with the delivery still
-        unacknowledged, if the broker does not take the copy.
+        Raises DispatchRejected or DestinationUnavailable if the broker does not accept
+        the copy. The delivery is then still unacknowledged.
         """
         copy = Outgoing(delivery.destination, headers, delivery.body)
         for error in self.send_delayed([copy]):
@@ -130,31 +131,33 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def enlist(self, outgoing: Outgoing) -> None:
-        """Send within the broker's transaction; the first call begins it.
+        """Send a message within the broker's transaction. The first call begins the
+        transaction.
 
-        For transacted sessions only, like commit() and rollback().
+        Only a transacted session supports enlist(), commit() and rollback().
         """
 
     @abc.abstractmethod
     def commit(self, acks: Sequence[Delivery]) -> None:
-        """Acknowledge `acks` and commit, with a receipt.
+        """Acknowledge the deliveries `acks`, commit the transaction, and wait for the
+        receipt.
 
         Raises BrokerError if the transaction was rolled back or its outcome is unknown.
         """
 
     @abc.abstractmethod
     def rollback(self) -> None:
-        """Discard what the open transaction sends. Its deliveries stay unacknowledged,
-        and can be acknowledged or used in another transaction."""
+        """Discard the messages that the open transaction has sent. Deliveries stay
+        unacknowledged. The caller can acknowledge them, also in another transaction."""
 
     @abc.abstractmethod
     def ping(self) -> None:
-        """Return when the broker has answered a request."""
+        """Send a request and return when the broker has answered."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the connection; never raises. Unacknowledged deliveries go back to the
-        broker."""
+        """Close the connection. Never raises. The broker redelivers unacknowledged
+        messages."""
 
     def __enter__(self) -> Session:
         return self
@@ -169,11 +172,11 @@ class Session(abc.ABC):
 
 
 class Broker(abc.ABC):
-    """An address of a message server, by alias.
+    """The address of a message server, under an alias.
 
-    It is thread-safe, and holds no connection, nor anything else that a fork must not
-    share. Many sessions can be open at once. The attributes declare what it can do. A
-    class sets them, or its `__init__` does.
+    A broker is thread-safe. It holds no connection and no other object that is unsafe
+    after a fork. Many sessions can be open at once. The attributes declare the
+    abilities of the broker. A subclass sets them in its body or in `__init__`.
     """
 
     #: The alias of the Django database in which it stores its messages, or None for a
@@ -189,8 +192,9 @@ class Broker(abc.ABC):
     tls_scheme: str = ""
 
     def __init__(self, alias: str, url: str) -> None:
-        """`url` comes from TXMSG["BROKERS"]; it is "" if there is none. This connects
-        to nothing, imports nothing and raises nothing: check() reports errors."""
+        """`url` comes from TXMSG["BROKERS"], and is "" without a URL there. The
+        constructor must not connect, import a client or raise. The method check()
+        reports errors."""
         self.alias = alias
         self._url = url
 
@@ -198,21 +202,22 @@ class Broker(abc.ABC):
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> Session:
-        """Return a new Session. Raises BrokerUnavailable if there is no answer.
+        """Return a new Session. Raises BrokerUnavailable if the broker does not answer.
 
-        `subscriber` names a durable subscriber of topics, if the broker must know it
-        when connecting.
+        `subscriber` names a durable subscriber of topics. Some brokers need this name
+        at the time of the connection.
         """
 
     def hurried(self, timeout: float) -> Broker:
-        """Return this broker with all time-outs limited to `timeout` seconds, unless
-        its URL sets them; the same broker if that is not supported."""
+        """Return this broker with its default time-outs limited to `timeout` seconds.
+        Time-outs that the URL sets stay. A class without time-outs returns the same
+        broker."""
         return self
 
     @abc.abstractmethod
     def shares_topics(self) -> bool | None:
-        """Return whether several sessions can share a topic's subscription; None if
-        that is not known without a connection."""
+        """Return whether several sessions can share one subscription to a topic. Return
+        None if only a connection could show that."""
 
     @abc.abstractmethod
     def unsubscribe(self, topic: str, subscriber: str) -> None:
@@ -223,13 +228,14 @@ class Broker(abc.ABC):
         """
 
     def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
-        """Return the reason and the original destination of a message in the broker's
-        own dead-letter queue, from its headers; "" for what they do not contain."""
+        """Read the headers of a message in the broker's own dead-letter queue. Return
+        the reason and the original destination, each "" if the headers do not contain
+        it."""
         return "", ""
 
     @abc.abstractmethod
     def check(self) -> list[str]:
-        """Return descriptions of what is wrong with the URL. Connects to nothing."""
+        """Return a description of each error in the URL, without connecting."""
 
     def __repr__(self) -> str:
         # The URL may hold a password.
@@ -239,8 +245,8 @@ class Broker(abc.ABC):
 def one_by_one(
     batch: Sequence[Outgoing], send: Callable[[Outgoing], BrokerError | None]
 ) -> list[BrokerError | None]:
-    """Send messages one at a time. If one is not stored, hold back the later messages
-    of its key. Returns the outcomes."""
+    """Send messages one at a time, and return their outcomes. If a message is not
+    stored, do not send the later messages of its key."""
     outcomes: list[BrokerError | None] = []
     refused: set[str] = set()
     for one in batch:

@@ -1,8 +1,8 @@
-"""Hop 4 for Celery: the messages of tasks go to the broker from which Celery's workers
+"""Hop 4 for Celery: sends task messages to the broker from which Celery's workers
 receive.
 
-`celery://module:app` names an app; kombu sends the messages to that app's broker. Only
-Celery's workers receive from it.
+The URL `celery://module:app` names a Celery app. kombu sends the messages to the broker
+of that app. Only Celery's workers receive from this broker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FULL = frozenset({"OutOfMemoryError", "ReadOnlyError", "NoPermissionError"})
 
 
 class CelerySession(Session):
-    """One kombu connection with one channel."""
+    """A session that sends over one kombu connection with one channel."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -131,8 +131,9 @@ class CelerySession(Session):
         return outcomes
 
     def _declared(self, outgoing: Outgoing) -> Publication:
-        """Return the publication after declaring its queue. Raises BrokerError if it
-        cannot be published, and the transport's errors."""
+        """Return the publication of a message, after declaring its queue. Raises
+        BrokerError if the message cannot be published. Also raises the errors of the
+        transport."""
         publication = _publication(outgoing)
         for entity in publication.entities():
             try:
@@ -260,14 +261,15 @@ def _publication(outgoing: Outgoing) -> Publication:
 
 
 def ends(connection: Any, *, channels: bool) -> tuple[type[BaseException], ...]:
-    """Return the errors after which a connection, or its channel, cannot be used."""
+    """Return the exception classes after which a connection, or its channel, is
+    unusable."""
     more = connection.channel_errors if channels else ()
     return (*connection.connection_errors, *more, OSError)
 
 
 def _full(error: Exception) -> DispatchUnknown | None:
-    """Return the error if it means that Redis accepts no messages at all; None if Redis
-    refuses only this message."""
+    """Return a DispatchUnknown if the error means that Redis accepts no messages at
+    all. Return None if Redis refuses only this message."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ in _FULL or str(error).startswith(("MISCONF", "OOM")):
         return DispatchUnknown(text, written=False)
@@ -286,7 +288,8 @@ def send_only() -> NoReturn:
 
 
 def load_app(url: str) -> Any:
-    """Return the app that a celery:// URL names. Raises ConfigurationError."""
+    """Import and return the app that a celery:// URL names. Raises
+    ConfigurationError."""
     path = split_url(url).netloc
     module, _, name = path.partition(":")
     try:
@@ -302,7 +305,8 @@ def load_app(url: str) -> Any:
 
 
 def open_session(app: Any) -> CelerySession:
-    """Return a session with an app's broker. Raises BrokerUnavailable."""
+    """Connect to the broker of a Celery app, and return a session. Raises
+    BrokerUnavailable."""
     # This package requests confirms itself, for a whole batch. It reads nothing between
     # sends, so the server must not wait for heartbeats.
     connection = app.connection_for_write(
@@ -320,7 +324,7 @@ def open_session(app: Any) -> CelerySession:
 
 
 class CeleryBroker(Broker):
-    """The broker of a Celery app. Only messages of tasks are sent to it."""
+    """The broker of a Celery app. Sends only task messages."""
 
     consumable = False
     kind = "celery"

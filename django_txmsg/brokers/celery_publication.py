@@ -1,8 +1,9 @@
-"""Hops 2 and 4 for Celery: the arguments of one call of `producer.publish()`, as text.
+"""Hops 2 and 4 for Celery: stores the arguments of one `producer.publish()` call as
+text.
 
-A task's message is prepared where the task is called. A row of the outbox stores it,
-and the relay passes it to kombu unchanged. Its body is the row's body; everything else
-is in the row's header `celery`.
+The process that calls a task prepares the task's message. A row of the outbox stores
+the message, and the relay passes the message unchanged to kombu. The body of the
+message is the body of the row. The row's header `celery` holds all other arguments.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _KINDS: dict[str, Any] = {"exchange": Exchange, "queue": Queue, "binding": bindi
 
 @dataclass(slots=True)
 class Publication:
-    """One message as kombu would send it. `declare` are the queues and exchanges to
-    declare first, as texts; `then` are further messages, such as an event."""
+    """One message in the form in which kombu sends it. `declare` lists the queues and
+    exchanges to declare first, as text. `then` lists further messages to send
+    afterwards, such as an event."""
 
     body: bytes
     content_type: str
@@ -48,7 +50,8 @@ class Publication:
 
     @classmethod
     def make(cls, body: Any, given: Mapping[str, Any]) -> Publication:
-        """Return what `publish(body, **given)` would send, serialized and compressed.
+        """Return the message that `publish(body, **given)` would send, serialized and
+        compressed.
 
         Raises kombu's EncodeError for arguments that the serializer cannot write.
         """
@@ -81,13 +84,15 @@ class Publication:
         )
 
     def text(self) -> str:
-        """Return everything but the body and the body's type, for the row's header."""
+        """Return the publication as text for the row's header, without the body and its
+        content type."""
         return str(json.dumps(self._fields()))
 
     @classmethod
     def read(cls, text: str, body: bytes, content_type: str) -> Publication:
-        """Return the publication for a text from `text()` and its body. Raises
-        ValueError, KeyError or TypeError for any other text."""
+        """Return the publication from the result of `text()`, the body and its content
+        type. Raises ValueError, KeyError or TypeError if the text does not come from
+        `text()`."""
         return cls._from(json.loads(text), body, content_type)
 
     def _fields(self) -> dict[str, Any]:
@@ -118,8 +123,9 @@ class Publication:
 
     @property
     def has_a_queue(self) -> bool:
-        """Whether the message is for a queue, without which it would be lost. A message
-        to an exchange goes to the queues that are bound to it, whichever these are."""
+        """Whether the publication names a queue. Such a message must not be lost if the
+        queue is missing. A message to a plain exchange may reach any number of queues,
+        or none."""
         return not self.exchange or any(
             isinstance(one, Queue) for one in self.entities()
         )

@@ -1,7 +1,7 @@
 """Hops 4 to 6 without a broker: queues in tables of a Django database.
 
-This is `database://`. It needs no installation, and gives the guarantees of its
-database. A delivery is a lease; if a consumer dies, the lease ends, and another
+The URL is `database://`. This broker needs no installation, and has the guarantees of
+its database. A delivery is a lease. If a consumer dies, its lease ends, and another
 consumer gets the message. URL options: `database://ALIAS?lease=30&poll=0.1`, in
 seconds.
 """
@@ -42,8 +42,8 @@ _PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
 
 
 def read_headers(written: str) -> tuple[dict[str, str], str]:
-    """Return a row's headers as text, and a description of what is wrong with them, or
-    "". A row may be written by hand, and the column holds any JSON."""
+    """Return a row's headers as text, and a description of their fault, or "". The
+    column may hold any JSON, for example in a row that a person has inserted."""
     try:
         given = json.loads(written)
         if not isinstance(given, dict):
@@ -61,8 +61,8 @@ def read_headers(written: str) -> tuple[dict[str, str], str]:
 
 
 def priority(outgoing: Outgoing) -> dict[str, int]:
-    """Return the value of the column `priority` for a task whose priority is not the
-    default."""
+    """Return the value of the column `priority`. Return no value if the message is not
+    a task, or if the task has the default priority."""
     given = outgoing.headers.get(wire.TASK_PRIORITY, "")
     if not wire.is_task(outgoing.destination) or not _PRIORITY.fullmatch(given):
         return {}
@@ -81,7 +81,7 @@ ROOM_WAIT = 0.1
 
 
 class DatabaseBroker(Broker):
-    """Queue tables in the database of one alias."""
+    """Stores queues in tables of the database with one alias."""
 
     kind = "database"
 
@@ -125,7 +125,7 @@ class DatabaseBroker(Broker):
 
 
 class DatabaseSession(Session):
-    """The leases of one consumer or relay on the queues."""
+    """Sends to the queue tables, and holds the leases of one consumer."""
 
     #: Most seconds of work that a consumer claims from a queue ahead.
     AHEAD = 0.2
@@ -304,7 +304,8 @@ class DatabaseSession(Session):
         }
 
     def _tell(self) -> None:
-        """Wake processes that wait for rows that were just committed."""
+        """Notify the processes that wait for the rows that this session has just
+        committed."""
         topics, self._to_notify = self._to_notify, set()
         if topics and conf.get().NOTIFY:
             notify(self._using, topics)
@@ -363,7 +364,7 @@ class DatabaseSession(Session):
             self._share.held = sum(self._held.values())
 
     def _extend(self) -> None:
-        """Extend the lease of a message that a handler is still processing."""
+        """Extend the leases of all messages that this session holds."""
         if held := list(self._held):
             self._rows.extend(held, self._token, self._lease)
 

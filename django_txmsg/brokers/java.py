@@ -1,9 +1,10 @@
-"""Converts messages for JMS clients on ActiveMQ, and messages that Java programs sent.
+"""Converts messages to JMS clients on ActiveMQ, and messages from Java programs.
 
-A SEND with a content-length becomes a BytesMessage unless a header asks for text. A
-TextMessage's `getText()` throws on characters above U+FFFF, so JSON escapes them. Names
-of Java properties, also in selectors, cannot contain hyphens, so each of our headers
-has a twin without hyphens.
+ActiveMQ turns a SEND with a content-length into a BytesMessage, unless a header
+requests a TextMessage. The method `getText()` of a TextMessage throws on characters
+above U+FFFF, so these characters are escaped in JSON bodies. The name of a Java
+property cannot contain a hyphen, so each of our headers has a copy whose name has no
+hyphen.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _PAIR = re.compile(rb"\xed[\xa0-\xaf][\x80-\xbf]\xed[\xb0-\xbf][\x80-\xbf]")
 
 
 def for_java(headers: dict[str, str], body: bytes) -> bytes:
-    """Add to the headers what a JMS client needs, and return the body for it."""
+    """Add the headers that a JMS client needs to `headers`, and return the body for
+    that client."""
     for name, twin in wire.TWINS.items():
         if name in headers:
             headers[twin] = headers[name]
@@ -48,8 +50,8 @@ def text_for_java(content_type: str, body: bytes) -> bytes | None:
 def from_java(
     headers: Mapping[str, str], body: bytes
 ) -> tuple[Mapping[str, str], bytes]:
-    """Return headers and body as they were written: without the twins, and with Java's
-    surrogate pairs as single characters."""
+    """Return the original headers and body. Removes the copies of headers without
+    hyphens, and joins Java's surrogate pairs into single characters."""
     if KIND in headers or not wire.TWIN_NAMES.isdisjoint(headers):
         given = headers
         headers = {
@@ -77,8 +79,8 @@ def _is_text(content_type: str) -> bool:
 
 
 def _is_utf8(body: bytes) -> bool:
-    """Return whether a body is valid UTF-8. The content type of a foreign message may
-    be wrong."""
+    """Return whether a body is valid UTF-8 without NUL, whatever its content type
+    says."""
     if b"\x00" in body:
         return False
     try:

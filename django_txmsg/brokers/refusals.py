@@ -1,9 +1,9 @@
-"""Whether a broker refuses a message because of the message, or because of its
-destination's state.
+"""Decides whether a broker refused a message because of the message itself, or because
+of the state of its destination.
 
-A full queue or a missing permission may pass, and an operator can mend a queue of
-another type. A message that is too large, or that has a header of a wrong type, is
-refused each time.
+A full queue, a missing permission or a queue of the wrong type can be mended, and the
+broker then accepts the message. A broker always refuses a message that is too large or
+that has a header of a wrong type.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NACK = (
 
 
 def by_amqp(code: int, text: str) -> BrokerError:
-    """Return the outcome if RabbitMQ closes a channel on one message."""
+    """Return the outcome of a message on which RabbitMQ has closed the channel."""
     of_a_queue = code == _PRECONDITION_FAILED and _OF_A_QUEUE.search(text)
     if code in _CODES or of_a_queue:
         return DestinationUnavailable(text)
@@ -47,9 +47,9 @@ def by_amqp(code: int, text: str) -> BrokerError:
 
 
 def by_stomp(short: str, text: str) -> BrokerError:
-    """Return the outcome of an ERROR frame for one message. `short` is the broker's
-    short message; `text` is everything that it sent. DispatchUnknown if the frame says
-    nothing about a message."""
+    """Return the outcome of an ERROR frame for one message. `short` is the frame's
+    short text, and `text` is the frame's full text. Return DispatchUnknown if the frame
+    does not concern a message."""
     if _OVER_STOMP.search(short):
         return DestinationUnavailable(short.partition("\n")[0])
     if _OF_THE_SERVER.match(short):

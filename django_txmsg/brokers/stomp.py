@@ -1,7 +1,7 @@
 """Hops 4 to 6 on ActiveMQ Classic and RabbitMQ, through the `jms` client.
 
-Only this module connects the package's messages with `django_txmsg.jms`. The
-differences between brokers are in that client's dialects.
+Only this module translates between the messages of this package and `django_txmsg.jms`.
+The dialects of `django_txmsg.jms` describe the differences between brokers.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _OWN = frozenset(
 
 
 class Heads:
-    """The headers of one batch's frames. Lines that its messages share are encoded
-    once.
+    """Encodes the frames of one batch. Header lines that several messages share are
+    encoded once.
 
-    The client's own rules encode the first message of a kind. The other messages of the
-    batch use that encoding with their own values.
+    The client encodes one message of each kind, which becomes a template. The frames of
+    similar messages fill their own values into the template.
     """
 
     def __init__(
         self, session: jms.Session, message: Callable[[Outgoing], jms.Message]
     ) -> None:
-        """`message` creates the message that the session would send without this."""
+        """`message` creates the `jms.Message` for an outgoing message."""
         self._session = session
         self._message = message
         self._serves_jms = session.link.dialect.serves_jms
@@ -68,8 +68,8 @@ class Heads:
         self._mark = uuid.uuid4().hex
 
     def item(self, one: Outgoing) -> Item:
-        """Return the frame of a message. If anything about the message is unusual,
-        return the message itself: the session then checks it."""
+        """Return the encoded frame of a message. Return the message and its destination
+        if no template fits. The session then checks and encodes the message."""
         try:
             encoded = self._encoded(one)
         except (AttributeError, TypeError, UnicodeEncodeError):  # a header is not text
@@ -107,8 +107,8 @@ class Heads:
     def _template(
         self, one: Outgoing, key: tuple[object, ...], names: list[str]
     ) -> str | None:
-        """Encode a message with placeholders for its own headers, and store it as a
-        template."""
+        """Encode a message with placeholders for its individual headers, and store the
+        result as a template."""
         marks = {name: f"{self._mark}{place}." for place, name in enumerate(names)}
         marked = Outgoing(one.destination, {**one.headers, **marks}, one.body)
         try:
@@ -134,7 +134,8 @@ _WORDLESS = (
 
 
 def answered(request: Callable[[], Result]) -> Result:
-    """Return the client's answer. Raises BrokerUnavailable if there is none."""
+    """Call `request` and return its result. Raises BrokerUnavailable for every error of
+    the jms client."""
     try:
         return request()
     except jms.MessagingError as error:
@@ -144,8 +145,8 @@ def answered(request: Callable[[], Result]) -> Result:
 def outcome(
     error: Any, *, alone: bool = False, dialect: str = ""
 ) -> BrokerError | None:
-    """Return the error of one send as the package's own error; None if the message was
-    stored. `alone` means that no other message was in flight."""
+    """Return the BrokerError for the jms client's error of one send, or None if the
+    message was stored. `alone` means that no other message was in flight."""
     if error is None:
         return None
     if isinstance(error, jms.SendHeldBackError):
@@ -240,7 +241,8 @@ class StompBroker(Broker):
 
 
 class StompSession(Session):
-    """One connection with one jms session on it. `another` opens a second session."""
+    """One connection with one jms session. `another` opens a second StompSession on
+    another connection."""
 
     def __init__(
         self,
@@ -379,9 +381,9 @@ class StompSession(Session):
         return self._session.link.dialect.message_ids_stay
 
     def _broker_id(self, message: jms.Message) -> str:
-        """Return the broker's id of the message. If there is none, return the sender's
-        id with a digest of the content, because senders may use an id again for another
-        message."""
+        """Return an id that a redelivery of the message shares. If the broker's own id
+        may change, use the sender's AMQP id with a digest of the content, because a
+        sender may use the same id for two messages."""
         headers = message.raw_headers
         given = headers.get("amqp-message-id")
         if self._ids_stay or given is None:
@@ -399,8 +401,9 @@ class StompSession(Session):
         self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
-        """Send on another connection. A broker that hangs up on a refused message would
-        end this connection, and with it the delivery."""
+        """Send the copy on another connection. A broker may close the connection on
+        which it refuses a message, and would then redeliver the messages of this
+        session."""
         error: BrokerError | None = None
         for _ in range(HANG_UPS):
             session, self._beside = self._beside or self._another(), None

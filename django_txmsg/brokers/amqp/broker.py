@@ -1,4 +1,4 @@
-"""RabbitMQ's address, from an `amqp://` or `amqps://` URL."""
+"""The broker class for RabbitMQ at an `amqp://` or `amqps://` URL."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Hops 4 to 6 over AMQP, in bytes: the frames that are built here and not by py-amqp.
+"""Hops 4 to 6 over AMQP, in bytes: the frames that this package builds without py-amqp.
 
-They are the frames that every message needs: those of its publication, with its
-content, and the one of its acknowledgement. The first part of this module encodes the
-header of a content, the second part the frames.
+Every message needs these frames: the publication with its content, and the
+acknowledgement. The first part of this module encodes a message's headers. The second
+part encodes the frames.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Reader:
         self.table: dict[str, Any] = {}
 
     def headers(self) -> dict[str, str]:
-        """Return all headers as text; `problem` describes what could not be read."""
+        """Return all headers as text. If a header cannot be read, `problem` describes
+        the fault."""
         found: dict[str, str] = {}
         try:
             self._read(found)
@@ -211,7 +212,7 @@ def _instant(seconds: int) -> Any:
 
 
 def text(value: Any) -> str:
-    """Return a value of the table of headers as text."""
+    """Return a value of AMQP's header table as text."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -236,8 +237,8 @@ _AROUND = 8
 
 @dataclass(slots=True)
 class Ready:
-    """An encoded message, and the values by which it is recognised if the broker
-    returns it."""
+    """An encoded message. Its other fields identify the message if the broker returns
+    it."""
 
     frames: bytes
     route: bytes
@@ -246,8 +247,8 @@ class Ready:
 
 
 def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
-    """Return the frames of a message, of at most `frame_max` bytes each. Raises
-    DispatchRejected for a name or headers that do not fit."""
+    """Return the frames of a message, each of at most `frame_max` bytes. Raises
+    DispatchRejected if the destination's name or the headers are too long."""
     topic = wire.is_topic(outgoing.destination)
     name = outgoing.destination.removeprefix(wire.TOPIC_PREFIX)
     route = short(TOPICS if topic else "") + short(name)
@@ -274,8 +275,8 @@ def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
 
 
 def acknowledged(tag: int, channel: int, *, multiple: bool = False) -> bytes:
-    """Return the frame that acknowledges a delivery, or with `multiple` all deliveries
-    up to it."""
+    """Return the frame that acknowledges a delivery. With `multiple`, the frame also
+    acknowledges all earlier deliveries."""
     return method(channel, spec.Basic.Ack, struct.pack(">QB", tag, multiple))
 
 
@@ -285,7 +286,7 @@ def refused(tag: int, channel: int) -> bytes:
 
 
 def method(channel: int, called: tuple[int, int], arguments: bytes) -> bytes:
-    """Return the frame of a method."""
+    """Return the frame that calls an AMQP method."""
     size = 4 + len(arguments)
     head = struct.pack(">BHIHH", METHOD, channel, size, *called)
     return head + arguments + _END

@@ -1,8 +1,8 @@
 """One connection to RabbitMQ and its channels, used by one thread at a time.
 
-The thread that holds `owned` writes and reads. That is the session's thread during its
-requests, and the process's heartbeat thread while the session's thread is busy
-elsewhere.
+Only the thread that holds the lock `owned` writes and reads. During a request, the
+session's thread holds this lock. At other times the heartbeat thread of the process may
+take the lock to send a heartbeat.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Frame = tuple[int, int, bytes]
 
 
 class Transport:
-    """One connection's socket, with deadlines. Only the thread that owns the link uses
-    the socket. This class replaces py-amqp's transport, which reads a frame in two
-    calls and writes each message separately.
+    """The socket of one connection, with deadlines for reads and writes. Only the
+    thread that owns the link uses the socket. This class replaces py-amqp's transport,
+    which reads a frame in two calls and writes each message separately.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Transport:
             raise
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write all bytes. Raises TimeoutError if the server has accepted no byte for
-        the send time-out. After an error, perhaps in the middle of a frame, the
-        connection cannot be used any more."""
+        """Write all bytes. Raises TimeoutError if the server accepts no byte during the
+        send time-out. After any error the connection is unusable, because only a part
+        of a frame may have been written."""
         if self.sock is None:
             raise OSError("the connection is closed")
         self.sock.settimeout(self._send_timeout)
@@ -92,8 +92,9 @@ class Transport:
         self.written_at = time.monotonic()
 
     def write_soon(self, data: bytes) -> None:
-        """Write as many bytes as fit without waiting, and the rest before the next
-        write. While there is a rest, nothing is added to it. For heartbeats."""
+        """Write a heartbeat without waiting. Bytes that the socket does not accept now
+        are written before the next write. While such bytes wait, further heartbeats are
+        dropped."""
         if self.sock is None:
             raise OSError("the connection is closed")
         self.sock.settimeout(0.0)
@@ -108,8 +109,9 @@ class Transport:
         self.written_at = time.monotonic()
 
     def read(self, timeout: float) -> bool:
-        """Read what has arrived, waiting at most `timeout` seconds. Returns whether
-        anything was read. Raises OSError if the server has hung up."""
+        """Read the bytes that have arrived. Wait for them at most `timeout` seconds.
+        Return whether any byte was read. Raises OSError if the server has closed the
+        connection."""
         if self.sock is None:
             raise OSError("the connection is closed")
         self.sock.settimeout(max(0.0, timeout))
@@ -125,15 +127,16 @@ class Transport:
         return True
 
     def doubt(self) -> str:
-        """Return a hint for an error if the server has sent nothing: it may speak
-        another protocol."""
+        """Return a hint for an error message if the server has sent nothing: the port
+        may be one of another protocol."""
         if self._has_read:
             return ""
         return ". Is this its AMQP port (5672, with TLS 5671)?"
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the complete frames that were read. A frame is removed before it is
-        yielded, because its handler may raise, or read on."""
+        """Yield the complete frames that were read. Each frame leaves the buffer before
+        the generator yields it, because the frame's handler may raise, or may read more
+        frames."""
         while len(self._received) >= _HEADER.size:
             kind, channel, size = _HEADER.unpack_from(self._received)
             end = _HEADER.size + size
@@ -165,7 +168,7 @@ Content = Callable[[bytes, bytes, bytes], None]
 
 
 class ChannelClosed(Exception):
-    """The broker has closed a channel: `code` and `text` say why."""
+    """The broker has closed a channel. `code` and `text` are the broker's reason."""
 
     def __init__(self, channel: int, code: int, text: str) -> None:
         super().__init__(text)
@@ -253,7 +256,8 @@ class Link:
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
-        """Wait for answers at most for the close time-out while the block runs."""
+        """While the block runs, wait for each answer at most as long as the close
+        time-out."""
         patience, self.patience = self.patience, self.options.close_timeout
         try:
             yield
@@ -261,16 +265,16 @@ class Link:
             self.patience = patience
 
     def channel(self, number: int) -> amqp.Channel:
-        """Open the channel of this number."""
+        """Open the channel with this number."""
         return self._connection.channel(number)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write frames that were built here."""
+        """Write frames that this package has built."""
         self.transport.write(data)
 
     def read(self, timeout: float) -> bool:
-        """Handle received frames until one is not a heartbeat, or until `timeout`
-        seconds have passed. Returns whether one was not a heartbeat."""
+        """Handle received frames until a frame is not a heartbeat, or until `timeout`
+        seconds have passed. Return whether any frame was not a heartbeat."""
         listening = time.monotonic()
         deadline = listening + timeout
         while not self._handle():
@@ -286,7 +290,8 @@ class Link:
         return True
 
     def _handle(self) -> bool:
-        """Handle received frames. Returns whether one was not a heartbeat."""
+        """Handle the frames that were read. Return whether any frame was not a
+        heartbeat."""
         found = False
         for kind, channel, payload in self.transport.frames():
             if kind != frames.BEAT:
@@ -314,9 +319,9 @@ class Link:
             self._handle()
 
     def why_blocked(self) -> str:
-        """Return the reason if the broker has blocked this connection, else "". Call it
-        only before the connection is closed: everything else that was received is
-        dropped."""
+        """Return the reason if the broker has blocked this connection, else "". This
+        method ignores errors, so call it only when the connection is about to be
+        closed."""
         with contextlib.suppress(*_LOST):
             self.hear()
         return self.blocked
@@ -365,7 +370,7 @@ class Link:
 
 
 class _Partial:
-    """A method whose content is still arriving."""
+    """A received method whose content has not arrived completely."""
 
     __slots__ = ("_missing", "method", "pieces", "properties", "taker")
 
@@ -376,7 +381,7 @@ class _Partial:
         self._missing = 0
 
     def take(self, kind: int, payload: bytes) -> bool:
-        """Add a frame. Returns whether it was the last frame of the content."""
+        """Add a frame. Return whether the content is complete."""
         if kind == frames.HEADER:
             (self._missing,) = struct.unpack_from(">Q", payload, 4)
             self.properties = payload[12:]

@@ -1,7 +1,7 @@
 """The options of an AMQP URL: `amqp://user:password@host:5672/vhost?heartbeat=10`.
 
-Several hosts are separated by commas. For an unknown option, the error names the
-nearest known one.
+Several hosts are separated by commas. If an option is unknown, the error suggests the
+most similar known option.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST = {"heartbeat": 65535, "max_in_flight": 2**31, "max_in_flight_bytes": 2**40
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a session. Options of a simple type can be set in the URL's
-    query."""
+    """The options of a session. The URL's query can set the options that are text, a
+    number or yes/no."""
 
     user: str = "guest"
     password: str = field(default="guest", repr=False)

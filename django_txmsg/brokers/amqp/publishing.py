@@ -1,8 +1,8 @@
 """Hop 4 over AMQP: many messages in flight, each with its confirm.
 
-The broker confirms a message by its number in the channel, or all messages up to a
-number. A message that no queue takes is returned before its confirm, and is refused
-with that reason.
+A confirm names a message by its number in the channel, or covers all messages up to a
+number. If no queue accepts a message, the broker returns the message before the
+confirm, and the publisher reports the message as refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COALESCED = 64 * 1024
 
 
 class Publisher:
-    """A link's channel for sending with proof."""
+    """Sends messages on one channel of a link, and waits for the broker's confirms."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -58,8 +58,9 @@ class Publisher:
         """Send the messages that have no outcome yet, and write each outcome into
         `outcomes`.
 
-        Two messages of a key are never in flight together: the second is sent when the
-        first is stored, and held back if the first is not stored.
+        Two messages of one key are never in flight together. The second message is sent
+        when the first is stored. If the first is not stored, the second is not sent
+        either.
         """
         sending = _Order(keys, outcomes)
         self._batch = batch
@@ -104,8 +105,9 @@ class Publisher:
         self._pending, self._batch = {}, ()
 
     def _closed(self, closed: ChannelClosed) -> BrokerError:
-        """Return the outcome of the messages in flight when the broker has closed the
-        channel because of one of them. The broker does not report which."""
+        """Return the outcome of all messages in flight, after the broker has closed the
+        channel. The broker closed the channel because of one message, and does not
+        report which message that is."""
         if closed.channel != PUBLISHING:
             # The subscription's channel: its session must not go on waiting without it.
             self._link.transport.close()
@@ -119,7 +121,7 @@ class Publisher:
 
     def _leave(self, sending: _Order, error: DestinationUnavailable) -> None:
         """Stop sending to a destination that refuses messages, because each refusal
-        costs a channel."""
+        closes the channel."""
         refused = {
             self._route(index)
             for index, outcome in enumerate(sending.outcomes)
@@ -135,7 +137,8 @@ class Publisher:
         return one.route
 
     def _open(self) -> None:
-        """Open a channel in confirm mode unless there is one."""
+        """Open a channel in confirm mode. Keep an open channel unless a message was
+        refused on it."""
         if self._channel is not None and self._channel.connection is not None:
             if not self._refused:
                 return
@@ -206,8 +209,8 @@ class Publisher:
             self._settled.append((index, self._returned.pop(one, error)))
 
     def _on_return(self, method: bytes, properties: bytes, body: bytes) -> None:
-        """Find the message that the broker has returned. A returned message has no
-        number, so it is found by its content."""
+        """Record the error of a message that the broker has returned. A returned
+        message has no number, so the publisher finds the message by its content."""
         code, length = struct.unpack_from(">HB", method)
         text = method[3 : 3 + length].decode(errors="replace")
         route = method[3 + length :]
@@ -230,12 +233,12 @@ class Publisher:
 
 
 class Unroutable(DestinationUnavailable):
-    """The message was returned: the queue does not exist."""
+    """The broker has returned the message because the queue does not exist."""
 
 
 class _Order:
-    """Which messages of a batch may be sent now, so that messages of a key stay in
-    order."""
+    """Selects the messages of a batch that may be sent now, so that the messages of
+    each key stay in order."""
 
     def __init__(self, keys: Sequence[str], outcomes: list[BrokerError | None]) -> None:
         self._keys, self.outcomes = keys, outcomes
@@ -259,8 +262,8 @@ class _Order:
                     self._waiting[key] = deque()
 
     def settle(self, index: int, error: BrokerError | None) -> None:
-        """Record a message's outcome. Release the next message of its key, or hold that
-        one back if this one was not stored."""
+        """Record the outcome of a message. If the message was stored, release the next
+        message of its key. If not, hold back all later messages of its key."""
         self.outcomes[index] = error
         self.open.discard(index)
         waiting = self._waiting.get(self._keys[index])

@@ -1,9 +1,10 @@
-"""Queues and topics on RabbitMQ. Existing queues are used as they are, and missing ones
-declared.
+"""Queues and topics on RabbitMQ. Declares missing queues, and leaves existing queues
+unchanged.
 
-An existing queue is never declared again: RabbitMQ would refuse another type or
-argument. A missing queue is declared as a quorum queue, without the delivery limit of
-RabbitMQ 4, because the inbox counts attempts durably and ends them.
+An existing queue is never declared again, because RabbitMQ refuses a declaration with
+another type or argument. A missing queue is declared as a quorum queue. The queue has
+no delivery limit, which RabbitMQ 4 would set by default, because the inbox already
+counts and limits attempts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _AT_LEAST_ONCE = {
 
 
 class Queues:
-    """The queues on a link's broker, as far as they are known."""
+    """Declares and deletes queues on a link's broker, and remembers the queues that
+    exist."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._options = link, link.options
@@ -40,7 +42,8 @@ class Queues:
         self._made: set[str] = set()
 
     def forget(self, queue: str) -> None:
-        """Check this queue again before its next use, because it was deleted."""
+        """Forget that this queue exists, because it was deleted. The next use checks
+        the queue again."""
         self._known.discard(queue)
         self._made.discard(queue)
 
@@ -66,7 +69,7 @@ class Queues:
         self._known.add(queue)
 
     def waiting(self, queue: str) -> tuple[int, int] | None:
-        """Return the number of messages and consumers of a queue; None if the queue
+        """Return the numbers of messages and consumers of a queue, or None if the queue
         does not exist.
 
         Raises DestinationUnavailable for a queue that is exclusive to another
@@ -90,11 +93,12 @@ class Queues:
         return found.message_count, found.consumer_count
 
     def refuse_stream(self, queue: str) -> None:
-        """Raise DispatchRejected if a queue is a stream, which delivers only new
-        messages, to every consumer, and does not remove acknowledged ones.
+        """Raise DispatchRejected if a queue is a stream. A stream delivers each new
+        message to every consumer, and keeps acknowledged messages.
 
-        A passive declaration does not report the type. But only a stream lets its
-        consumer choose an offset; any other queue closes the channel on such a request.
+        A passive declaration does not report the type of the queue. So this method asks
+        to consume from an offset. Only a stream allows that; any other queue closes the
+        channel.
         """
         if queue in self._made:
             return
@@ -132,14 +136,15 @@ class Queues:
         self._on().basic_qos(0, 1, False)
 
     def delayed(self, destination: str, milliseconds: int) -> str:
-        """Return the queue in which a message for `destination` waits until it expires
-        and is moved there. Declares the queue if it is missing.
+        """Return the queue in which a delayed message for `destination` waits until it
+        expires. RabbitMQ then moves the message to `destination`. Declare the queue if
+        it is missing.
 
-        Only the first message of a queue expires, so there is one queue for each power
-        of two of seconds. A quorum queue keeps an expired message until its destination
-        accepts it. A classic queue drops the message if its destination cannot accept
-        it at that moment (after a restart, say). Classic queues are shared with
-        RabbitMQ's STOMP sessions.
+        RabbitMQ expires only the first message of a queue, so there is one queue for
+        each power of two of seconds. A quorum queue keeps an expired message until its
+        destination accepts it. A classic queue drops the expired message if the
+        destination cannot accept it at that moment (after a restart, say). RabbitMQ's
+        STOMP sessions use the same classic queues.
         """
         if milliseconds > MAX_EXPIRATION:
             raise DispatchRejected(
@@ -181,8 +186,8 @@ class Queues:
         self._on().queue_bind(queue, exchange=TOPICS, routing_key=name)
 
     def _on(self) -> amqp.Channel:
-        """Return the channel for requests. A failed request closes it, so a new one may
-        be needed."""
+        """Return the channel for requests. If a failed request has closed the channel,
+        open a new channel."""
         if self._channel is None or self._channel.connection is None:
             self._channel = self._link.channel(ASKING)
         return self._channel

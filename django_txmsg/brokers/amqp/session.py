@@ -1,7 +1,7 @@
-"""A session with RabbitMQ, as relay and consumer use it, on one link.
+"""The session with RabbitMQ that relay and consumer use. It has one link.
 
-It publishes, subscribes and sends requests on separate channels. When the broker
-refuses something it closes that channel only.
+The session publishes, subscribes and sends requests on separate channels. When RabbitMQ
+refuses an operation, RabbitMQ closes only the channel of that operation.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ LONGEST_GROUP = 1.0
 class Acknowledgements:
     """The unacknowledged deliveries of one channel, by their tags.
 
-    If many deliveries arrive, they are acknowledged in groups; a crash then causes more
-    duplicates. If few arrive, each is acknowledged at once, because RabbitMQ closes the
-    connection of a consumer that holds a delivery for too long.
+    If many deliveries arrive, the session acknowledges them in groups. After a crash,
+    more deliveries are then duplicates. If few deliveries arrive, the session
+    acknowledges each at once, because RabbitMQ closes the connection of a consumer that
+    holds a delivery for too long.
     """
 
     def __init__(self, channel: int) -> None:
@@ -58,12 +59,14 @@ class Acknowledgements:
         self._open[tag] = False
 
     def unanswered(self, tags: Iterable[int]) -> list[int]:
-        """Return those of the tags that are neither acknowledged nor marked for it."""
+        """Return the tags of deliveries that are not acknowledged and not marked for
+        acknowledgement."""
         return [tag for tag in tags if self._open.get(tag) is False]
 
     def gather(self, tags: Collection[int], *, prefetch: int) -> bool:
-        """Mark deliveries for acknowledgement. Returns whether the frames must be sent
-        now. The broker sends `prefetch` deliveries ahead."""
+        """Mark deliveries for acknowledgement. Return whether the acknowledgements must
+        be sent now. `prefetch` is the number of deliveries that the broker sends
+        ahead."""
         for tag in tags:
             self._open[tag] = True
         self._gathered += len(tags)
@@ -71,8 +74,9 @@ class Acknowledgements:
         return slow or self._gathered * 2 >= prefetch
 
     def written(self) -> bytearray:
-        """Return the frames for all marked deliveries: if possible, a single frame for
-        all up to the first open delivery. The caller must write them next."""
+        """Return the frames that acknowledge all marked deliveries. One frame covers
+        all deliveries before the first unmarked delivery. The caller must write the
+        frames next."""
         self._acked_at = time.monotonic()
         made, upto, whole = bytearray(), 0, True
         if not self._gathered:
@@ -92,17 +96,17 @@ class Acknowledgements:
         return made
 
     def settle(self, tags: Iterable[int]) -> None:
-        """Record that these deliveries were settled in another way."""
+        """Record that these deliveries need no acknowledgement any more."""
         for tag in tags:
             self._open.pop(tag, None)
 
 
 class _Heart:
-    """Sends the heartbeats of sessions whose thread is busy elsewhere, in a handler for
-    example.
+    """Sends heartbeats for sessions whose thread is busy, for example in a handler.
 
-    A process has one thread for it. The thread uses a link only while no other thread
-    does, so no heartbeat is written in the middle of a send. It reads nothing.
+    Each process has one heartbeat thread. The thread uses a link only while no other
+    thread uses the link, so no heartbeat is written in the middle of a send. The
+    heartbeat thread reads nothing.
     """
 
     def __init__(self) -> None:
@@ -127,7 +131,8 @@ class _Heart:
             self._changed.clear()
 
     def _beat(self) -> float | None:
-        """Send due heartbeats. Returns the seconds until the next one may be due."""
+        """Send the heartbeats that are due. Return the seconds until another heartbeat
+        may be due."""
         links = [one for one in self._links.all() if one.transport.connected]
         for link in links:
             if link.owned.acquire(blocking=False):
@@ -144,7 +149,7 @@ _heart = PerProcess(_Heart)
 
 
 def keep(link: Link) -> None:
-    """Send this link's heartbeats until it is closed or no longer referenced."""
+    """Send heartbeats on this link until the link is closed or no longer referenced."""
     if link.heartbeat:
         _heart().keep(link)
 
@@ -190,7 +195,8 @@ class Subscription:
             self._queues.refuse_stream(self.queue)
 
     def consume(self, channel: amqp.Channel, prefetch: int) -> None:
-        """Consume the queue, and stop consuming the former queue."""
+        """Consume the declared queue. Stop consuming the queue of an earlier
+        subscription."""
         if self._consuming:
             channel.basic_cancel(_TAG)
             tags = [one.handle for one in self.arrived]
@@ -230,8 +236,9 @@ class Subscription:
         )
 
     def _came_before(self, table: Mapping[str, Any]) -> bool:
-        """Return whether the message has come before: the broker counted a returned
-        delivery, or this session has taken the message from the queue."""
+        """Return whether a message was delivered before, according to its headers. The
+        broker counts deliveries that come back to a queue, and records messages that
+        the queue has dead-lettered."""
         count = table.get("x-delivery-count")
         if isinstance(count, int) and count > 0:
             return True
@@ -330,9 +337,9 @@ class AmqpSession(Session):
         return [error or next(sent) for error in outcomes]
 
     def _ready(self, outgoing: Outgoing, channel: int) -> frames.Ready:
-        """Return the frames of a message to an existing queue. Raises DispatchRejected
-        if the message can never be sent, and DestinationUnavailable if it cannot be
-        sent now."""
+        """Return the frames of a message, after ensuring that its queue exists. Raises
+        DispatchRejected if the message can never be sent, and DestinationUnavailable if
+        it cannot be sent now."""
         if not wire.is_topic(outgoing.destination):
             self._queues.ensure(outgoing.destination)
         return frames.published(outgoing, channel, self._link.frame_max)
@@ -351,7 +358,8 @@ class AmqpSession(Session):
             self._subscription.consume(self._opened(), self._prefetch)
 
     def _opened(self) -> amqp.Channel:
-        """Return the channel of the subscription and of transactions."""
+        """Return the channel for the subscription and for transactions. Open it if
+        necessary."""
         if self._channel is None:
             self._channel = self._link.channel(CONSUMING)
             if self._transacted:
@@ -444,9 +452,9 @@ class AmqpSession(Session):
         made: Sequence[frames.Ready],
         returned: Sequence[tuple[bytes, bytes]],
     ) -> None:
-        """Send returned messages again, after declaring their queue again. The queue
-        was deleted between enlist() and commit(), and RabbitMQ has committed the other
-        messages."""
+        """Declare the queues of returned messages again, and send these messages again.
+        Their queues were deleted between enlist() and commit(). RabbitMQ has committed
+        the other messages."""
         again = [
             outgoing
             for outgoing, one in zip(enlisted, made, strict=True)
@@ -484,8 +492,8 @@ class AmqpSession(Session):
 
     @contextlib.contextmanager
     def _owned(self, lost: type[BrokerError] = BrokerUnavailable) -> Iterator[None]:
-        """Own the link. Raises `lost` if it breaks, and BrokerUnavailable if the
-        receiving channel is closed."""
+        """Own the link while the block runs. Raises `lost` if the link breaks, and
+        BrokerUnavailable if the broker closes a channel."""
         try:
             with self._link.asking():
                 yield
