@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from django.db import DatabaseError, transaction
+from django.db import transaction
 
 from .. import signals, wire
 from ..brokers.base import Outgoing
@@ -33,7 +33,7 @@ from ..runtime.connections import close_broken
 from ..sending import answering
 from . import decoding
 from .arrival import Arrival, Duplicate, Interrupted, Outcome, Postponed
-from .protocol import Conflicts
+from .protocol import despite_conflicts
 
 log = logging.getLogger("django_txmsg.inbox")
 
@@ -183,21 +183,9 @@ def let_expire(arrival: Arrival) -> Duplicate:
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
     """Run the function in a transaction, and repeat it after a conflict. Without this,
     the handler would run again, or the message would wait for its lease to end."""
-    conflicts = Conflicts()
-    while True:
-        try:
-            with transaction.atomic(using=arrival.using):
-                return decide_it()
-        except DatabaseError as error:
-            if not conflicts.mends(error):
-                raise
-        arrival.stop.wait(conflicts.pause)
-
-
-def keep(arrival: Arrival, reason: str) -> Outcome:
-    """Park a message whose copy the broker refuses now, without counting an attempt: it
-    runs from the inbox as soon as a thread is free."""
-    return postpone(arrival, reason)
+    return despite_conflicts(
+        transaction.atomic(using=arrival.using)(decide_it), arrival.stop
+    )
 
 
 def postpone(

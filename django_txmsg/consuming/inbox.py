@@ -36,7 +36,7 @@ from ..runtime.leases import Lease
 from ..stages import Stage
 from . import decoding, ordering
 from .arrival import Arrival, Duplicate, Interrupted, Outcome, Processed, SentBack
-from .failure import bury, failed, keep, let_expire, unreadable
+from .failure import bury, failed, let_expire, postpone, unreadable
 from .protocol import Conflicts, LostRace, Undecided, is_outage, lost_conflict
 
 log = logging.getLogger("django_txmsg.inbox")
@@ -292,7 +292,7 @@ def _adopt(arrival: Arrival) -> Outcome:
     try:
         decoding.send_back(delivery, arrival.session)
     except DestinationUnavailable as error:
-        return keep(replace(arrival, delivery=delivery), str(error))
+        return postpone(replace(arrival, delivery=delivery), str(error))
     except DispatchRejected as error:
         detail = f"it cannot go back to its queue under an id of ours: {error}"
         failure = Failure.because("rejected", detail)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -208,6 +209,19 @@ class Conflicts:
         """Seconds until the next repetition."""
         longest = min(0.5, 0.002 * 2**self._count)
         return random.uniform(0, longest)  # noqa: S311 - no secret
+
+
+def despite_conflicts(work: Callable[[], Result], stop: threading.Event) -> Result:
+    """Do work of the package, and repeat it while it loses conflicts. A stop ends the
+    pauses, not the work."""
+    conflicts = Conflicts()
+    while True:
+        try:
+            return work()
+        except DatabaseError as error:
+            if not conflicts.mends(error):
+                raise
+        stop.wait(conflicts.pause)
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:

@@ -25,7 +25,7 @@ from ..stages import all_stages
 from . import batch, decoding
 from .arrival import Arrival, Outcome
 from .failure import postpone
-from .protocol import Conflicts
+from .protocol import despite_conflicts
 
 #: Most slots that a thread takes with one statement, and the seconds in which it may
 #: use them.
@@ -80,16 +80,8 @@ def _waiting(arrival: Arrival) -> Outcome | None:
     lines = RateLine.objects.db_manager(arrival.using)
     # After a change of `per` a message has another line, which knows no such slot.
     before = parked.slot if parked is not None and parked.key == key else None
-    conflicts = Conflicts()
-    held = _held()
-    while True:
-        try:
-            slot, delay = held.place(lines, stage.name, key, stage.rate, before)
-            break
-        except Exception as error:
-            if not conflicts.mends(error):
-                raise
-        arrival.stop.wait(conflicts.pause)
+    place = partial(_held().place, lines, stage.name, key, stage.rate, before)
+    slot, delay = despite_conflicts(place, arrival.stop)
     if delay > 0:
         if before is not None:
             # The line has moved since; do not claim its messages one by one.

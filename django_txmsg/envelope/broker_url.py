@@ -6,8 +6,10 @@ brackets: the broker judges the parts.
 
 from __future__ import annotations
 
+import difflib
 import re
 import ssl
+from collections.abc import Collection
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 #: Options of a URL's query that are secret.
@@ -48,7 +50,7 @@ def split_url(url: str) -> SplitResult:
     return parts._replace(netloc=hosts)
 
 
-def read_query(parts: SplitResult) -> dict[str, str]:
+def _read_query(parts: SplitResult) -> dict[str, str]:
     """Return the options of a URL's query. Raises ValueError, whose text never contains
     any part of a password with an unencoded "/", "?", "#" or "&"."""
     behind = parts.path + parts.fragment
@@ -67,6 +69,25 @@ def read_query(parts: SplitResult) -> dict[str, str]:
         )
     except ValueError:
         raise ValueError("its query is not NAME=VALUE&NAME=VALUE") from None
+
+
+def read_url(url: str) -> tuple[SplitResult, dict[str, str]]:
+    """Return the parts of a URL, and the options of its query. Raises ValueError, whose
+    text has no secret."""
+    try:
+        parts = split_url(url)
+        return parts, _read_query(parts)
+    except ValueError as error:
+        shown = without_password(url)
+        raise ValueError(f"{shown} is not a broker URL: {error}") from None
+
+
+def check_option(name: str, known: Collection[str]) -> None:
+    """Raise ValueError for an unknown option, which names the nearest known one."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"Unknown broker option {name!r}.{hint}")
 
 
 def hurry(url: str, timeout: float) -> str:

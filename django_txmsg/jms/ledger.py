@@ -246,8 +246,7 @@ class Ledger:
                 if self.timeouts_in_a_row == 1:
                     self.silent_since = max(self.silent_since, entry.since)
             self.settle(entry, State.UNKNOWN, self._late(entry))
-        deadlines = [entry.deadline for entry in self.open.values()]
-        self.next_deadline = min(deadlines, default=float("inf"))
+        self._note_deadlines()
 
     def _late(self, entry: Pending) -> MessagingError:
         if entry.state is State.QUEUED:  # and the writer will skip it now
@@ -266,6 +265,9 @@ class Ledger:
         for entry in self.open.values():
             if entry.deadline < (later := now + entry.timeout) < float("inf"):
                 entry.deadline = later
+        self._note_deadlines()
+
+    def _note_deadlines(self) -> None:
         deadlines = [entry.deadline for entry in self.open.values()]
         self.next_deadline = min(deadlines, default=float("inf"))
 

@@ -377,12 +377,11 @@ class Link:
         headers: dict[str, str],
         *,
         timeout: float | None = None,
-        owner: Owner | None = None,
         what: str = "",
     ) -> Request:
         """Queue a frame that asks for a receipt. Return the request, on which the
         caller can wait."""
-        request = Request(self, what or command, self.seconds(timeout), owner=owner)
+        request = Request(self, what or command, self.seconds(timeout))
         self.submit(request, command, headers)
         return request
 

@@ -7,17 +7,16 @@ error suggests the most similar known option.
 
 from __future__ import annotations
 
-import difflib
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import unquote
 
+from ..envelope import broker_url
 from ..envelope.broker_url import (
+    check_option,
     read_address,
-    read_query,
-    split_url,
     tls_context,
     without_password,
 )
@@ -98,11 +97,7 @@ def read_url(url: str, given: dict[str, Any]) -> tuple[Options, list[tuple[str, 
     ``ssl.SSLError`` if a certificate file cannot be read.
     """
     shown = without_password(url)
-    try:
-        parts = split_url(url)
-        query = read_query(parts)
-    except ValueError as error:
-        raise ValueError(f"{shown} is not a broker URL: {error}") from None
+    parts, query = broker_url.read_url(url)
     if parts.scheme not in DEFAULT_PORTS:
         raise ValueError(
             f"{shown} is not a broker URL: it starts with "
@@ -134,10 +129,7 @@ def _read_options(given: dict[str, Any]) -> Options:
     }
     read: dict[str, Any] = {}
     for name, value in given.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"Unknown broker option {name!r}.{hint}")
+        check_option(name, known)
         try:
             read[name] = known[name](value)
         except (TypeError, ValueError) as error:

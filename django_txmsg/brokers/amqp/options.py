@@ -6,16 +6,15 @@ most similar known option.
 
 from __future__ import annotations
 
-import difflib
 import ssl
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import unquote
 
+from ...envelope import broker_url
 from ...envelope.broker_url import (
+    check_option,
     read_address,
-    read_query,
-    split_url,
     tls_context,
     without_password,
 )
@@ -69,14 +68,11 @@ def read_url(url: str) -> tuple[Options, list[tuple[str, int]]]:
     Raises ValueError for a malformed URL or an unknown option, and OSError or
     ssl.SSLError if a certificate file cannot be read.
     """
-    shown = without_password(url)
-    try:
-        parts = split_url(url)
-        query = read_query(parts)
-        if parts.fragment:
-            raise ValueError('percent-encode a "#"')
-    except ValueError as error:
-        raise ValueError(f"{shown} is not a broker URL: {error}") from None
+    parts, query = broker_url.read_url(url)
+    if parts.fragment:
+        raise ValueError(
+            f'{without_password(url)} is not a broker URL: percent-encode a "#"'
+        )
     credentials, at, hosts = parts.netloc.rpartition("@")
     user, colon, password = credentials.partition(":")
     given: dict[str, str] = {}
@@ -102,10 +98,7 @@ def _read(given: dict[str, str]) -> Options:
     known = {one.name: str(one.type) for one in fields(Options) if one.name != "tls"}
     read: dict[str, Any] = {}
     for name, text in given.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"Unknown broker option {name!r}.{hint}")
+        check_option(name, known)
         try:
             read[name] = _value(known[name], text)
         except ValueError as error:
