@@ -17,7 +17,7 @@ from django.db.models.functions import Now
 
 from .. import wire
 from ..errors import TxmsgError
-from .fields import Later, MessageKey, now_sql, read_uuid
+from .fields import Later, MessageKey, SqlManager, given_sql, now_sql, read_uuid
 
 # An operator's note about an error, for all dead letters with its fingerprint.
 #
@@ -145,7 +145,7 @@ class Resolution(models.TextChoices):
     DISCARDED = "discarded", "discarded"
 
 
-class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class DeadLetterManager(SqlManager):
     """Operations on many dead letters in a single statement."""
 
     def store_again(
@@ -158,27 +158,28 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
         and `service`. Returns row id and message id of the stored rows.
         """
         connection = connections[self.db]
-        source = _given(connection, id="bigint", key="text", headers="jsonb",
-                        replay_id="text", service="text")  # fmt: skip
+        source = given_sql(
+            connection, "again", id="bigint", key="text", headers="jsonb",
+            replay_id="text", service="text",
+        )  # fmt: skip
         now = now_sql(connection)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id,"
-                " service, broker, destination, key, correlation_id, headers,"
-                " content_type, body, attempts, last_error, created_at, due_at)"
-                " SELECT letter.message_id, again.replay_id, again.service,"
-                " letter.broker, letter.destination, again.key, letter.correlation_id,"
-                " again.headers,"
-                " CASE letter.content_type WHEN '' THEN %s"
-                " ELSE letter.content_type END, letter.body, 0, '', {now}, {now}"
-                " FROM {source} JOIN django_txmsg_deadletter letter"
-                " ON letter.id = again.id ORDER BY again.id"
-                " RETURNING id, message_id".replace("{now}", now).replace(
-                    "{source}", source
-                ),
-                [wire.BYTES, json.dumps(list(again))],
-            )
-            return [(pk, read_uuid(message_id)) for pk, message_id in cursor.fetchall()]
+        rows = self._rows(
+            "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id,"
+            " service, broker, destination, key, correlation_id, headers,"
+            " content_type, body, attempts, last_error, created_at, due_at)"
+            " SELECT letter.message_id, again.replay_id, again.service,"
+            " letter.broker, letter.destination, again.key, letter.correlation_id,"
+            " again.headers,"
+            " CASE letter.content_type WHEN '' THEN %s"
+            " ELSE letter.content_type END, letter.body, 0, '', {now}, {now}"
+            " FROM {source} JOIN django_txmsg_deadletter letter"
+            " ON letter.id = again.id ORDER BY again.id"
+            " RETURNING id, message_id".replace("{now}", now).replace(
+                "{source}", source
+            ),
+            [wire.BYTES, json.dumps(list(again))],
+        )
+        return [(pk, read_uuid(message_id)) for pk, message_id in rows]
 
     def park_again(self, again: Sequence[Mapping[str, Any]], *, force: bool) -> None:
         """Park dead letters of stages in the inbox, due now, by one statement of the
@@ -189,31 +190,32 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
         messages, unless `force` is set.
         """
         connection = connections[self.db]
-        source = _given(connection, id="bigint", headers="jsonb", service="text")
+        source = given_sql(
+            connection, "again", id="bigint", headers="jsonb", service="text"
+        )
         now = now_sql(connection)
         settled = "TRUE" if force else "i.processed_at IS NULL"
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"""
-                INSERT INTO django_txmsg_inboxmessage AS i
-                    (stage, message_id, destination, correlation_id, service,
-                     created_at, deliveries, attempts, first_received_at,
-                     last_received_at, due_at, headers, body, last_error)
-                SELECT letter.stage, letter.message_id, letter.destination,
-                    letter.correlation_id, again.service, letter.message_created_at,
-                    1, 0, {now}, {now}, {now}, again.headers, letter.body, ''
-                FROM {source} JOIN django_txmsg_deadletter letter
-                    ON letter.id = again.id
-                WHERE TRUE ORDER BY again.id
-                ON CONFLICT (message_id, stage) DO UPDATE SET
-                    attempts = 0, dead_at = NULL, processed_at = NULL,
-                    due_at = excluded.due_at, headers = excluded.headers,
-                    body = excluded.body, lease_until = NULL, lease_token = NULL,
-                    last_error = ''
-                WHERE i.due_at IS NULL AND i.revoked_at IS NULL AND {settled}
-                """,  # noqa: S608 - constants only
-                [json.dumps(list(again))],
-            )
+        self._changed(
+            f"""
+            INSERT INTO django_txmsg_inboxmessage AS i
+                (stage, message_id, destination, correlation_id, service,
+                 created_at, deliveries, attempts, first_received_at,
+                 last_received_at, due_at, headers, body, last_error)
+            SELECT letter.stage, letter.message_id, letter.destination,
+                letter.correlation_id, again.service, letter.message_created_at,
+                1, 0, {now}, {now}, {now}, again.headers, letter.body, ''
+            FROM {source} JOIN django_txmsg_deadletter letter
+                ON letter.id = again.id
+            WHERE TRUE ORDER BY again.id
+            ON CONFLICT (message_id, stage) DO UPDATE SET
+                attempts = 0, dead_at = NULL, processed_at = NULL,
+                due_at = excluded.due_at, headers = excluded.headers,
+                body = excluded.body, lease_until = NULL, lease_token = NULL,
+                last_error = ''
+            WHERE i.due_at IS NULL AND i.revoked_at IS NULL AND {settled}
+            """,  # noqa: S608 - constants only
+            [json.dumps(list(again))],
+        )
 
 
 class DeadLetter(models.Model):
@@ -307,12 +309,3 @@ class DeadLetter(models.Model):
 
     def __str__(self) -> str:
         return f"{self.message_id} ({self.reason})"
-
-
-def _given(connection: Any, **columns: str) -> str:
-    """Return SQL for the parameter, a JSON array, as a table `again`."""
-    if connection.vendor == "postgresql":
-        typed = ", ".join(f"{name} {kind}" for name, kind in columns.items())
-        return f"jsonb_to_recordset(%s::jsonb) AS again({typed})"
-    read = ", ".join(f"json_extract(value, '$.{n}') AS {n}" for n in columns)
-    return f"(SELECT {read} FROM json_each(%s)) AS again"  # noqa: S608 - constants only

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from django.db import connections, models
@@ -193,6 +193,43 @@ def read_instant(value: Any) -> Any:
 def read_uuid(value: Any) -> Any:
     """Return a UUID from a raw column: SQLite returns its hexadecimal text."""
     return uuid.UUID(value) if isinstance(value, str) else value
+
+
+def given_sql(connection: Any, name: str, **columns: str) -> str:
+    """Return SQL for a parameter, a JSON array of objects, as a table `name` with these
+    columns of PostgreSQL's types."""
+    if connection.vendor == "postgresql":
+        typed = ", ".join(f"{column} {kind}" for column, kind in columns.items())
+        return f"jsonb_to_recordset(%s::jsonb) AS {name}({typed})"
+    read = ", ".join(f"json_extract(value, '$.{one}') AS {one}" for one in columns)
+    return f"(SELECT {read} FROM json_each(%s)) AS {name}"  # noqa: S608 - constants only
+
+
+class SqlManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """A manager whose methods are statements in SQL."""
+
+    @property
+    def _table(self) -> str:
+        table: str = self.model._meta.db_table
+        return table
+
+    def _changed(self, sql: str, parameters: Sequence[Any]) -> int:
+        """Execute a statement. Returns how many rows it has changed."""
+        with connections[self.db].cursor() as cursor:
+            cursor.execute(sql, parameters)
+            return int(cursor.rowcount)
+
+    def _rows(self, sql: str, parameters: Sequence[Any]) -> list[Any]:
+        """Execute a statement, and return its rows."""
+        with connections[self.db].cursor() as cursor:
+            cursor.execute(sql, parameters)
+            return list(cursor.fetchall())
+
+    def _row(self, sql: str, parameters: Sequence[Any]) -> Any:
+        """Execute a statement, and return its first row; None if there is none."""
+        with connections[self.db].cursor() as cursor:
+            cursor.execute(sql, parameters)
+            return cursor.fetchone()
 
 
 # Rules in querysets: `filter(Holds(outbox.DUE, now=Now()))`.

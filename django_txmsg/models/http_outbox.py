@@ -10,7 +10,7 @@ from typing import Any
 from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
-from .fields import limit_waits
+from .fields import SqlManager, limit_waits
 
 # The outcome of an outbox session whose transaction id cannot be queried.
 #
@@ -30,7 +30,7 @@ class SessionStatus(models.TextChoices):
 PATIENCE_MS = 200
 
 
-class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class SessionManager(SqlManager):
     """The two ways in which a session can end. Each is a single INSERT, which fails if
     the other one exists."""
 
@@ -69,13 +69,12 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     def _insert(self, session_id: uuid.UUID, status: SessionStatus) -> bool:
         connection = connections[self.db]
         field: Any = self.model._meta.get_field("session_id")
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"INSERT INTO {self.model._meta.db_table} (session_id, status)"  # noqa: S608 - constants only
-                f" VALUES (%s, %s) ON CONFLICT DO NOTHING",
-                [field.get_db_prep_value(session_id, connection), status.value],
-            )
-            return bool(cursor.rowcount == 1)
+        inserted = self._changed(
+            f"INSERT INTO {self._table} (session_id, status)"  # noqa: S608 - constants only
+            f" VALUES (%s, %s) ON CONFLICT DO NOTHING",
+            [field.get_db_prep_value(session_id, connection), status.value],
+        )
+        return inserted == 1
 
 
 class SessionRecord(models.Model):

@@ -25,6 +25,7 @@ from ..rules import rule
 from ..rules.inbox import OPEN
 from .claiming import bounds, claim_sql
 from .fields import (
+    SqlManager,
     began_sql,
     ids_sql,
     later_sql,
@@ -41,11 +42,13 @@ from .inbox_order import OrderManager, Turn, held_sql, turn_sql
 if TYPE_CHECKING:
     from ..envelope.message import Message
 
-#: Marks a row as processed, with the clock's expression as `now`.
-PROCESSED = (
-    "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
+#: Empties a row that has ended, and that nobody claims any more.
+_EMPTIED = (
+    "due_at = NULL, headers = NULL, body = NULL,"
     " lease_until = NULL, lease_token = NULL, key = '', waits_for = NULL"
 )
+#: Marks a row as processed, with the clock's expression as `now`.
+PROCESSED = f"processed_at = {{now}}, {_EMPTIED}"
 #: The session setting that proves the first half of `record_and_begin()`.
 _MARK = "txmsg.arrival"
 
@@ -111,7 +114,7 @@ class InboxState(models.TextChoices):
     DEAD = "dead", "dead"
 
 
-class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class InboxManager(SqlManager):
     """The transitions of received messages. Each is a single statement, also for many
     rows."""
 
@@ -140,9 +143,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         no_wait, waits_not = no_wait_sql(connection)
         if no_wait:
             sql = f"WITH {no_wait} {sql}, {waits_not}"
-        with connection.cursor() as cursor:
-            cursor.execute(sql, parameters)
-            records = [read_record(row[:8]) for row in cursor.fetchall()]
+        records = [read_record(row[:8]) for row in self._rows(sql, parameters)]
         return {one.message_id: one for one in records}
 
     def record_and_begin(
@@ -206,13 +207,11 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
     def _find(self, condition: str, parameters: list[Any]) -> InboxRecord | None:
         now = now_sql(connections[self.db])
-        with connections[self.db].cursor() as cursor:
-            cursor.execute(
-                f"SELECT {RECORD_COLUMNS.format(now=now)} FROM {self._table}"  # noqa: S608 - constants only
-                f" WHERE {condition}",
-                parameters,
-            )
-            row = cursor.fetchone()
+        row = self._row(
+            f"SELECT {RECORD_COLUMNS.format(now=now)} FROM {self._table}"  # noqa: S608 - constants only
+            f" WHERE {condition}",
+            parameters,
+        )
         return None if row is None else read_record(row)
 
     def _recording(
@@ -262,11 +261,6 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             deliveries=models.F("deliveries") - 1, attempts=models.F("attempts") - 1
         )
 
-    @property
-    def _table(self) -> str:
-        table: str = self.model._meta.db_table
-        return table
-
     def park(
         self,
         pk: int,
@@ -294,8 +288,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         free = needs is not None or slot is not None
         uncounted = int(free and token is not None)
         line, place = (", key = %s", [key]) if slot is not None else ("", [])
-        with connection.cursor() as cursor:
-            cursor.execute(
+        return bool(
+            self._changed(
                 f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
                 " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
                 " lease_token = NULL, needs_type = %s, needs_version = %s, slot = %s,"
@@ -313,7 +307,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
                     *fence,
                 ],
             )
-            return bool(cursor.rowcount)
+        )
 
     def due_stages(self, stages: Mapping[str, Reads | None]) -> set[str]:
         """Return which of the stages have parked messages that are due, unclaimed and
@@ -330,9 +324,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
                 f" AND {rule.NOT_LEASED.sql(now=now)})"
             )
             parameters += [stage, stage, *versions]
-        with connection.cursor() as cursor:
-            cursor.execute(" UNION ALL ".join(queries), parameters)
-            return {stage for (stage,) in cursor.fetchall()}
+        rows = self._rows(" UNION ALL ".join(queries), parameters)
+        return {stage for (stage,) in rows}
 
     def claim_parked(
         self, stage: str, token: uuid.UUID, lease: float, reads: Reads | None = None
@@ -356,18 +349,16 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             returning=f"{RECORD_COLUMNS.format(now=now)}, destination, headers, body,"
             " slot, key",
         )
-        with connection.cursor() as cursor:
-            cursor.execute(
-                sql,
-                [
-                    stage,
-                    *versions,
-                    *bounds(1),
-                    later_value(connection, lease),
-                    prepared(self.model, "lease_token", token, connection),
-                ],
-            )
-            row = cursor.fetchone()
+        row = self._row(
+            sql,
+            [
+                stage,
+                *versions,
+                *bounds(1),
+                later_value(connection, lease),
+                prepared(self.model, "lease_token", token, connection),
+            ],
+        )
         if row is None:
             return None
         *record, destination, headers, body, slot, key = row
@@ -395,17 +386,16 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         """Extend the lease of a claimed message to `lease` seconds from now. A locked
         row is skipped, because no other worker can claim it anyway."""
         connection = connections[self.db]
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {self._table} SET lease_until = {later_sql(connection)}"  # noqa: S608 - constants only
-                f" WHERE id IN (SELECT id FROM {self._table} WHERE id = %s"
-                f" AND lease_token = %s {skip_locked_sql(connection)})",
-                [
-                    later_value(connection, lease),
-                    pk,
-                    prepared(self.model, "lease_token", token, connection),
-                ],
-            )
+        self._changed(
+            f"UPDATE {self._table} SET lease_until = {later_sql(connection)}"  # noqa: S608 - constants only
+            f" WHERE id IN (SELECT id FROM {self._table} WHERE id = %s"
+            f" AND lease_token = %s {skip_locked_sql(connection)})",
+            [
+                later_value(connection, lease),
+                pk,
+                prepared(self.model, "lease_token", token, connection),
+            ],
+        )
 
     def unpark(self, pk: int, token: uuid.UUID, *, attempts: int = 1) -> None:
         """Release a claimed parked message, due now, and subtract attempts that were
@@ -420,14 +410,12 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         message."""
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {self._table} SET attempts = attempts + 1,"  # noqa: S608 - constants only
-                f" started_at = {now_sql(connection)} WHERE id = %s{held}"
-                " RETURNING attempts",
-                [pk, *fence],
-            )
-            row = cursor.fetchone()
+        row = self._row(
+            f"UPDATE {self._table} SET attempts = attempts + 1,"  # noqa: S608 - constants only
+            f" started_at = {now_sql(connection)} WHERE id = %s{held}"
+            " RETURNING attempts",
+            [pk, *fence],
+        )
         return int(row[0]) if row else 0
 
     def lock(self, ids: list[int]) -> set[int]:
@@ -440,9 +428,7 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         sql = f"UPDATE {self._table} SET stage = stage WHERE {condition} RETURNING id"  # noqa: S608 - constants only
         if connection.vendor == "postgresql":
             sql = f"SELECT id FROM {self._table} WHERE {condition} FOR UPDATE"  # noqa: S608 - constants only
-        with connection.cursor() as cursor:
-            cursor.execute(sql, parameters)
-            return {pk for (pk,) in cursor.fetchall()}
+        return {pk for (pk,) in self._rows(sql, parameters)}
 
     def take(
         self, pk: int, token: uuid.UUID | None = None, turn: Turn | None = None
@@ -463,28 +449,24 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         follows = turn is not None and turn.after_id is not None
         for dead_too in (False, True) if follows else (False,):
             come, values = turn_sql(self.model, connection, turn, dead_too=dead_too)
-            with connection.cursor() as cursor:
-                cursor.execute(
-                    f"UPDATE {self._table} SET"  # noqa: S608 - constants only
-                    f" {PROCESSED.format(now=now_sql(connection))}"
-                    f" WHERE id = %s AND {condition} AND {OPEN.sql()}{come}",
-                    [*parameters, *values],
-                )
-                if cursor.rowcount:
-                    return True
+            if self._changed(
+                f"UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"  # noqa: S608 - constants only
+                f" WHERE id = %s AND {condition} AND {OPEN.sql()}{come}",
+                [*parameters, *values],
+            ):
+                return True
         return False
 
     def finish(self, ids: list[int]) -> None:
         """Mark rows as processed now, in the transaction that holds their work."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))},"  # noqa: S608 - constants only
-                " attempts = CASE attempts WHEN 0 THEN 1 ELSE attempts END"
-                f" WHERE {condition} AND dead_at IS NULL",
-                parameters,
-            )
+        self._changed(
+            f"UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))},"  # noqa: S608 - constants only
+            " attempts = CASE attempts WHEN 0 THEN 1 ELSE attempts END"
+            f" WHERE {condition} AND dead_at IS NULL",
+            parameters,
+        )
 
     def revoke(self, stage: str, message_id: uuid.UUID) -> bool:
         """Revoke a message: the stage never processes it, whether it has not arrived
@@ -493,33 +475,30 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         Returns False, and changes nothing, if the message is processed.
         """
         connection = connections[self.db]
-        now, table = now_sql(connection), self._table
+        now = now_sql(connection)
         # A processed one keeps its values.
         done = "CASE WHEN i.processed_at IS NULL THEN {} ELSE {} END"
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"""
-                INSERT INTO {table} AS i
-                    (stage, message_id, destination, correlation_id, service,
-                     deliveries, attempts, first_received_at, last_received_at,
-                     dead_at, revoked_at, last_error)
-                VALUES (%s, %s, '', '', '', 0, 0, {now}, {now}, {now}, {now}, %s)
-                ON CONFLICT (message_id, stage) DO UPDATE SET
-                    dead_at = {done.format(f"COALESCE(i.dead_at, {now})", "NULL")},
-                    revoked_at = {done.format(now, "NULL")},
-                    last_error = {done.format("excluded.last_error", "i.last_error")},
-                    due_at = NULL, headers = NULL, body = NULL,
-                    lease_until = NULL, lease_token = NULL,
-                    key = '', waits_for = NULL
-                RETURNING processed_at
-                """,  # noqa: S608 - constants only
-                [
-                    stage,
-                    prepared(self.model, "message_id", message_id, connection),
-                    REVOKED,
-                ],
-            )
-            return cursor.fetchone()[0] is None
+        (processed,) = self._row(
+            f"""
+            INSERT INTO {self._table} AS i
+                (stage, message_id, destination, correlation_id, service,
+                 deliveries, attempts, first_received_at, last_received_at,
+                 dead_at, revoked_at, last_error)
+            VALUES (%s, %s, '', '', '', 0, 0, {now}, {now}, {now}, {now}, %s)
+            ON CONFLICT (message_id, stage) DO UPDATE SET
+                dead_at = {done.format(f"COALESCE(i.dead_at, {now})", "NULL")},
+                revoked_at = {done.format(now, "NULL")},
+                last_error = {done.format("excluded.last_error", "i.last_error")},
+                {_EMPTIED}
+            RETURNING processed_at
+            """,  # noqa: S608 - constants only
+            [
+                stage,
+                prepared(self.model, "message_id", message_id, connection),
+                REVOKED,
+            ],
+        )
+        return processed is None
 
     def mark_dead(
         self,

@@ -28,6 +28,7 @@ from django.db import connections, models, transaction
 
 from ..rules.inbox import BLOCKED, OPEN
 from .fields import (
+    SqlManager,
     began_sql,
     ids_sql,
     later_sql,
@@ -206,7 +207,7 @@ def held_sql(
     return " AND lease_token = %s", [held]
 
 
-class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class OrderManager(SqlManager):
     """The transitions of messages that wait for their turn, each in one statement."""
 
     def has_come(self, turn: Turn) -> bool:
@@ -229,13 +230,12 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         connection = connections[self.db]
         ids, values = ids_sql(connection, "p.message_id", predecessors)
         passes = passes_sql(skips=turn.skips)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"SELECT p.message_id FROM {self._table} p WHERE {ids}"  # noqa: S608 - constants only
-                f" AND p.stage = %s AND {passes}",
-                [*values, turn.stage],
-            )
-            return {read_uuid(found) for (found,) in cursor.fetchall()}
+        rows = self._rows(
+            f"SELECT p.message_id FROM {self._table} p WHERE {ids}"  # noqa: S608 - constants only
+            f" AND p.stage = %s AND {passes}",
+            [*values, turn.stage],
+        )
+        return {read_uuid(found) for (found,) in rows}
 
     def lock_keys(self, turns: Collection[Turn]) -> set[str]:
         """Lock the keys of these messages until the transaction ends. Returns the keys
@@ -245,13 +245,12 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         if connection.vendor != "postgresql":
             return set(wanted)
         keys = list(wanted)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT key FROM unnest(%s::text[], %s::bigint[]) AS g(key, lock)"
-                " WHERE pg_try_advisory_xact_lock(lock)",
-                [keys, [wanted[key] for key in keys]],
-            )
-            return {key for (key,) in cursor.fetchall()}
+        rows = self._rows(
+            "SELECT key FROM unnest(%s::text[], %s::bigint[]) AS g(key, lock)"
+            " WHERE pg_try_advisory_xact_lock(lock)",
+            [keys, [wanted[key] for key in keys]],
+        )
+        return {key for (key,) in rows}
 
     def wait(
         self,
@@ -280,28 +279,26 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         due = "due_at"
         if connection.vendor != "postgresql":
             due = "CAST(due_at AS TEXT)"
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
-                f" waits_since = COALESCE(waits_since, {now_sql(connection)}),"
-                " waits_for = %s, key = %s,"
-                " after_at = %s, headers = COALESCE(headers, %s),"
-                " body = COALESCE(body, %s), lease_until = NULL, lease_token = NULL,"
-                " attempts = attempts - %s"
-                f" WHERE id = %s AND {OPEN.sql()}{condition} RETURNING {due}",
-                [
-                    later_value(connection, FIRST_PAUSE),
-                    prepared(self.model, "waits_for", waits_for, connection),
-                    turn.key,
-                    prepared(self.model, "after_at", turn.after_at, connection),
-                    prepared(self.model, "headers", dict(headers), connection),
-                    prepared(self.model, "body", body, connection),
-                    uncounted,
-                    pk,
-                    *fence,
-                ],
-            )
-            row = cursor.fetchone()
+        row = self._row(
+            f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
+            f" waits_since = COALESCE(waits_since, {now_sql(connection)}),"
+            " waits_for = %s, key = %s,"
+            " after_at = %s, headers = COALESCE(headers, %s),"
+            " body = COALESCE(body, %s), lease_until = NULL, lease_token = NULL,"
+            " attempts = attempts - %s"
+            f" WHERE id = %s AND {OPEN.sql()}{condition} RETURNING {due}",
+            [
+                later_value(connection, FIRST_PAUSE),
+                prepared(self.model, "waits_for", waits_for, connection),
+                turn.key,
+                prepared(self.model, "after_at", turn.after_at, connection),
+                prepared(self.model, "headers", dict(headers), connection),
+                prepared(self.model, "body", body, connection),
+                uncounted,
+                pk,
+                *fence,
+            ],
+        )
         if row is None or waits_for is None:
             return False
         return self._look(pk, turn, row[0])
@@ -315,17 +312,15 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         no_wait, waits_not = no_wait_sql(connection)
         with_no_wait = no_wait and f"WITH {no_wait}"
         passed = passed_sql("c.waits_for", "c.stage", skips=turn.skips)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"{with_no_wait} UPDATE {self._table} AS c SET"  # noqa: S608 - constants only
-                f" due_at = CASE WHEN {passed} THEN {now} ELSE {never} END,"
-                f" waits_for = CASE WHEN {passed} THEN NULL ELSE waits_for END"
-                f" WHERE c.id = %s AND c.due_at = %s AND {waits_sql('c')}"
-                f" AND ({passed} OR {behind_sql('c')}) AND {waits_not}"
-                " RETURNING waits_for",
-                [pk, due],
-            )
-            row = cursor.fetchone()
+        row = self._row(
+            f"{with_no_wait} UPDATE {self._table} AS c SET"  # noqa: S608 - constants only
+            f" due_at = CASE WHEN {passed} THEN {now} ELSE {never} END,"
+            f" waits_for = CASE WHEN {passed} THEN NULL ELSE waits_for END"
+            f" WHERE c.id = %s AND c.due_at = %s AND {waits_sql('c')}"
+            f" AND ({passed} OR {behind_sql('c')}) AND {waits_not}"
+            " RETURNING waits_for",
+            [pk, due],
+        )
         return row is not None and row[0] is None
 
     def aside(self, pk: int, turn: Turn) -> None:
@@ -346,14 +341,12 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         size = size_sql(connection)
         waits = f"FROM {self._table} WHERE stage = %s AND waits_for IS NOT NULL"
         limit = "" if most is None else " LIMIT %s"
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"SELECT COUNT(*), (SELECT COALESCE(AVG(size), 0) FROM (SELECT {size}"  # noqa: S608 - constants only
-                f" AS size {waits} LIMIT {MEASURED}) AS measured)"
-                f" FROM (SELECT 1 {waits}{limit}) AS counted",
-                [stage, stage, *([] if most is None else [most])],
-            )
-            count, average = cursor.fetchone()
+        count, average = self._row(
+            f"SELECT COUNT(*), (SELECT COALESCE(AVG(size), 0) FROM (SELECT {size}"  # noqa: S608 - constants only
+            f" AS size {waits} LIMIT {MEASURED}) AS measured)"
+            f" FROM (SELECT 1 {waits}{limit}) AS counted",
+            [stage, stage, *([] if most is None else [most])],
+        )
         return count, int(count * average)
 
     def behind(self, stage: str, key: str, most: int) -> int:
@@ -366,15 +359,8 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         many there are. It must be the transaction's last statement: a follower that
         commits after this statement began sees for itself that the message has
         ended."""
-        connection = connections[self.db]
-        ids, values = ids_sql(connection, "waits_for", messages)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {self._table} SET due_at = {now_sql(connection)},"  # noqa: S608 - constants only
-                f" waits_for = NULL WHERE stage = %s AND {ids} AND {OPEN.sql()}",
-                [stage, *values],
-            )
-            return int(cursor.rowcount)
+        ids, values = ids_sql(connections[self.db], "waits_for", messages)
+        return self._release(stage, ids, values)
 
     def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
         """Check a stage's due waiting rows again, and postpone those whose turn has not
@@ -396,25 +382,23 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             )
         # Read first, and changed only if unchanged since: a message that ended after
         # this statement began has released it already.
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"""
-                WITH found AS MATERIALIZED (
-                    SELECT c.id, c.due_at, {behind_sql("c")} AS behind FROM {table} c
-                    WHERE c.stage = %s AND c.due_at <= {began_sql(connection)}
-                      AND {waits_sql("c")} AND NOT {passed}
-                    ORDER BY c.due_at, c.id LIMIT {ASKED})
-                UPDATE {table} AS o
-                SET due_at = CASE WHEN o.id IN (SELECT id FROM found WHERE behind)
-                                  THEN {never_sql(connection)} ELSE {pause} END
-                WHERE o.id IN (
-                    SELECT i.id FROM {table} i JOIN found ON found.id = i.id
-                    WHERE i.due_at = found.due_at AND {waits_sql("i")}
-                    {skip_locked_sql(connection) and "FOR UPDATE OF i SKIP LOCKED"})
-                """,  # noqa: S608 - constants only
-                [stage],
-            )
-            return int(cursor.rowcount)
+        return self._changed(
+            f"""
+            WITH found AS MATERIALIZED (
+                SELECT c.id, c.due_at, {behind_sql("c")} AS behind FROM {table} c
+                WHERE c.stage = %s AND c.due_at <= {began_sql(connection)}
+                  AND {waits_sql("c")} AND NOT {passed}
+                ORDER BY c.due_at, c.id LIMIT {ASKED})
+            UPDATE {table} AS o
+            SET due_at = CASE WHEN o.id IN (SELECT id FROM found WHERE behind)
+                              THEN {never_sql(connection)} ELSE {pause} END
+            WHERE o.id IN (
+                SELECT i.id FROM {table} i JOIN found ON found.id = i.id
+                WHERE i.due_at = found.due_at AND {waits_sql("i")}
+                {skip_locked_sql(connection) and "FOR UPDATE OF i SKIP LOCKED"})
+            """,  # noqa: S608 - constants only
+            [stage],
+        )
 
     def expire_waits(
         self,
@@ -444,28 +428,26 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
                 lost += f" OR c.after_at < {later_sql(connection)}"
                 parameters.append(later_value(connection, -retention.total_seconds()))
             lost += ")"
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"""
-                UPDATE {table} SET due_at = {now_sql(connection)}, waits_for = NULL,
-                    headers = {_without(connection, link)}
-                WHERE id IN (
-                    SELECT c.id FROM {table} c
-                    WHERE c.stage = %s AND c.due_at <= {began_sql(connection)}
-                      AND {waits_sql("c")}
-                      AND c.waits_since <= {later_sql(connection)}
-                      AND NOT EXISTS (SELECT 1 FROM {table} p
-                          WHERE p.message_id = c.waits_for AND p.stage = c.stage)
-                      {lost}
-                      AND NOT EXISTS (SELECT 1 FROM {table} e
-                          WHERE e.stage = c.stage AND e.key = c.key AND NOT e.key = ''
-                            AND e.processed_at IS NULL AND {held} AND e.id <> c.id
-                            AND (e.after_at IS NULL OR e.after_at < c.after_at))
-                    ORDER BY c.due_at, c.id LIMIT {ASKED} {skip_locked_sql(connection)})
-                """,  # noqa: S608 - constants only
-                parameters,
-            )
-            return int(cursor.rowcount)
+        return self._changed(
+            f"""
+            UPDATE {table} SET due_at = {now_sql(connection)}, waits_for = NULL,
+                headers = {_without(connection, link)}
+            WHERE id IN (
+                SELECT c.id FROM {table} c
+                WHERE c.stage = %s AND c.due_at <= {began_sql(connection)}
+                  AND {waits_sql("c")}
+                  AND c.waits_since <= {later_sql(connection)}
+                  AND NOT EXISTS (SELECT 1 FROM {table} p
+                      WHERE p.message_id = c.waits_for AND p.stage = c.stage)
+                  {lost}
+                  AND NOT EXISTS (SELECT 1 FROM {table} e
+                      WHERE e.stage = c.stage AND e.key = c.key AND NOT e.key = ''
+                        AND e.processed_at IS NULL AND {held} AND e.id <> c.id
+                        AND (e.after_at IS NULL OR e.after_at < c.after_at))
+                ORDER BY c.due_at, c.id LIMIT {ASKED} {skip_locked_sql(connection)})
+            """,  # noqa: S608 - constants only
+            parameters,
+        )
 
     def let_go(self, stage: str, key: str, *, link: str) -> int:
         """Release the first waiting message of a key on an operator's request, whatever
@@ -495,20 +477,14 @@ class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
     def wait_no_more(self, stage: str) -> int:
         """Release all waiting messages of a stage that is not ordered any more."""
-        connection = connections[self.db]
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {self._table} SET due_at = {now_sql(connection)},"  # noqa: S608 - constants only
-                " waits_for = NULL WHERE stage = %s AND waits_for IS NOT NULL"
-                f" AND {OPEN.sql()}",
-                [stage],
-            )
-            return int(cursor.rowcount)
+        return self._release(stage, "waits_for IS NOT NULL", [])
 
-    @property
-    def _table(self) -> str:
-        table: str = self.model._meta.db_table
-        return table
+    def _release(self, stage: str, which: str, values: list[Any]) -> int:
+        return self._changed(
+            f"UPDATE {self._table} SET due_at = {now_sql(connections[self.db])},"  # noqa: S608 - constants only
+            f" waits_for = NULL WHERE stage = %s AND {which} AND {OPEN.sql()}",
+            [stage, *values],
+        )
 
 
 def _without(connection: Any, header: str) -> str:

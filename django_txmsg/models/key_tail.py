@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from django.db import connections, models
 
-from .fields import read_uuid
+from .fields import SqlManager, given_sql, read_uuid
 
 #: A destination, and a key there.
 Chain = tuple[str, str]
@@ -32,7 +32,7 @@ class Joint:
     last_at: int
 
 
-class KeyTailManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class KeyTailManager(SqlManager):
     """The one transition of a tail."""
 
     def advance(
@@ -41,20 +41,16 @@ class KeyTailManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         """Make these messages the last ones of their chains, each of which grows by at
         most `longest`. Locks the tails, always in the same order, until the transaction
         ends, so that no other relay extends these chains meanwhile."""
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         native = connection.vendor == "postgresql"
         given = [
             {"destination": place, "key": key, "id": str(last) if native else last.hex}
             for (place, key), last in ends.items()
         ]
-        columns = {"destination": "text", "key": "text", "id": "uuid"}
+        source = given_sql(connection, "g", destination="text", key="text", id="uuid")
         if native:
-            typed = ", ".join(f"{name} {kind}" for name, kind in columns.items())
-            source = f"jsonb_to_recordset(%s::jsonb) AS g({typed})"
             now = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
         else:
-            read = ", ".join(f"json_extract(value, '$.{n}') AS {n}" for n in columns)
-            source = f"(SELECT {read} FROM json_each(%s)) AS g"  # noqa: S608 - constants only
             now = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000"
         greatest = "greatest" if native else "max"
         with connection.cursor() as cursor:

@@ -21,7 +21,7 @@ from django.db.models.lookups import IsNull
 from .. import conf
 from ..rules import inbox, rule
 from ..rules import outbox as rules
-from .fields import ids_sql, later_sql, later_value, now_sql, prepared
+from .fields import SqlManager, ids_sql, later_sql, later_value, now_sql, prepared
 from .inbox import InboxMessage
 from .outbox_claim import ClaimingManager
 from .outbox_store import StoringManager
@@ -45,7 +45,7 @@ class OutboxState(models.TextChoices):
 Changed = list[tuple[int, str]]
 
 
-class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class PendingManager(SqlManager):
     """The transitions, by message id, of pending rows that no relay holds.
 
     A row that a relay holds is never changed, because its message may be on the way to
@@ -84,7 +84,7 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         message has expired. Or its key is held until it is processed, and the message
         was processed or buried here, is the `cause` that this transaction is
         processing, or was sent so long ago that the inbox may have forgotten it."""
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         inbox_table = InboxMessage._meta.db_table
         having, values = ids_sql(connection, "unique_key", keys)
         received = (
@@ -101,14 +101,13 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         if days is not None:
             forgotten = f" OR (dispatched_at < {later_sql(connection)} AND NOT {still})"
             values = [*values, later_value(connection, -86_400 * days)]
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {table} AS o SET unique_key = NULL WHERE {having}"  # noqa: S608 - constants only
-                f" AND dead_at IS NULL AND ({ended}"
-                f" OR (expires_at <= {now_sql(connection)} AND NOT {still})"
-                f"{caused}{forgotten})",
-                values,
-            )
+        self._changed(
+            f"UPDATE {table} AS o SET unique_key = NULL WHERE {having}"  # noqa: S608 - constants only
+            f" AND dead_at IS NULL AND ({ended}"
+            f" OR (expires_at <= {now_sql(connection)} AND NOT {still})"
+            f"{caused}{forgotten})",
+            values,
+        )
 
     def hold(self, wanted: Mapping[str, float | None]) -> list[int]:
         """Lock the pending rows with these unique keys until the open transaction ends,
@@ -117,7 +116,7 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         `wanted` maps each key to the seconds after which the message that was not
         stored would expire, or None for never. The row will expire no sooner.
         """
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         now, later = now_sql(connection), later_sql(connection)
         # Not those that a relay is sending: its mark would wait for us.
         pending = f"{{}} AND {rules.PENDING.sql()} AND {rule.NOT_LEASED.sql(now=now)}"
@@ -156,17 +155,15 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     def _change(
         self, message_id: uuid.UUID, assign: str, values: list[Any], also: str = "TRUE"
     ) -> Changed:
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         pending = rules.PENDING_OTHERWISE.sql()
         free = rule.NOT_LEASED.sql(now=now_sql(connection))
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {table} SET {assign} WHERE message_id = %s AND {pending}"  # noqa: S608 - constants only
-                f" AND {free} AND {also}"
-                f" RETURNING id, broker",
-                [*values, prepared(self.model, "message_id", message_id, connection)],
-            )
-            return list(cursor.fetchall())
+        return self._rows(
+            f"UPDATE {table} SET {assign} WHERE message_id = %s AND {pending}"  # noqa: S608 - constants only
+            f" AND {free} AND {also}"
+            f" RETURNING id, broker",
+            [*values, prepared(self.model, "message_id", message_id, connection)],
+        )
 
 
 class OutboxManager(StoringManager, ClaimingManager, PendingManager):

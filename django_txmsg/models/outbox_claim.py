@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from django.db import connections, models
+from django.db import connections
 
 from ..rules import rule
 from ..rules.outbox import PENDING, PENDING_OTHERWISE
@@ -21,7 +21,9 @@ from ..runtime.claimed_bytes import UNLIMITED
 from ..wire import format_instant
 from .claiming import bounds, claim_sql
 from .fields import (
+    SqlManager,
     began_sql,
+    given_sql,
     ids_sql,
     instant_text_sql,
     later_sql,
@@ -62,7 +64,7 @@ class Claimed(NamedTuple):
     service: str
 
 
-class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class ClaimingManager(SqlManager):
     """The transitions of pending rows. Each is one statement for many rows."""
 
     def claim(
@@ -93,12 +95,10 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         left out, with the rows that must follow them by key. `floor` skips rows due
         before it, so that a busy relay does not scan again what it has just settled.
         """
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         now = began_sql(connection)
         narrow, pending = "", PENDING.sql("c")
-        stored_by = [] if services is None else ["", *services]
-        among = f"IN ({', '.join(['%s'] * len(stored_by))})"
-        ours = "TRUE" if services is None else f"{{0}}.service {among}"
+        ours, stored_by = _ours_sql(services)
         parameters: list[Any] = [broker, *stored_by]
         if ids is not None:
             pending = PENDING_OTHERWISE.sql("c")
@@ -166,9 +166,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             prepared(self.model, "lease_token", token, connection),
             *stored_by,
         ]
-        with connection.cursor() as cursor:
-            cursor.execute(sql, parameters)
-            return sorted(map(_claimed, cursor.fetchall()), key=_by_id)
+        return sorted(map(_claimed, self._rows(sql, parameters)), key=_by_id)
 
     def held_back(
         self,
@@ -182,58 +180,49 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         earlier pending rows, with those earlier rows, in the order in which they are
         sent: the first `limit` of them. Only rows that a claim with this `broker` and
         these `services` takes."""
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         condition, values = ids_sql(connection, "c.id", ids)
-        stored_by = [] if services is None else ["", *services]
-        among = f"{{0}}.service IN ({', '.join(['%s'] * len(stored_by))})"
-        ours = f"{{0}}.broker = %s AND {'TRUE' if services is None else among}"
+        own, stored_by = _ours_sql(services)
+        ours = f"{{0}}.broker = %s AND {own}"
         now = now_sql(connection)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"""
-                WITH held AS MATERIALIZED (
-                    SELECT c.key, max(c.id) AS last FROM {table} c
-                    WHERE {condition} AND {PENDING_OTHERWISE.sql("c")}
-                      AND {ours.format("c")}
-                      AND NOT (c.key = '') AND c.due_at <= {now}
-                      AND {rule.NOT_LEASED.sql("c", now=now)}
-                    GROUP BY c.key)
-                SELECT e.id FROM held JOIN {table} e
-                    ON e.key = held.key AND e.id <= held.last
-                WHERE NOT (e.key = '') AND {PENDING_OTHERWISE.sql("e")}
-                  AND {ours.format("e")}
-                ORDER BY e.id LIMIT %s
-                """,  # noqa: S608 - constants only
-                [*values, broker, *stored_by, broker, *stored_by, limit],
-            )
-            return [pk for (pk,) in cursor.fetchall()]
+        rows = self._rows(
+            f"""
+            WITH held AS MATERIALIZED (
+                SELECT c.key, max(c.id) AS last FROM {table} c
+                WHERE {condition} AND {PENDING_OTHERWISE.sql("c")}
+                  AND {ours.format("c")}
+                  AND NOT (c.key = '') AND c.due_at <= {now}
+                  AND {rule.NOT_LEASED.sql("c", now=now)}
+                GROUP BY c.key)
+            SELECT e.id FROM held JOIN {table} e
+                ON e.key = held.key AND e.id <= held.last
+            WHERE NOT (e.key = '') AND {PENDING_OTHERWISE.sql("e")}
+              AND {ours.format("e")}
+            ORDER BY e.id LIMIT %s
+            """,  # noqa: S608 - constants only
+            [*values, broker, *stored_by, broker, *stored_by, limit],
+        )
+        return [pk for (pk,) in rows]
 
     def link(self, links: Mapping[int, str | None], token: uuid.UUID, name: str) -> int:
         """Store each row's link to its predecessor, as the header `name` records it;
         None is the first place. Returns how many rows still belonged to this lease."""
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         given = [{"id": pk, "after": after} for pk, after in links.items()]
+        source = given_sql(connection, "g", id="bigint", after="text")
         if connection.vendor == "postgresql":
-            source = "jsonb_to_recordset(%s::jsonb) AS g(id bigint, after text)"
             with_link = f"o.headers || jsonb_build_object('{name}', g.after)"
         else:
-            source = (
-                "(SELECT json_extract(value, '$.id') AS id,"
-                " json_extract(value, '$.after') AS after FROM json_each(%s)) AS g"
-            )
             with_link = f"json_set(o.headers, '$.\"{name}\"', g.after)"
         pending = PENDING_OTHERWISE.sql("o")
         fence = prepared(self.model, "lease_token", token, connection)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {table} AS o SET linked_at = {now_sql(connection)},"  # noqa: S608 - constants only
-                f" headers = CASE WHEN g.after IS NULL THEN o.headers ELSE {with_link}"
-                f" END FROM {source} WHERE o.id = g.id AND o.lease_token = %s"
-                f" AND o.linked_at IS NULL AND {pending}",
-                [json.dumps(given), fence],
-            )
-            changed: int = cursor.rowcount
-        return changed
+        return self._changed(
+            f"UPDATE {table} AS o SET linked_at = {now_sql(connection)},"  # noqa: S608 - constants only
+            f" headers = CASE WHEN g.after IS NULL THEN o.headers ELSE {with_link}"
+            f" END FROM {source} WHERE o.id = g.id AND o.lease_token = %s"
+            f" AND o.linked_at IS NULL AND {pending}",
+            [json.dumps(given), fence],
+        )
 
     def mark_dispatched(self, ids: list[int], token: uuid.UUID) -> int:
         """Settle rows whose receipts have come. Returns how many still belonged to this
@@ -292,7 +281,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
     ) -> int:
         """Change rows that are still pending and belong to this lease. All statements
         with a token use this."""
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         condition, id_values = ids_sql(connection, "id", ids)
         assignments = assignments.replace("{now}", now_sql(connection))
         # If a crash loses this, the message is sent again, with the same id.
@@ -300,17 +289,23 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         with_no_wait = no_wait and f"WITH {no_wait}"
         pending = PENDING_OTHERWISE.sql()
         fence = prepared(self.model, "lease_token", token, connection)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"{with_no_wait} UPDATE {table} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
-                f" AND lease_token = %s AND {pending} AND {waits_not}",
-                [*values, *id_values, fence],
-            )
-            changed: int = cursor.rowcount
-        return changed
+        return self._changed(
+            f"{with_no_wait} UPDATE {table} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
+            f" AND lease_token = %s AND {pending} AND {waits_not}",
+            [*values, *id_values, fence],
+        )
 
 
 _by_id = itemgetter(0)
+
+
+def _ours_sql(services: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Return the condition that one of the services stored a row `{0}`, and the
+    condition's parameters."""
+    if services is None:
+        return "TRUE", []
+    stored_by = ["", *services]
+    return f"{{0}}.service IN ({', '.join(['%s'] * len(stored_by))})", stored_by
 
 
 def _leads_sql(table: str, row: str, ours: str, stays: str) -> str:

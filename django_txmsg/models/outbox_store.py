@@ -15,10 +15,18 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from django.db import IntegrityError, connections, models, transaction
+from django.db import IntegrityError, connections, transaction
 
 from ..django_internals import djangos_errors
-from .fields import ids_sql, later_sql, later_value, now_sql, read_instant, read_uuid
+from .fields import (
+    SqlManager,
+    ids_sql,
+    later_sql,
+    later_value,
+    now_sql,
+    read_instant,
+    read_uuid,
+)
 
 #: The origin of a message id. If a "caller" id is stored already, that is an error. A
 #: "derived" id is stored already when its stage is run again by force.
@@ -73,7 +81,7 @@ class Stored(NamedTuple):
     locked_at: dt.datetime | None = None
 
 
-class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class StoringManager(SqlManager):
     """Inserts messages to send."""
 
     def store(
@@ -93,7 +101,7 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         until the transaction ends or its savepoint is rolled back; the statement then
         also returns the clock.
         """
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         unique = bool([row for row in rows if row.unique])
         if len(rows) >= _WORTH_COPY and not unique:
             with connection.cursor() as cursor:
@@ -112,20 +120,48 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         returning += ["message_id"] * (len(rows) > 1 or not new_ids)
         returning += [_LOCKED_AT] * (lock is not None)
         conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
-        return _insert(connection, table, rows, conflict, returning, unique, lock)
+        return self._insert(rows, conflict, returning, unique, lock)
+
+    def _insert(
+        self,
+        rows: Sequence[NewMessage],
+        conflict: str,
+        returning: list[str],
+        unique: bool,
+        lock: int | None,
+    ) -> Stored:
+        into = _INTO_UNIQUE if unique else _INTO
+        stored: dict[uuid.UUID, tuple[int, dt.datetime]] = {}
+        xid: str | None = None
+        locked_at: float | None = None
+        size = _MOST_PARAMETERS // _MOST
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            values, parameters = _values(connections[self.db], part, unique)
+            answers = self._rows(
+                f"INSERT INTO {self._table} ({into}) VALUES {values} {conflict}"  # noqa: S608 - constants only
+                f" RETURNING {', '.join(returning)}",
+                parameters if lock is None else [*parameters, lock],
+            )
+            for pk, instant, *answer in answers:
+                one = dict(zip(returning[2:], answer, strict=True))
+                message_id = read_uuid(one.get("message_id", part[0].message_id))
+                stored[message_id] = pk, read_instant(instant)
+                xid = one.get(_TRANSACTION, xid)
+                locked_at = one.get(_LOCKED_AT, locked_at)
+        return Stored(stored, xid, read_instant(locked_at))
 
     def there(self, ids: Collection[int]) -> list[tuple[int, uuid.UUID, str]]:
         """Return primary key, message id and destination of the existing rows among
         these primary keys, in their order."""
-        connection, table = connections[self.db], self.model._meta.db_table
+        connection, table = connections[self.db], self._table
         having, keys = ids_sql(connection, "id", ids)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"SELECT id, message_id, destination FROM {table}"  # noqa: S608 - constants only
-                f" WHERE {having} ORDER BY id",
-                keys,
-            )
-            return [(pk, read_uuid(one), name) for pk, one, name in cursor.fetchall()]
+        rows = self._rows(
+            f"SELECT id, message_id, destination FROM {table}"  # noqa: S608 - constants only
+            f" WHERE {having} ORDER BY id",
+            keys,
+        )
+        return [(pk, read_uuid(one), name) for pk, one, name in rows]
 
 
 class _Column(NamedTuple):
@@ -173,38 +209,6 @@ _COPIED_TYPES = (
     *[column.type for column in _GIVEN],
     *("int4", "text"),
 )
-
-
-def _insert(
-    connection: Any,
-    table: str,
-    rows: Sequence[NewMessage],
-    conflict: str,
-    returning: list[str],
-    unique: bool,
-    lock: int | None,
-) -> Stored:
-    into = _INTO_UNIQUE if unique else _INTO
-    stored: dict[uuid.UUID, tuple[int, dt.datetime]] = {}
-    xid: str | None = None
-    locked_at: float | None = None
-    size = _MOST_PARAMETERS // _MOST
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        values, parameters = _values(connection, part, unique)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"INSERT INTO {table} ({into}) VALUES {values} {conflict}"  # noqa: S608 - constants only
-                f" RETURNING {', '.join(returning)}",
-                parameters if lock is None else [*parameters, lock],
-            )
-            answers = cursor.fetchall()
-        for pk, instant, *answer in answers:
-            one = dict(zip(returning[2:], answer, strict=True))
-            message_id = read_uuid(one.get("message_id", part[0].message_id))
-            stored[message_id] = pk, read_instant(instant)
-            xid, locked_at = one.get(_TRANSACTION, xid), one.get(_LOCKED_AT, locked_at)
-    return Stored(stored, xid, read_instant(locked_at))
 
 
 def _values(

@@ -16,6 +16,7 @@ from . import claiming
 from .claiming import bounds, claim_sql
 from .fields import (
     Later,
+    SqlManager,
     began_sql,
     ids_sql,
     later_sql,
@@ -39,7 +40,7 @@ def due_in(seconds: float) -> models.Func:
     return Later(seconds) if seconds else Now()
 
 
-class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class QueueManager(SqlManager):
     """The leases on queued messages. Each transition is a single statement with the
     lease's token as a condition."""
 
@@ -111,18 +112,17 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             returning="id, headers, body, deliveries, priority",
             rank=rank,
         )
-        with connection.cursor() as cursor:
-            cursor.execute(
-                sql,
-                [
-                    queue,
-                    *(() if room.complete else (room.largest,)),
-                    *bounds(limit, room.total, alone=room.alone),
-                    later_value(connection, lease),
-                    prepared(self.model, "lease_token", token, connection),
-                ],
-            )
-            rows = sorted(cursor.fetchall(), key=lambda row: (-row[4], row[0]))
+        rows = self._rows(
+            sql,
+            [
+                queue,
+                *(() if room.complete else (room.largest,)),
+                *bounds(limit, room.total, alone=room.alone),
+                later_value(connection, lease),
+                prepared(self.model, "lease_token", token, connection),
+            ],
+        )
+        rows = sorted(rows, key=lambda row: (-row[4], row[0]))
         return [
             (
                 pk,
@@ -162,13 +162,10 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         connection = connections[self.db]
         condition, id_values = ids_sql(connection, "id", list(ids))
         fence = prepared(self.model, "lease_token", token, connection)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"{statement} WHERE {condition} AND lease_token = %s",
-                [*values, *id_values, fence],
-            )
-            count: int = cursor.rowcount
-        return count
+        return self._changed(
+            f"{statement} WHERE {condition} AND lease_token = %s",
+            [*values, *id_values, fence],
+        )
 
 
 class QueueMessage(models.Model):

@@ -21,6 +21,7 @@ from django.db.models.functions import Now
 
 from .fields import (
     Later,
+    SqlManager,
     began_sql,
     later_sql,
     later_value,
@@ -65,7 +66,7 @@ def _readers() -> dict[str, Callable[[Any], Any] | None]:
     return {one.attname: readers.get(one.get_internal_type()) for one in fields}
 
 
-class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class RunManager(SqlManager):
     """The transitions of runs."""
 
     def locked(self, run_id: uuid.UUID) -> Run | None:
@@ -82,13 +83,11 @@ class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
         # As text: Django would compose it in more time than all else of a step takes.
         connection, columns = connections[self.db], _readers()
         lock = " FOR UPDATE" if connection.vendor == "postgresql" else ""
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"SELECT {', '.join(columns)} FROM {self.model._meta.db_table}"  # noqa: S608 - constants only
-                f" WHERE {condition}{lock}",
-                [prepared(self.model, "run_id", one, connection) for one in values],
-            )
-            row = cursor.fetchone()
+        row = self._row(
+            f"SELECT {', '.join(columns)} FROM {self.model._meta.db_table}"  # noqa: S608 - constants only
+            f" WHERE {condition}{lock}",
+            [prepared(self.model, "run_id", one, connection) for one in values],
+        )
         if row is None:
             return None
         pairs = zip(columns.values(), row, strict=True)

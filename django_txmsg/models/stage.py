@@ -15,7 +15,7 @@ from ..rules import rule
 from ..rules.inbox import OPEN
 from ..runtime import notifications
 from ..runtime.notifications import notify
-from .fields import began_sql, no_wait_sql, now_sql, skip_locked_sql
+from .fields import SqlManager, began_sql, no_wait_sql, now_sql, skip_locked_sql
 from .inbox import InboxMessage
 
 # Whether an operator has paused a stage, or changed its rate for a while.
@@ -150,7 +150,7 @@ MOVED = 1000
 _ORIGIN = "{now} - ({now} - l.origin) / l.period * %s"
 
 
-class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class RateLineManager(SqlManager):
     """The transitions of lines. Each is one statement with a commit of its own."""
 
     def place(
@@ -181,22 +181,20 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 f"SELECT %s, %s, {now} - %s, %s::float8, %s::bigint WHERE {waits_not}"
             )
         first = slot or 0
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"{no_wait}INSERT INTO {self._table} AS l"
-                f" (stage, key, origin, period, taken) {source}"
-                " ON CONFLICT (stage, key) DO UPDATE SET period = excluded.period,"
-                f" taken = l.taken + {taken}, origin = {greatest}(CASE"
-                " WHEN l.period = excluded.period THEN l.origin"
-                f" ELSE {_ORIGIN.format(now=now)} END,"
-                f" {now} - %s - {number} * excluded.period)"
-                f" RETURNING taken, origin - {now}",
-                [
-                    *(stage, key, tolerance + first * period, period, first + count),
-                    *(period, tolerance),
-                ],
-            )
-            after, origin = cursor.fetchone()
+        after, origin = self._row(
+            f"{no_wait}INSERT INTO {self._table} AS l"
+            f" (stage, key, origin, period, taken) {source}"
+            " ON CONFLICT (stage, key) DO UPDATE SET period = excluded.period,"
+            f" taken = l.taken + {taken}, origin = {greatest}(CASE"
+            " WHEN l.period = excluded.period THEN l.origin"
+            f" ELSE {_ORIGIN.format(now=now)} END,"
+            f" {now} - %s - {number} * excluded.period)"
+            f" RETURNING taken, origin - {now}",
+            [
+                *(stage, key, tolerance + first * period, period, first + count),
+                *(period, tolerance),
+            ],
+        )
         place = after - count if slot is None else slot
         return place, origin + place * period
 
@@ -254,11 +252,6 @@ class RateLineManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             f" AND i.slot IS NOT NULL AND i.due_at IS NOT NULL AND {which}",
             parameters,
         )
-
-    @property
-    def _table(self) -> str:
-        table: str = self.model._meta.db_table
-        return table
 
 
 def _epoch_sql(connection: Any) -> str:
