@@ -1,2 +1,2 @@
-"""Messages, their bytes, their failures and their next attempt. Pure functions and
+"""Messages, their encoding, their failures and their redelivery, as pure functions and
 values."""

@@ -1,7 +1,7 @@
-"""The parts of a broker's URL, which may list several hosts.
+"""Parses a broker's URL, which may list several hosts.
 
-Every reader of a URL of `TXMSG["BROKERS"]` uses it, before hop 4. It validates only
-brackets: the broker judges the parts.
+All code that reads a URL from `TXMSG["BROKERS"]` uses this module, before hop 4. The
+module validates only the brackets. Each broker class validates the parts of the URL.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _SECRET = re.compile(r"((?:password|passcode|secret|token)=)[^&#]*", re.IGNORECA
 
 
 class BrokerUrl(str):
-    """A broker's URL that hides its password where values are displayed: on Django's
-    debug page, in error mails, in `diffsettings`. For its users it is an ordinary
-    string, password included."""
+    """A broker's URL as a string whose `repr()` hides the password. Django's debug
+    page, error mails and `diffsettings` display the `repr()`. All other uses get the
+    whole string with the password."""
 
     __slots__ = ()
 
@@ -37,7 +37,7 @@ def without_password(url: str) -> str:
 
 
 def split_url(url: str) -> SplitResult:
-    """Return the parts of `url`; `netloc` is the whole list of hosts.
+    """Return the parts of `url`. The part `netloc` is the whole list of hosts.
 
     Raises ValueError if brackets do not match.
     """
@@ -51,8 +51,9 @@ def split_url(url: str) -> SplitResult:
 
 
 def _read_query(parts: SplitResult) -> dict[str, str]:
-    """Return the options of a URL's query. Raises ValueError, whose text never contains
-    any part of a password with an unencoded "/", "?", "#" or "&"."""
+    """Return the options of a URL's query. Raises ValueError if the query is malformed.
+    A password with an unencoded "/", "?", "#" or "&" may end up in the query, so the
+    error's text contains no part of the query."""
     behind = parts.path + parts.fragment
     if "@" not in parts.netloc:
         behind += parts.query
@@ -73,7 +74,7 @@ def _read_query(parts: SplitResult) -> dict[str, str]:
 
 def read_url(url: str) -> tuple[SplitResult, dict[str, str]]:
     """Return the parts of a URL, and the options of its query. Raises ValueError, whose
-    text has no secret."""
+    text contains no secret."""
     try:
         parts = split_url(url)
         return parts, _read_query(parts)
@@ -83,7 +84,7 @@ def read_url(url: str) -> tuple[SplitResult, dict[str, str]]:
 
 
 def check_option(name: str, known: Collection[str]) -> None:
-    """Raise ValueError for an unknown option, which names the nearest known one."""
+    """Raise ValueError for an unknown option, with the most similar known option."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -91,8 +92,9 @@ def check_option(name: str, known: Collection[str]) -> None:
 
 
 def hurry(url: str, timeout: float) -> str:
-    """Return the URL with short time-outs where it sets none. Each host gets its share
-    of `timeout`, so that a silent host leaves time for the next."""
+    """Return the URL with short time-outs, except those that the URL sets. The time to
+    connect is divided among the hosts, so that a silent host leaves time for the next
+    host."""
     parts = split_url(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     limits = {
@@ -107,7 +109,7 @@ def hurry(url: str, timeout: float) -> str:
 
 
 def read_address(text: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of one host of a URL. Raises ValueError."""
+    """Return the host name and the port of one host in a URL. Raises ValueError."""
     host, bracket, port = text.rpartition("]")
     if bracket:
         host, port = host.removeprefix("["), port.removeprefix(":")
@@ -125,8 +127,8 @@ def read_address(text: str, default_port: int) -> tuple[str, int]:
 def tls_context(
     ca: str | None, cert: str | None, key: str | None, key_password: str | None
 ) -> ssl.SSLContext:
-    """Return the TLS context of a connection, which always verifies the broker's
-    certificate and name. Raises OSError or ssl.SSLError if a file cannot be read."""
+    """Return a TLS context that always verifies the broker's certificate and host name.
+    Raises OSError or ssl.SSLError if a file cannot be read."""
     context = ssl.create_default_context(cafile=ca)
     if cert is not None:
         # Without a password OpenSSL would prompt for one on the terminal.

@@ -1,7 +1,7 @@
-"""Reads CloudEvents 1.0, structured or binary, as messages.
+"""Converts CloudEvents 1.0, in structured or binary mode, to messages.
 
-The event's attributes become headers, unless the sender has set these headers itself;
-the event's data becomes the body. Pure: no Django, no I/O.
+The attributes of the event become headers. Headers that the sender has set take
+precedence. The data of the event becomes the body. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _NO_TEXT = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
 
 
 def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
-    """Return the headers for an event's attributes, or none if the message is not an
-    event. The message id is derived from source and id, which are unique together."""
+    """Return the headers for an event's attributes, or an empty dict if the message is
+    not an event. The message id is derived from the attributes source and id. Both
+    together are unique."""
     try:
         event = _attributes(headers, body)
     except DecodeError:
@@ -57,7 +58,8 @@ def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
 
 
 def is_structured(content_type: str) -> bool:
-    """Return whether the body is a structured event, which contains its data."""
+    """Return whether the content type is that of a structured event, whose body
+    contains attributes and data."""
     return content_type.strip().lower().startswith(_ANY)
 
 

@@ -1,4 +1,4 @@
-"""Codecs: they turn JSON into objects of a user's classes, and back.
+"""The interface of codecs, which convert JSON to objects of a user's classes and back.
 
 Pure: no Django, no I/O. The package's own codec uses pydantic (`pydantic_codec`);
 codecs that TXMSG["CODECS"] names take precedence.
@@ -23,10 +23,8 @@ MAX_PATH = 200
 
 
 class Misfit(TxmsgError):
-    """A body does not fit its type.
-
-    `errors` are pairs of the path in the body and the kind of the error. They never
-    contain values, which may be personal.
+    """A body does not fit its type. Each item of `errors` is a path in the body and the
+    kind of the error. No item contains a value of the body, which may be personal data.
     """
 
     def __init__(self, errors: Sequence[tuple[str, str]]) -> None:
@@ -38,16 +36,17 @@ class Misfit(TxmsgError):
 
 
 class Codec(ABC):
-    """Reads and writes bodies of the annotations that it handles."""
+    """Reads and writes bodies of the annotations for which `handles()` returns True."""
 
     @abstractmethod
     def handles(self, annotation: Any) -> bool:
-        """Return whether this codec handles a handler's annotation, or the class of a
-        sent object."""
+        """Return whether this codec can convert bodies of a handler's annotation, or of
+        the class of a sent object."""
 
     @abstractmethod
     def decode(self, annotation: Any, body: bytes) -> Any:
-        """Return the object for JSON text in UTF-8. Raises Misfit."""
+        """Return the object for JSON text in UTF-8. Raises Misfit if the text does not
+        fit the annotation."""
 
     @abstractmethod
     def encode(self, annotation: Any, value: Any) -> bytes:
@@ -55,8 +54,8 @@ class Codec(ABC):
         that `decode()` would not read."""
 
     def decode_value(self, annotation: Any, value: Any) -> Any:
-        """Return the object for a parsed body, in which fractional numbers are
-        Decimals. Raises Misfit."""
+        """Return the object for a parsed body, whose fractional numbers are Decimals.
+        Raises Misfit if the body does not fit the annotation."""
         return self.decode(annotation, to_json(value))
 
     def schema(self, annotation: Any) -> dict[str, Any] | None:
@@ -66,14 +65,14 @@ class Codec(ABC):
 
 
 def from_json(body: bytes | str) -> Any:
-    """Parse JSON, with fractional numbers as Decimals, because a float would lose
-    digits. Raises DecodeError if it is not JSON."""
+    """Parse JSON. Fractional numbers become Decimals, because a float would lose
+    digits. Raises DecodeError if the body is not JSON."""
     return serializers.loads(body, parse_float=decimal.Decimal)
 
 
 def to_json(value: Any) -> bytes:
-    """Write what `from_json()` parsed, with Decimals as numbers again, digit by
-    digit."""
+    """Return a value from `from_json()` as JSON text. Decimals become numbers with the
+    same digits."""
     text = json.dumps(value, default=_plain, ensure_ascii=False)
     return _NUMBER.sub(r"\1", text).encode()
 

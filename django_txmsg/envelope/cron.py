@@ -1,8 +1,10 @@
-"""When a recurring message is due: a cron expression in the local time of a time zone.
+"""Computes when a recurring message is due: a cron expression in the local time of a
+time zone.
 
-Clock changes follow Debian's cron. If the hour or minute begins with a star, ticks
-follow elapsed time. Every other time of day occurs once a day: if spring skips it,
-right after the change; if autumn repeats it, the first time.
+Clock changes are handled like in Debian's cron. If the hour or minute field begins with
+a star, ticks follow elapsed time. Every other time of day has one tick a day. If the
+clock skips this time in spring, the tick is right after the change. If the clock
+repeats this time in autumn, the tick is at its first occurrence.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _A_CHANGE = dt.timedelta(hours=3)
 
 @dataclass(frozen=True)
 class Cron:
-    """The ticks of an expression of five fields, or six with seconds first.
+    """The ticks of a cron expression with five fields, or with six fields of which the
+    first is seconds.
 
     Ticks are aware instants in UTC. Raises ConfigurationError if the expression is
     malformed or never due, or the time zone is unknown.
@@ -47,13 +50,13 @@ class Cron:
         return next((tick for tick in self._ticks(instant) if tick > instant), None)
 
     def between(self, after: dt.datetime, until: dt.datetime) -> Iterator[dt.datetime]:
-        """Yield the ticks after `start`, up to and including `end`."""
+        """Yield the ticks later than `after`, up to and including `until`."""
         found = takewhile(lambda tick: tick <= until, self._ticks(after))
         return (tick for tick in found if tick > after)
 
     def last(self, after: dt.datetime, until: dt.datetime) -> dt.datetime | None:
-        """Return the last tick of `between()`, in time that does not grow with the
-        interval."""
+        """Return the last tick of `between()`, or None. The run time does not depend on
+        the length of the interval."""
         # From inside a repeated hour, ticks of its first occurrence are not found.
         margin = _A_CHANGE if len(self.expression.split()) == 5 else _SECOND
         found = self._ticks(until.replace(microsecond=0) + margin, reverse=True)

@@ -1,8 +1,8 @@
 """The stored form of an exception: its text, its traceback, and a fingerprint to group
 by.
 
-An exception's text, cause, notes and even class name come from foreign code, which may
-raise. The failure is recorded all the same. Pure: no Django, no I/O.
+Foreign code computes an exception's text, cause, notes and even class name. This code
+may raise, and the failure is still recorded. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Return the stored form of `error`. The fingerprint is made of its type and of
-        the module and function of the innermost application frame, without line
-        numbers, so that it survives an edit."""
+        """Return the stored form of `error`. The fingerprint combines the type of the
+        error with the module and function of the innermost application frame. The
+        fingerprint contains no line number, so edits of the file do not change it."""
         name = _name(type(error))
         text = f"{name}: {text_of(error)}".rstrip(": ")
         way = _from_the_application(_traceback_of(error))
@@ -56,16 +56,17 @@ class Failure:
 
     @classmethod
     def because(cls, reason: str, detail: str) -> Failure:
-        """Return a failure that no exception caused: the package or the broker has
-        decided it. The fingerprint is made of the reason and the text without numbers
-        and ids, which is what refusals of one kind have in common."""
+        """Return a failure without an exception, for a decision of this package or of
+        the broker. The fingerprint combines the reason with the text without numbers
+        and ids, which is the same in all refusals of one kind."""
         same = _VARIABLE.sub("#", _clean(detail)[:MAX_EXCEPTION].lower())
         digest = hashlib.sha256(f"2|{reason}|{same}".encode()).hexdigest()
         return cls(_cut(_clean(detail), MAX_EXCEPTION), "", digest[:16])
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's text, or the name of the error that its text raised."""
+    """Return an exception's text. If `str()` raises, return the name of the error that
+    `str()` raised."""
     return _foreign_text(lambda: str(error), "<str() raised {}>")
 
 
@@ -75,9 +76,10 @@ def class_name(error: BaseException) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether this is Ctrl-C. Python raises it only in the main thread, and
-    never while one of our commands runs. In any other thread, some code has raised it,
-    so it is an ordinary failure."""
+    """Return whether the error is a KeyboardInterrupt of Ctrl-C. Python raises that
+    only in the main thread, and never while one of our commands runs. In another
+    thread, application code has raised the KeyboardInterrupt, so there it is an
+    ordinary failure."""
     main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and main
 
@@ -113,8 +115,9 @@ def _bare_name(kind: type[BaseException]) -> str:
 
 
 def _from_the_application(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the calls by which this package reached the
-    application. If the error is the package's own, nothing is left out."""
+    """Return a traceback without this package's frames before the first application
+    frame. If the first other frame is not application code, return the whole
+    traceback."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OURS):
         rest = rest.tb_next
@@ -148,8 +151,8 @@ def _clean(text: str) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Shorten a text to `most` characters. The beginning and the end stay: a traceback
-    begins with the way in, and ends with the error."""
+    """Shorten a text to `most` characters. Remove the middle, because a traceback
+    begins with the outermost calls and ends with the error."""
     if len(text) <= most:
         return text
     head = most // 4

@@ -1,4 +1,4 @@
-"""What a handler takes, according to its annotations: the message, its body, or both.
+"""Reads from a handler's annotations whether it takes the message, the body, or both.
 
 Pure: no Django, no I/O.
 """
@@ -23,7 +23,7 @@ _THE_MESSAGE = (Message, Any, object, inspect.Parameter.empty)
 
 
 class Declaring(Protocol[Body]):
-    """What `@stage` does with the handler of a typed destination."""
+    """The type of the decorator that `@stage` returns for a typed destination."""
 
     @overload
     def __call__(
@@ -50,7 +50,8 @@ def accepted(handler: Callable[..., Any]) -> Any:
 
 
 def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
-    """Return the handler as a function of the message with its decoded body."""
+    """Return a function that takes a message with a decoded body, and calls the handler
+    with the arguments that the handler takes."""
     if accepted(handler) is None:
         _check_call(handler, 1)
         return handler
@@ -77,10 +78,10 @@ def is_coroutine(handler: Any) -> bool:
 
 
 def check(handler: Any, *, coroutine: bool = False) -> None:
-    """Raise ConfigurationError unless this can be a handler: a plain function, or a
-    coroutine function if `coroutine`. Calling a generator function, or a coroutine
-    function where none is allowed, would run nothing, and the message would count as
-    processed."""
+    """Raise ConfigurationError unless this can be a handler. A handler is a plain
+    function, or a coroutine function if `coroutine` is true. A call of a generator
+    function, or of a coroutine function without `coroutine`, would run no code, and the
+    message would still count as processed."""
     if not callable(handler) or inspect.isclass(handler):
         raise ConfigurationError(
             f"{handler!r} cannot be a handler. Decorate a function, or give an "
@@ -103,8 +104,8 @@ def check(handler: Any, *, coroutine: bool = False) -> None:
 
 
 def _runs(handler: Any) -> Any:
-    """Return the function that a call runs in the end, under partials and
-    decorators."""
+    """Return the innermost function that a call runs, without the partials and
+    decorators around it."""
     while True:
         if isinstance(handler, functools.partial):
             handler = handler.func
@@ -118,7 +119,8 @@ def _runs(handler: Any) -> Any:
 
 
 def _arguments(handler: Callable[..., Any]) -> int:
-    """Return how many arguments a handler that takes the body is called with."""
+    """Return the number of arguments for a handler that takes the body: 1 for the body,
+    2 for body and message."""
     needed = [one for one in _positional(handler) if one.default is one.empty]
     own = _own_signature(handler)
     if own is None or own == inspect.signature(handler):
@@ -135,8 +137,9 @@ def _arguments(handler: Callable[..., Any]) -> int:
 
 
 def _own_signature(handler: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature that a call must fit. A decorator's function reports the
-    signature of the decorated function, but may call it with other arguments."""
+    """Return the signature that a call of the handler must fit. The wrapper function of
+    a decorator reports the signature of the decorated function, but may take other
+    arguments."""
     try:
         return inspect.signature(handler, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -178,9 +181,9 @@ def _taken(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 
 def _resolved(handler: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """Return an annotation as an object. With `from __future__ import annotations` it
-    is a text. Only this annotation is resolved, because names in the others may exist
-    only for type checkers."""
+    """Return the annotation of one parameter as an object. With `from __future__ import
+    annotations`, the annotation is text. Only this annotation is resolved, because
+    other annotations may use names that exist only for type checkers."""
     given = parameter.annotation
     if not isinstance(given, str):
         return given

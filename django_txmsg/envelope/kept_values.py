@@ -1,7 +1,8 @@
-"""Finds values that would arrive changed without an error: asterisks in place of a
-secret, a default for a field that is not written, text in place of a date.
+"""Finds values that would change on the way to the receiver without an error. Examples
+are asterisks in place of a secret, a default for a field that is not written, and text
+in place of a date.
 
-Objects are compared here and not by the `==` of their classes. For `==`, True equals 1
+This module compares objects without the `==` of their classes. With `==`, True equals 1
 and 1.0, and a dataclass may exclude a field. Pure: no Django, no I/O.
 """
 
@@ -27,15 +28,15 @@ Comparison = Callable[[Any, Any], Found]
 
 
 class FieldName(str):
-    """A step to a field. Its name belongs to the class, unlike a dict's key, which is a
-    value."""
+    """A step of a path, to a field of a class. A field's name is not a value, whereas a
+    dict's key is one."""
 
     __slots__ = ()
 
 
 def changes(sent: Any, read: Any) -> Sequence[Change]:
     """Return the places at which `read` differs from `sent`, in value or in type.
-    `read` is what a receiver gets."""
+    `read` is the object that a receiver gets."""
     if sent is read:
         return ()
     kind, arrived = type(sent), type(read)
@@ -50,8 +51,8 @@ def changes(sent: Any, read: Any) -> Sequence[Change]:
 
 
 def _will_do(sent: Any, read: Any) -> bool:
-    """Return whether a value may arrive as an instance of a base class. What a subclass
-    adds to text or numbers is not sent."""
+    """Return whether a value may arrive as an instance of its base class. This holds
+    for subclasses of text and numbers, because only the text or number is sent."""
     arrived = type(read)
     if arrived is float:
         return type(sent) is int
@@ -69,9 +70,9 @@ def _is_model(kind: type) -> bool:
 
 
 def _replaces_its_value(sent: Any) -> bool:
-    """Return whether an enum's member behaves like its value, as members of Django's
-    choices, IntEnum and StrEnum do. Other members show their name where text is
-    expected."""
+    """Return whether a value that is an enum's member behaves like the member's own
+    value. Members of Django's choices, IntEnum and StrEnum do. `str()` of other members
+    contains their name."""
     if not isinstance(sent, enum.Enum) or isinstance(sent, int):
         return True
     return isinstance(sent, str) and str(sent) == sent.value
@@ -156,7 +157,8 @@ def _attributes(of: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _same_model(kind: Any) -> Comparison:
-    """Compare pydantic models, including the values that are not in fields."""
+    """Return a function that compares two pydantic models, including private attributes
+    and extra values."""
     names = [*kind.model_fields, *kind.__private_attributes__, "model_extra"]
     if not kind.model_config.get("use_enum_values"):
         return _same_attributes(names)

@@ -1,7 +1,7 @@
 """Message: the immutable envelope that passes through all nine hops.
 
-Pure: no Django, no I/O. `outbound()` validates a message to send. It refuses a message
-that cannot be carried before anything is stored.
+Pure: no Django, no I/O. `outbound()` validates a message before the message is stored.
+It refuses a message that a broker could not carry.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ should_end: ContextVar[Callable[[], bool]] = ContextVar("django_txmsg_should_end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message as its sender stored it and as a handler receives it.
+    """One message. Its sender stores this object, and a handler receives an equal one.
 
-    `body` is the JSON value, the text, or the bytes; `headers` are the caller's.
-    `delivery_attempt` counts started executions of the receiving stage from 1, and is 0
-    at the sender; `redelivered` is true unless this is the first arrival.
+    `body` is the JSON value, the text, or the bytes; `headers` are the headers that the
+    sending code has set. `delivery_attempt` is the number of started executions of the
+    receiving stage, and 0 at the sender. `redelivered` is false only at the first
+    delivery.
     """
 
     id: uuid.UUID
@@ -84,15 +85,15 @@ class Message:
         )
 
     def attempted(self, attempt: int) -> Message:
-        """Return this message as the `attempt`-th execution receives it."""
+        """Return a copy of this message for execution number `attempt`."""
         if attempt == self.delivery_attempt:
             return self
         return replace(self, delivery_attempt=attempt)
 
     def cancelled(self) -> bool:
-        """Return whether the handler should end: an operator stops the message, or the
-        `timeout` of its stage has passed. Always False at a stage without a timeout,
-        and in threads that the handler starts."""
+        """Return whether the handler should end, because an operator stops the message
+        or the `timeout` of the stage has passed. Always False at a stage without a
+        timeout, and in threads that the handler starts."""
         ends = should_end.get(None)
         return ends is not None and ends()
 
@@ -107,9 +108,8 @@ def _rebuild(values: dict[str, Any]) -> Message:
 
 
 def check_destination(destination: object) -> str:
-    """Return the destination if every broker can carry its name.
-
-    Raises InvalidMessage otherwise.
+    """Return the destination unchanged. Raises InvalidMessage if some broker could not
+    carry its name.
     """
     if not isinstance(destination, str) or not destination:
         raise InvalidMessage(
@@ -209,11 +209,10 @@ def check_duration(name: str, value: object) -> dt.timedelta | None:
 
 
 def new_id() -> uuid.UUID:
-    """Return a UUID of version 7 (RFC 9562). It begins with the time, so that an index
-    on it grows at one end.
-
-    The random part comes from the operating system: a forked process would copy the
-    state of a generator, and not every forking server lets Python reset it.
+    """Return a UUID of version 7 (RFC 9562). The UUID begins with the time, so that an
+    index on UUIDs grows at one end. The random part comes from the operating system. A
+    forked process would copy the state of a generator in the process, and not every
+    forking server lets Python reset that state.
     """
     value = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
     value = value & ~(0xF << 76) | 0x7 << 76

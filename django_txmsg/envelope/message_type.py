@@ -1,4 +1,5 @@
-"""The name of a body's class between services, and the class's version.
+"""The name under which services refer to the class of a body, and the version of that
+class.
 
 Pure: no Django, no I/O.
 """
@@ -30,8 +31,8 @@ class MessageType:
     """The declared name and version of a class of bodies.
 
     If `name` is "", the name is made of the app's label and the class's name.
-    `readable_from` is the oldest version whose readers understand this one; if it is
-    None, it is derived.
+    `readable_from` is the oldest version whose code can read bodies of this version.
+    None means that the package derives this number.
     """
 
     name: str = ""
@@ -58,10 +59,11 @@ def message_type(
 ) -> Callable[[Class], Class]:
     """Name a dataclass, TypedDict or pydantic model on the wire.
 
-    `name` (default: app label + class name) is its name for other services: keep it
-    when you rename the class. Raise `version` (from 1) with every change of the fields.
-    `readable_from` is the oldest version whose code can read this version's messages;
-    with older code they wait. Raises ConfigurationError if a value is invalid.
+    `name` (default: app label + class name) is the name that other services use. Keep
+    `name` when you rename the class. Raise `version` (from 1) with every change of the
+    fields. `readable_from` is the oldest version whose code can read messages of this
+    version. Messages at a service with older code wait. Raises ConfigurationError if a
+    value is invalid.
     """
     declared = MessageType(name, version, readable_from)
 
@@ -73,19 +75,21 @@ def message_type(
 
 
 def declaration(cls: type) -> MessageType:
-    """Return the declaration of exactly this class; a subclass is another type."""
+    """Return the declaration of this class. A subclass does not inherit the
+    declaration."""
     found = vars(cls).get(_ATTRIBUTE)
     return found if isinstance(found, MessageType) else MessageType()
 
 
 def is_name(text: str) -> bool:
-    """Return whether this is a valid name of a message type."""
+    """Return whether the text is a valid name of a message type."""
     return len(text) <= MAX_NAME_LENGTH and _NAME.fullmatch(text) is not None
 
 
 def name_of(cls: type, label: str) -> str:
-    """Return the default name of a class: its app's label and its own name, without
-    characters that a type's name cannot have. Raises ConfigurationError."""
+    """Return the default name of a class: the app's label and the class's name, without
+    characters that are invalid in the name of a message type. Raises
+    ConfigurationError."""
     # "Page[Order]", pydantic's name for a parametrized generic class.
     plain = re.sub(r"[\[\], ]+", "-", f"{label}.{cls.__name__}").strip("-")
     name = plain.encode("ascii", "backslashreplace").decode().replace("\\", "")
@@ -98,7 +102,8 @@ def name_of(cls: type, label: str) -> str:
 
 
 def unaliased(annotation: Any) -> Any:
-    """Return the target of a `type X = …` or a NewType; anything else unchanged."""
+    """Return the target of a `type X = …` or of a NewType. Return any other annotation
+    unchanged."""
     while True:
         origin = typing.get_origin(annotation)
         if type(annotation).__name__ == "TypeAliasType":
@@ -117,8 +122,8 @@ def unaliased(annotation: Any) -> Any:
 
 
 def class_of(annotation: Any) -> type | None:
-    """Return the class of a body's annotation, or None if services cannot refer to it
-    by name: a list, a dict, a number."""
+    """Return the class of a body's annotation. Return None if services cannot refer to
+    the class by name, as for a list, a dict or a number."""
     annotation = unaliased(annotation)
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = annotation.__origin__
@@ -144,11 +149,11 @@ _upgraders: dict[tuple[str, int], Upgrader] = {}
 
 
 def upgrade(name: str, *, from_version: int) -> Callable[[Decorated], Decorated]:
-    """Declare a function from a body of `from_version`, as parsed JSON with fractional
-    numbers as Decimals, to a body of the next version.
+    """Declare a function that converts a body of `from_version` to the next version.
 
-    It must be pure: it runs each time such a body is read. Raises ConfigurationError if
-    the step already has a function.
+    The function gets and returns parsed JSON, with fractional numbers as Decimals. It
+    must be pure, because it runs each time a body of `from_version` is read. Raises
+    ConfigurationError if this version already has a function.
     """
     if not is_name(name) or not 1 <= from_version < MAX_VERSION:
         raise ConfigurationError(
@@ -176,13 +181,13 @@ def forget(name: str) -> None:
 
 
 def needed(name: str, version: int, to: int) -> bool:
-    """Return whether an upgrader applies between two versions."""
+    """Return whether any step from `version` to `to` has an upgrader."""
     return any((name, one) in _upgraders for one in range(version, to))
 
 
 def upgraded(name: str, body: Any, version: int, to: int) -> Any:
-    """Return a body of `version` as version `to`. In steps without an upgrader the body
-    stays as it is, and the defaults of new fields apply."""
+    """Upgrade a body from `version` to version `to`, and return it. A step without an
+    upgrader leaves the body unchanged; new fields then get their defaults."""
     for one in range(version, to):
         upgrader = _upgraders.get((name, one))
         if upgrader is not None:
@@ -191,7 +196,7 @@ def upgraded(name: str, body: Any, version: int, to: int) -> Any:
 
 
 def last_break(name: str, version: int) -> int:
-    """Return the oldest version whose bodies are read as `version` without an
-    upgrader."""
+    """Return the oldest version whose bodies need no upgrader to be read as
+    `version`."""
     breaks = [one for (of, one) in _upgraders if of == name and one < version]
     return max(breaks, default=0) + 1

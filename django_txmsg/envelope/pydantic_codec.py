@@ -1,10 +1,11 @@
 """The codec for dataclasses, TypedDicts and pydantic models.
 
-This is the only module that uses pydantic (the extra `typed`). It is imported when the
-first body needs it. It validates in strict JSON mode: the lax mode takes "yes" for True
-and numbers for dates. Pydantic would read a Decimal's number through a float, so that
-`12345678901234567.89` becomes `…568`. Therefore a marked JSON Schema shows where the
-Decimals are, and their numbers are passed as text.
+This is the only module that uses pydantic (the extra `typed`). pydantic is imported
+when the first body needs it. The codec validates in strict JSON mode. The lax mode
+accepts "yes" as True and numbers as dates. pydantic reads the number of a Decimal field
+as a float, which would turn `12345678901234567.89` into `…568`. Therefore the codec
+marks Decimal fields in the type's JSON Schema, and gives pydantic their numbers as
+text.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ ALIASES = "x-txmsg-aliases"
 
 
 def with_exact_numbers(value: Any, schema: dict[str, Any]) -> Any:
-    """Return a parsed body with each number that is read as a Decimal turned into text;
-    the same object if there is none."""
+    """Return a parsed body in which the numbers of Decimal fields are text. Return the
+    same object if there are no such numbers."""
     return _Exact(schema.get("$defs", {})).walk(value, schema)
 
 
 def with_aliases(schema: Any) -> Any:
-    """Return a schema in which each object lists its fields by their aliases too."""
+    """Return a schema whose objects list each field also under its aliases."""
     if isinstance(schema, list):
         return [with_aliases(one) for one in schema]
     if not isinstance(schema, dict):
@@ -54,7 +55,8 @@ def with_aliases(schema: Any) -> Any:
 
 
 def _within(path: Sequence[str | int], schema: Any) -> Any:
-    """Return a schema in which the value at a path has another schema."""
+    """Return a schema of objects and arrays in which the value at `path` has the schema
+    `schema`."""
     for step in reversed(path):
         if isinstance(step, str):
             schema = {"properties": {step: schema}}
@@ -83,8 +85,8 @@ class _Exact:
         return value
 
     def _members(self, value: Any, schema: dict[str, Any]) -> list[Any]:
-        """Return the schemas of a union's members: only the member that the value
-        names, or all."""
+        """Return the schemas of a union's members. If the value names its member by a
+        discriminator, return only the schema of that member."""
         named = schema.get("discriminator")
         if named is not None and isinstance(value, dict):
             # The mapping has numbers as text.
@@ -132,7 +134,7 @@ _KINDS = frozenset(
 class Marked:
     """A type's JSON Schema with its Decimals marked.
 
-    `decimals` says whether there are any.
+    `decimals` says whether the type contains any Decimal.
     """
 
     schema: dict[str, Any]
@@ -140,11 +142,12 @@ class Marked:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names of the type's fields and of the classes in it."""
+        """The names of all fields and classes in the type."""
         return frozenset(_names(self.schema)) | _KINDS
 
     def path(self, location: tuple[Any, ...]) -> str:
-        """Return the path of an error without names that were only in the body."""
+        """Return the path of an error. Names that occur in the body and not in the type
+        are hidden."""
         steps = (
             str(one)
             if isinstance(one, int | FieldName) or one in self.names
@@ -220,7 +223,7 @@ _FIELD = re.compile(r"field_name='([^']+)'")
 
 
 class PydanticCodec(Codec):
-    """Reads and writes by pydantic's `TypeAdapter`."""
+    """Reads and writes bodies with pydantic's `TypeAdapter`."""
 
     def __init__(self) -> None:
         self._adapters: dict[Any, Any] = {}
@@ -229,7 +232,8 @@ class PydanticCodec(Codec):
     def handles(self, annotation: Any) -> bool:
         """Return whether pydantic can handle the annotation.
 
-        Raises ConfigurationError if pydantic is missing, or with pydantic's reason.
+        Raises ConfigurationError if pydantic is not installed, or if pydantic cannot
+        read the annotation.
         """
         return self._adapter(annotation) is not None
 
@@ -243,8 +247,8 @@ class PydanticCodec(Codec):
         return self._exactly(annotation, value, None)
 
     def _exactly(self, annotation: Any, value: Any, body: bytes | None) -> Any:
-        """Validate a parsed body, or its bytes if their numbers need no exact
-        reading."""
+        """Validate a parsed body with exact Decimals. If the body has no numbers for
+        Decimals, validate its bytes."""
         marks = self._marks(annotation)
         exact = with_exact_numbers(value, marks.schema) if marks.decimals else value
         if exact is not value:
@@ -285,8 +289,8 @@ class PydanticCodec(Codec):
         from pydantic.json_schema import GenerateJsonSchema
 
         class Telling(GenerateJsonSchema):
-            """Makes the schemas of two types differ where pydantic gives both the same
-            one."""
+            """Makes the schemas of two types differ if pydantic would give both the
+            same schema."""
 
             def decimal_schema(self, schema: Any) -> Any:
                 found = super().decimal_schema(schema)
@@ -359,6 +363,6 @@ def _may_have_fractions(body: bytes) -> bool:
 
 
 def _has_constants(body: bytes) -> bool:
-    """Return whether a body may contain `NaN`, `Infinity` or `-Infinity`, which Python
-    reads although they are not JSON."""
+    """Return whether a body may contain `NaN`, `Infinity` or `-Infinity`. Python's
+    parser accepts these words, although they are not JSON."""
     return b"NaN" in body or b"Infinity" in body

@@ -1,7 +1,8 @@
-"""What follows when a message's stage fails.
+"""Decides whether a message is redelivered or dead after its stage has failed.
 
-Pure: `decide(policy, attempt, error)` returns either when to try again or that the
-message is dead. The default is ActiveMQ's: 1 delivery and 6 redeliveries.
+`decide(policy, attempt, error)` is pure. It returns the delay until the next attempt,
+or that the message is dead. The default, 1 delivery and 6 redeliveries, is the same as
+in ActiveMQ.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ MAX_REDELIVERIES = 1_000_000
 
 
 def problems(**values: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name of each invalid value of a policy, and what it must be."""
+    """Yield the name of each invalid value of a policy, with the rule that the value
+    breaks."""
     for name, value in values.items():
         low, high = _BOUNDS.get(name, (None, None))
         if name == "mode":
@@ -51,13 +53,14 @@ _BOUNDS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RedeliveryPolicy:
-    """How often, and with which pauses, a failing message is tried again.
+    """How many times a failing message is redelivered, and after which delays.
 
     After failed attempt n the message waits `initial_delay * backoff ** (n - 1)`
-    seconds, at most `max_delay`, spread by ± `jitter` of it; then attempt n + 1
-    follows, up to `max_redeliveries` + 1 attempts in all. `refuse_on` names exception
-    types after which another attempt is pointless; subtypes count too. An attempt whose
-    worker died counts as failed, except the first `lost_workers` of them.
+    seconds, at most `max_delay`. This delay is changed at random by up to ± `jitter`
+    times the delay. Then attempt n + 1 follows, until there were `max_redeliveries` + 1
+    attempts. After an exception of a type in `refuse_on`, or of a subtype, no attempt
+    follows. An attempt whose worker died counts as failed, except the first
+    `lost_workers` such attempts.
     """
 
     max_redeliveries: int = 6
@@ -91,17 +94,19 @@ class RedeliveryPolicy:
 
     @property
     def max_attempts(self) -> int:
-        """The maximum number of executions: the delivery and its redeliveries."""
+        """The maximum number of counted attempts: the first delivery and the
+        redeliveries."""
         return self.max_redeliveries + 1
 
     @property
     def max_begun(self) -> int:
-        """The most executions, if those that ended with their worker are counted
-        too."""
+        """The maximum number of started attempts, including the `lost_workers` attempts
+        that do not count."""
         return self.max_attempts + self.lost_workers
 
     def delay(self, attempt: int, rand: Callable[[], float] = random.random) -> float:
-        """Return the seconds between failed attempt `attempt` and the next one."""
+        """Return the seconds to wait between failed attempt number `attempt` and the
+        next attempt."""
         try:
             pause = self.initial_delay * self.backoff ** (attempt - 1)
         except OverflowError:
@@ -112,14 +117,16 @@ class RedeliveryPolicy:
 
 @dataclass(frozen=True)
 class RedeliverAfter:
-    """Try again in `delay` seconds, counted by the database's clock."""
+    """The decision to redeliver the message after `delay` seconds of the database's
+    clock."""
 
     delay: float
 
 
 @dataclass(frozen=True)
 class Dead:
-    """Bury the message. `reason` is a short code stored with the dead letter."""
+    """The decision to make the message a dead letter. `reason` is a short code that is
+    stored with the dead letter."""
 
     reason: str
 
@@ -127,8 +134,8 @@ class Dead:
 def decide(
     policy: RedeliveryPolicy, attempt: int, error: BaseException
 ) -> RedeliverAfter | Dead:
-    """Return what follows from `error` in the `attempt`-th execution (from 1). An
-    exception group counts as each of its exceptions."""
+    """Return the decision after `error` in attempt number `attempt` (from 1). For an
+    exception group, each of its exceptions counts."""
     errors = list(_flat(error))
     if any(isinstance(one, (Refuse, *policy.refuse_on)) for one in errors):
         return Dead("refused")

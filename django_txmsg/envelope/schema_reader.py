@@ -1,7 +1,8 @@
-"""Whether code with one JSON Schema can read what code with another one writes.
+"""Checks whether code with one JSON Schema can read the bodies that code with another
+JSON Schema writes.
 
-Pure: no Django, no I/O. If in doubt, the answer is no. A wrong "no" costs a developer
-some time, and a wrong "yes" loses messages.
+Pure: no Django, no I/O. In cases of doubt the result is no. A wrong "no" costs a
+developer some time, whereas a wrong "yes" loses messages.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _COMPARED = frozenset(
 
 
 class Fault(NamedTuple):
-    """A place at which the reader fails, and the reason."""
+    """A path at which the reader's schema rejects a body, and the kind of fault."""
 
     path: str
     kind: str
 
 
 def faults(reader: Schema, writer: Schema, *, ours: bool = False) -> list[Fault]:
-    """Return the places at which a reader's schema rejects what a writer's schema
-    permits.
+    """Return the places at which the reader's schema rejects bodies that the writer's
+    schema permits.
 
-    `ours` means that the writer is code with this package, which writes all defaults
-    and adds no fields.
+    `ours` means that the writer uses this package. Such a writer writes every default,
+    and writes no field that its schema lacks.
     """
     return list(_Comparison(reader, writer, ours).compare(reader, writer, "$"))
 

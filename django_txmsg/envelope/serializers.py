@@ -1,7 +1,7 @@
-"""Bodies to bytes and back: JSON for values, bytes as they are.
+"""Encodes bodies as bytes and decodes them: values as JSON, bytes unchanged.
 
-Decimals, dates, times, durations and UUIDs become JSON strings, as Django's own JSON
-encoder writes them, and stay strings for the receiver. Nothing is ever unpickled.
+Decimals, dates, times, durations and UUIDs become the JSON strings that Django's JSON
+encoder writes. The receiver gets these strings. No body is ever unpickled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def encode(body: object) -> tuple[bytes, str]:
 
 
 def decode(body: bytes, content_type: str) -> Any:
-    """Return the sender's value: a JSON value, or bytes for other content types.
+    """Return the sender's value: a JSON value or a text, or bytes for other content
+    types.
 
     Raises DecodeError if the bytes do not match their content type.
     """
@@ -65,7 +66,7 @@ def loads(text: bytes | str, **options: Any) -> Any:
 
 
 def is_json(content_type: str) -> bool:
-    """Return whether a content type says that the body is JSON."""
+    """Return whether this content type means JSON."""
     media_type = content_type.partition(";")[0].strip().lower()
     return media_type == wire.JSON or media_type.endswith("+json")
 
@@ -83,8 +84,8 @@ def _refuse_constant(name: str) -> Any:
 
 
 def as_text(value: object) -> str:
-    """Return the text that is sent in place of a value that JSON has no type for.
-    Raises TypeError."""
+    """Return text for a value for which JSON has no type. Raises TypeError for any
+    other value."""
     if isinstance(value, uuid.UUID | decimal.Decimal):
         return str(value)
     if isinstance(value, dt.datetime | dt.date | dt.time):
@@ -95,8 +96,8 @@ def as_text(value: object) -> str:
 
 
 def _duration(value: dt.timedelta) -> str:
-    """Return a duration in ISO 8601, in days and seconds only, because months and years
-    have no fixed length."""
+    """Return a duration in the format of ISO 8601. Months and years have no fixed
+    length, so the text contains only days and smaller units."""
     sign = "-" if value < dt.timedelta(0) else ""
     value = abs(value)
     seconds = f"{value.seconds}"

@@ -1,5 +1,5 @@
-"""The options of a stage, as `@stage` takes them: its transaction's mode, database and
-isolation level, and its rate.
+"""Options of `@stage`: the mode, database and isolation level of the transaction, and
+the rate limit.
 
 Pure: no Django, no I/O.
 """
@@ -28,7 +28,7 @@ ISOLATION_LEVELS = (
 
 
 def check_mode(mode: str) -> None:
-    """Raise ConfigurationError unless this is a transaction mode."""
+    """Raise ConfigurationError unless `mode` is a transaction mode."""
     if mode not in TRANSACTION_MODES:
         raise ConfigurationError(
             f"transaction={mode!r} is not one of {', '.join(TRANSACTION_MODES)}."
@@ -37,10 +37,9 @@ def check_mode(mode: str) -> None:
 
 @dataclass(frozen=True)
 class TransactionDefinition:
-    """The database transaction of a stage: its alias and its isolation level.
-
-    If `isolation` is None, the connection's own level applies, READ COMMITTED by
-    default.
+    """The database alias and the isolation level of a stage's transaction. If
+    `isolation` is None, the transaction has the isolation level of the connection, READ
+    COMMITTED by default.
     """
 
     using: str = "default"
@@ -76,8 +75,8 @@ class Rate:
 
     @classmethod
     def parse(cls, text: object) -> Rate:
-        """Return the rate that a text such as "900/m" says. Raises
-        ConfigurationError."""
+        """Return the rate for text such as "900/m". Raises ConfigurationError if the
+        text is invalid."""
         found = re.fullmatch(r"([1-9]\d{0,8})/([smhd])", str(text))
         if found is None:
             raise ConfigurationError(

@@ -1,7 +1,8 @@
-"""Typed bodies: how a stage reads them, and how they are sent.
+"""Reads typed bodies for stages, and encodes typed bodies to send.
 
-A reader accepts its own version, older bodies through their upgraders, and newer ones
-if their sender declares them readable. Pure: no Django, no I/O.
+A reader accepts bodies of its own version. It upgrades older bodies. It accepts newer
+bodies if their sender declares that this version can read them. Pure: no Django, no
+I/O.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class TypeHeader:
     """A message type's name, the version of the body, and the oldest version that can
     read it.
 
-    `version` is None if the sender gave only the name: the body is then read as the
-    reader's own version.
+    `version` is None if the header has only a name. The reader then assumes its own
+    version.
     """
 
     name: str
@@ -43,9 +44,9 @@ class TypeHeader:
     @classmethod
     @lru_cache(1000)
     def parse(cls, text: str) -> TypeHeader:
-        """Read the header; parameters of later releases are ignored.
-
-        Raises DecodeError, reason `invalid_body`, if it names no type or version.
+        """Parse the header `txmsg-type`. Ignore parameters that a later release may
+        add. Raises DecodeError, reason `invalid_body`, if the name or the version is
+        invalid.
         """
         name, *parts = (part.strip() for part in text.split(";"))
         given = dict(part.partition("=")[::2] for part in parts)
@@ -72,10 +73,10 @@ class TypeHeader:
 
 @dataclass(frozen=True)
 class BodyType:
-    """One type of bodies, for reading and for sending.
+    """A type of message bodies, with the codec that reads and writes them.
 
-    If `name` is "", the type has no `txmsg-type`: it is a list, a dict or a number, for
-    example.
+    If `name` is "", bodies have no header `txmsg-type`. Examples are lists, dicts and
+    numbers.
     """
 
     annotation: Any
@@ -91,7 +92,7 @@ class BodyType:
 
     @property
     def is_typed_dict(self) -> bool:
-        """Whether its objects are plain dicts at run time."""
+        """Whether the bodies are TypedDicts, which are plain dicts at run time."""
         return issubclass(self.cls, dict)
 
     @cached_property
@@ -110,7 +111,8 @@ class BodyType:
 
 
 class BodyReader:
-    """Reads the bodies of one handler. They have one type, or the types of a union."""
+    """Reads the bodies for one handler. A body has the handler's type, or one type of a
+    union."""
 
     def __init__(self, annotation: Any, types: Sequence[BodyType]) -> None:
         self._annotation, self._only = annotation, types[0] if len(types) == 1 else None
@@ -123,7 +125,8 @@ class BodyReader:
 
     @property
     def types(self) -> tuple[BodyType, ...]:
-        """The readable types: one, or those of the union's members."""
+        """The types that this reader accepts: the single type, or the types of the
+        union's members."""
         return tuple(self._types.values())
 
     @property
@@ -134,8 +137,8 @@ class BodyReader:
     def read(self, body: bytes, content_type: str, header: str | None) -> Any:
         """Return the object for a body.
 
-        Raises DecodeError if the body does not fit the type, and NewerCodeNeeded if it
-        is of a version that this code cannot read.
+        Raises DecodeError if the body does not fit the type. Raises NewerCodeNeeded if
+        this code cannot read the version of the body.
         """
         if header is None:
             return self._decoded(self._unnamed(), _json_text(body, content_type))
@@ -205,8 +208,8 @@ def members(annotation: Any) -> list[Any]:
 
 
 def _json_text(body: bytes, content_type: str) -> bytes:
-    """Return the JSON text of a body. A foreign sender's body without a content type,
-    text or bytes, is read as JSON."""
+    """Return the JSON text of a body. Bodies with the content type of text or bytes are
+    also read as JSON, because foreign senders may not declare JSON."""
     given = content_type.partition(";")[0].strip().lower()
     if serializers.is_json(content_type) or given == wire.BYTES:
         return body
@@ -221,8 +224,8 @@ def _is_annotated(annotation: Any) -> bool:
 
 
 def _is_tagged(annotation: Any) -> bool:
-    """Return whether a field of the body selects a union's member, as with pydantic's
-    `Field(discriminator=…)`."""
+    """Return whether a field of the body selects the member of a union. pydantic
+    declares such a field with `Field(discriminator=…)`."""
     return _is_annotated(annotation) and any(
         getattr(one, "discriminator", None) is not None
         for one in annotation.__metadata__
