@@ -2,9 +2,9 @@
 
     python -m benchmarks [--only NAME,NAME] [--quick] [--write]
 
-A row compares one of our figures with another one, measured alternately in the same
-run: the median of the rounds' ratios, and the lowest and highest of them. The figures
-mean nothing if other work runs on the machine.
+A row compares one of our figures with another figure, which is measured alternately in
+the same run. It has the median of the rounds' ratios, and the lowest and the highest
+ratio. The figures mean nothing if other work runs on the machine.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
 
 
 def main() -> int:
-    """Run the benchmarks one after the other, then print the table. Return 1 if one of
-    them failed."""
+    """Run the benchmarks one after the other, and print the table. Returns 1 if a
+    benchmark failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

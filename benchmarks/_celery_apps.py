@@ -1,4 +1,5 @@
-"""Two Celery apps of one project: Celery's own, and the one with a changed line."""
+"""Two Celery apps of one project: one of Celery's own class, and one of this package's
+class."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ ours.conf.update(SETTINGS, task_default_queue="bench.after")
 
 
 def charge(order: int) -> int:
-    """Charge an order: insert a row, of which there should be one."""
+    """Charge an order: insert a row. In the end, an order should have one such row."""
     from tests.app.models import Effect
 
     Effect.objects.create(name="charge", message_id=str(order))

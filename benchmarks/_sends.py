@@ -1,5 +1,6 @@
 """A service that sends one message after the other until its input ends. Then it prints
-when each was sent, by the monotonic clock, and how long its transaction took."""
+for each message when it was sent, by the monotonic clock, and how long the transaction
+took."""
 
 from __future__ import annotations
 

@@ -80,8 +80,7 @@ FILL_DEAD = f"""
 
 
 def fill(outbox: int, inbox: int, dead: int) -> None:
-    """Fill the tables, then vacuum and analyze them as PostgreSQL's autovacuum
-    would."""
+    """Fill the tables. Vacuum and analyze them, as PostgreSQL's autovacuum would do."""
     from django.db import connection
 
     with connection.cursor() as cursor:

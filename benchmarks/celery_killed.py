@@ -2,9 +2,10 @@
 
 python -m benchmarks.celery_killed [--processes 100] [--life 0.3]
 
-A project before and after: web processes store an order and call a task for it in one
-transaction, each until it is killed with SIGKILL; meanwhile the worker is killed too,
-and RabbitMQ once. In the end each order should have been charged once.
+The benchmark plays a project with Celery alone, and the same project with this package.
+Web processes store an order and call a task for it in one transaction, until SIGKILL
+ends them. Meanwhile the worker is killed several times, and RabbitMQ once. In the end
+each order should have been charged once.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def main() -> None:
 def play(
     app: str, task: str, outbox: bool, rabbitmq: Any, options: Any
 ) -> tuple[int, int, int]:
-    """Return the number of orders, and how many were charged never or twice."""
+    """Return the number of orders, of orders never charged, and of orders charged more
+    than once."""
     from tests.app.models import Effect, Order
 
     Order.objects.all().delete()
@@ -164,7 +166,7 @@ def started(*command: str, module: bool = True) -> subprocess.Popen[bytes]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, and all that it has started, with SIGKILL."""
+    """Kill the process and all its children with SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

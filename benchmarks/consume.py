@@ -1,4 +1,5 @@
-"""How fast stages run, beside a bare Django loop that does the same three inserts.
+"""The rate of stages, compared with a bare Django loop that does the same three
+inserts.
 
 python -m benchmarks.consume [--messages 3000] [--rounds 3] [--broker activemq]
 """
@@ -143,8 +144,9 @@ def consume(
     empty: bool = True,
     **stage: Any,
 ) -> float:
-    """Return the rate at which `count` waiting messages are consumed, `beside` a stage
-    of that destination; from `empty` tables, or from tables as they are."""
+    """Return the rate at which `count` waiting messages are consumed. A stage of the
+    destination `beside`, if given, runs at the same time. With `empty`, the tables are
+    emptied first."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing

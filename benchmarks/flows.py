@@ -1,5 +1,5 @@
-"""What flows cost: flows of four steps, which ask three stages, beside the same stages
-chained by hand with a row for their state.
+"""The cost of flows. Flows of four steps, which send requests to three stages, are
+compared with the same stages chained by hand, with a row for the state.
 
 python -m benchmarks.flows [--flows 400] [--rounds 3] [--sizes 1,10,60]
 
@@ -85,7 +85,7 @@ def effect(name: str) -> None:
 
 
 def declare_flow() -> Any:
-    """Declare the flow, and the stage that it asks."""
+    """Declare the flow, and the stage that answers its requests."""
     from django_txmsg import Destination, stage
     from django_txmsg.flows import Flow, Next, step
 

@@ -8,12 +8,12 @@ day is past its retention. The relay's broker accepts everything at once; the em
 broker feeds the stage. Then a day is pruned and vacuumed, and the relay is measured
 again.
 
-Ids made by the package begin with an instant, so their index entries are appended.
-Foreign ids may be random: each touches a different index page, and the first change of
-a page after a checkpoint writes the whole page to the log. Half of the settled rows
-have random ids, and the relay is measured with both kinds. Every round follows a
-checkpoint, which is the worst case. Autovacuum is off, so that it does not fall into
-some rounds only; the VACUUM after the pruning is timed.
+Ids made by the package begin with an instant, so their index entries are next to each
+other. Foreign ids may be random. Each of them changes a different index page, and the
+first change of a page after a checkpoint writes the whole page to the log. Half of the
+settled rows have random ids, and the relay is measured with both kinds. Every round
+follows a checkpoint, which is the worst case. Autovacuum is off, because it would run
+during some rounds only. The benchmark times the VACUUM after the pruning.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def main() -> None:
 
 
 def compare(what: str, work: Callable[[], float], rounds: int, goal: str) -> None:
-    """Measure the two databases alternately, print the ratio, and keep it for the
-    table."""
+    """Measure the two databases alternately, print the ratio, and store it for the
+    table of all benchmarks."""
 
     def empty() -> float:
         use("empty")

@@ -8,12 +8,13 @@ gunicorn, PostgreSQL, ActiveMQ and the client that loads them run on this machin
 
 "Two rows more" is the minimum that any outbox does in a request: one INSERT of two rows
 of that size, with no receipt and fewer indexes. "By hand" is the minimum of an outbox
-with control messages: one receipt more. The rows of these two are never claimed, sent
-or settled.
+with control messages: the same INSERT, and one receipt. The rows of "two rows more" and
+"by hand" are never claimed, sent or settled.
 
 "sustained" includes the time in which the messages reach the broker: the request rate
 at which the outbox does not grow. The messages of one contender are removed from the
-broker before the next one begins, because a full heap would slow that one down.
+broker before the next contender begins. Otherwise a full heap would slow down the next
+one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How fast `django_txmsg.jms` sends with proof, beside a bare socket and stomp.py.
 
-Prints a table of messages per second and of ratios; only the ratios mean something on
-another machine. Every contender sends the same bytes per message, the runs of a round
-follow each other on the same broker, and the queue is emptied between them.
+Prints a table of messages per second and of ratios. Only the ratios mean something on
+another machine. Every contender sends the same bytes per message. The runs of a round
+follow each other on the same broker, and the queue is emptied after each run.
 
     python -m benchmarks.jms_send                    # starts ActiveMQ and RabbitMQ
     TXMSG_BENCH_RABBITMQ=stomp://guest:guest@host:61613 \\

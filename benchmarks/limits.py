@@ -1,4 +1,5 @@
-"""What limits a stage: its process, its rate, the service that it calls, its neighbour.
+"""What limits a stage: its process, its rate, the service that it calls, and other
+tenants.
 
     python -m benchmarks.limits [--part PART] [--rounds 3]
 
@@ -102,8 +103,8 @@ def rate(options: argparse.Namespace) -> None:
 
 
 def window(options: argparse.Namespace) -> None:
-    """Count the most effects in any minute of two processes with more work than the
-    rate allows."""
+    """Run two processes with more work than the rate allows. Find the minute with the
+    most effects."""
     environment = {"BENCH_RATE": f"{RATE}/m", "BENCH_URL": URL}
     worker = Contender("txmsg", [*RUN, "--processes", "2"], environment)
     minute = min(60.0, options.seconds * 0.75)
@@ -135,7 +136,8 @@ class Rated(Bench):
 
 
 def calls(options: argparse.Namespace) -> None:
-    """Measure from the commit of the messages to the commit of the last answer."""
+    """Measure the time from the commit of the messages to the commit of the last
+    answer."""
     embedded()
     import httpx
 
@@ -265,7 +267,7 @@ def embedded() -> None:
 
 
 def send(stage: Any, count: int) -> None:
-    """Commit messages for a stage."""
+    """Store messages for a stage, and commit."""
     from django.db import transaction
 
     from django_txmsg import send_messages

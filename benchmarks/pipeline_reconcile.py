@@ -40,7 +40,7 @@ def measure(
 ) -> list[tuple[str, str, str, str, str]]:
     """Judge messages that are all in the lake, and then days with `day` more messages
     each. Return the lines of the table. Each run reads the empty databases and the
-    lake, counts, and looks for known findings."""
+    lake, counts the verdicts, and compares its findings with the known ones."""
     directory = tempfile.mkdtemp(prefix="txmsg-bench-reconcile-")
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
@@ -98,7 +98,7 @@ def measure(
 
 
 def _judged(runs: SparkProcess, counts: dict[str, int] | None, *words: str) -> float:
-    """Return the seconds of a run, which must count these verdicts."""
+    """Return how many seconds a run took. Checks that it counted these verdicts."""
     started = time.monotonic()
     runs.start("reconcile", "--grace", "0s", *words)
     while (facts := runs.poll()) is None:

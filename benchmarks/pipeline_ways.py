@@ -1,4 +1,5 @@
-"""A filled message log, and ways to write it into Parquet files by day."""
+"""A filled message log, and several ways to write it into one Parquet file for each
+day."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How fast the relay hands 10,000 stored messages to a broker, each with proof.
+"""The rate at which the relay sends 10,000 stored messages to a broker, with a receipt
+for each.
 
     python -m benchmarks.relay [--messages 10000] [--rounds 3] [--broker activemq]
         [--lanes N]  # instead of the setting's default
@@ -12,8 +13,8 @@ for minutes, on the processors that the contenders need, and the broker is faste
 that.
 
 The peer runs in a separate environment that is created on demand; it neither makes its
-messages persistent nor asks for receipts. With several processes, a line shows who used
-the processors: if none is idle, a second relay cannot be faster.
+messages persistent nor asks for receipts. With several processes, a line shows which
+programs used the processors. If no processor is idle, a second relay cannot be faster.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def fill(
     due: str = "clock_timestamp()",
     new_id: str = NEW_ID,
 ) -> None:
-    """Insert the rows that years of use would leave."""
+    """Insert as many rows as the package would leave after years of use."""
     from django.db import connection
 
     message_id = new_id.format(at="clock_timestamp()")

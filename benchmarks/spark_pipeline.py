@@ -1,4 +1,4 @@
-"""The pipeline against plain ways of doing the same, turn by turn on one database.
+"""Compares the pipeline with plain ways of doing the same, alternately on one database.
 
     python benchmarks/spark_pipeline.py [--rows 2000000] [--turns 3] [--only archive,…]
 

@@ -1,7 +1,7 @@
 """The base of every benchmark: real servers, a Django project, a table of ratios.
 
-Absolute figures depend on the machine and on the hour. A competitor runs in the same
-run, alternately, and only the ratio of the medians is worth quoting.
+Absolute figures depend on the machine and on the hour. So our code and a competitor run
+alternately in the same run. Quote only the ratio of their medians.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ def turns(
 
 
 def set_apart(server: int) -> None:
-    """Give one processor to a server's process, and the others to this process and
-    those that it starts from now on, as if the server had a separate machine."""
+    """Give one processor to a server's process, as if the server had a separate
+    machine. This process, and processes that it starts later, get the other
+    processors."""
     own, *others = sorted(os.sched_getaffinity(0))
     for thread in os.listdir(f"/proc/{server}/task"):
         os.sched_setaffinity(int(thread), {own})

@@ -1,4 +1,5 @@
-"""What types cost: a typed stage and a typed send, beside the same with plain dicts.
+"""The cost of types: a typed stage and a typed send, compared with the same with plain
+dicts.
 
 python -m benchmarks.typed [--messages 3000] [--rounds 3]
 """

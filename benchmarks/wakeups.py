@@ -1,5 +1,5 @@
-"""How soon another process wakes up, what an idle process costs, and what notifying
-costs.
+"""Measures how soon another process wakes up, and what an idle process and
+notifications cost.
 
     python -m benchmarks.wakeups [--messages 200] [--part latency|idle|commits]
 

@@ -1,4 +1,5 @@
-"""The same task, a row in a transaction, on each backend, chosen by settings alone.
+"""Runs the same task, one row in a transaction, on each backend. Settings alone choose
+the backend.
 
     python -m benchmarks.workers [--tasks 1000] [--rounds 2] [--only NAME,NAME]
 
@@ -155,8 +156,8 @@ class Figures:
     def add(
         self, name: str, step: str, measure: Callable[[], dict[str, float]]
     ) -> None:
-        """Measure a step, unless the file has it. If that fails, reports it and goes
-        on."""
+        """Measure a step, unless the file already has its figures. If the step fails,
+        report that and continue."""
         if (name, step) in self._steps:
             return
         began = time.monotonic()
@@ -300,8 +301,8 @@ class Bench:
         }
 
     def killed(self, count: int) -> Iterator[dict[str, float]]:
-        """Kill the worker in the middle and start another one; the next step waits for
-        it."""
+        """Kill the worker in the middle of its tasks, and start another worker. When
+        resumed, wait until the tasks are done, and yield the counts."""
         self._empty()
         self._project("enqueue", str(count))
         with self._worker():
@@ -393,8 +394,8 @@ def newest() -> str:
 
 
 def environment(base: str) -> tuple[str, list[str]]:
-    """Return the Python of an environment that has this package and its peers, made
-    with the Python `base`, and the peers that `base` is too old for."""
+    """Create an environment with the Python `base`, this package and its peers. Returns
+    the environment's Python, and the peers for which `base` is too old."""
     code = (
         "import sys; print('%d.%d' % sys.version_info[:2], sys.version_info < (3, 12))"
     )

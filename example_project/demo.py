@@ -143,8 +143,8 @@ def tell(environment: dict[str, str], stack: ExitStack) -> None:
 def tell_flow(
     environment: dict[str, str], shop: Shop, processes: list[Process]
 ) -> None:
-    """Check three orders out: a cheap one, one that is approved, and one that nobody
-    approves."""
+    """Check out three orders: a cheap one, an expensive one that is approved, and an
+    expensive one that is not approved in time."""
     small, approved, left = (
         shop.check_out("Box of tea", quantity) for quantity in (2, 30, 40)
     )
@@ -201,7 +201,7 @@ class Shop:
         )
 
     def answers(self) -> bool:
-        """Return whether the server answers. Also fetches the form, and with it the
+        """Return whether the server answers. This also loads the form, and stores its
         token."""
         try:
             return bool(self._open("/").status == 200)

@@ -78,9 +78,8 @@ def closing(name: str, run: dict[str, Any]) -> str:
 
 
 def present(run: dict[str, Any], checkout: Path) -> dict[str, Any]:
-    """Return the run without the tests that are not in the checkout any more.
-
-    A test that was renamed after its run counts under its new name only.
+    """Return the run without the tests that the checkout no longer has. If a test was
+    renamed after its run, its old name does not count.
     """
     return {
         **run,
@@ -91,7 +90,8 @@ def present(run: dict[str, Any], checkout: Path) -> dict[str, Any]:
 
 
 def there(test: str, checkout: Path) -> bool:
-    """Return whether the test's file is there, and names its function or class."""
+    """Return whether the test's file exists, and contains the name of its function or
+    class."""
     file, _, name = test.partition("::")
     words = _words(checkout / file)
     # A module that could not be imported has no name in it.
@@ -100,7 +100,7 @@ def there(test: str, checkout: Path) -> bool:
 
 @cache
 def _words(file: Path) -> frozenset[str]:
-    """Return the words of a file that has many tests; none if it is not there."""
+    """Return the words in a file; none if the file does not exist."""
     return frozenset(re.findall(r"\w+", file.read_text()) if file.is_file() else ())
 
 

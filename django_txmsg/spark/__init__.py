@@ -1,7 +1,7 @@
 """The data pipeline on Spark: the message log archived, reconciled, analysed, replayed.
 
-It reads the tables that hops 2 and 7 write, without Django: a `JobSpec` describes a
-job, and executors import only this package. Importing it imports nothing.
+It reads the tables that hops 2 and 7 write, and needs no Django. A `JobSpec` describes
+a job. Executors import only this package. The package itself imports nothing.
 """
 
 from __future__ import annotations

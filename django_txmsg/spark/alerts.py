@@ -1,9 +1,9 @@
-"""Alerts of the pipeline: measures compared with their bounds, stored in the database.
-
-Each alert is a row, so that alerts survive a killed process, and the metrics of any web
-process show them. A webhook is called when an alert begins and when it ends, after the
-row is written. The call is recorded afterwards, so the webhook gets each at least once,
-with the same id. The measures are how late a service's messages are, and how many die.
+"""Alerts of the pipeline: measures that are compared with their bounds. Each alert is a
+row in the database. So alerts survive a killed process, and every web process shows
+them in its metrics. When an alert begins or ends, first the row is written, then the
+webhook is called, and then the call is recorded. So the webhook gets each beginning and
+each end at least once, with the same id. The measures are how late a service's messages
+are, and how many die.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ UTC = dt.timezone.utc
 
 @dataclass(frozen=True)
 class Alert:
-    """One measure, and whether it is above its bound. `told` is the state that the
-    webhook has accepted last: none, "firing" or "resolved"."""
+    """One measure, and whether it is above its bound. `told` is the last state that the
+    webhook has accepted: "", "firing" or "resolved"."""
 
     service: str
     name: str
@@ -91,10 +91,10 @@ class Alerts:
     def weigh(
         self, name: str, value: float, bound: float, summary: str, *, hold: bool = False
     ) -> None:
-        """Record a measure. Its alert fires while the measure is above its bound.
-
-        If it fires again before the webhook has accepted its end, it is the same alert.
-        With `hold` it does not end before the webhook has accepted its beginning.
+        """Record a measure. The alert fires while the measure is above its bound. If
+        the alert fires again before the webhook has accepted its end, it is still the
+        same alert. With `hold`, the alert does not end before the webhook has accepted
+        its beginning.
         """
         firing, now = value > bound, self._parameter(dt.datetime.now(UTC))
         self.connection.execute(
@@ -126,8 +126,8 @@ class Alerts:
 
 
 class Telling:
-    """Delivers a service's alerts. `say` gets a line for a person; once `stop` is set,
-    waiting for the webhook ends."""
+    """Delivers a service's alerts. `say` prints a line for a person. When `stop` is
+    set, the delivery no longer waits for the webhook."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Telling:
         self._away: Alert | None = None
 
     def tell(self, connection: Connection) -> None:
-        """Deliver the beginnings and ends that were not delivered yet."""
+        """Deliver those beginnings and ends of alerts that were not delivered yet."""
         alerts = Alerts(connection, self.service)
         found = alerts.read()
         self.firing = [one for one in found if one.firing]
@@ -158,7 +158,8 @@ class Telling:
         self._tell_away()
 
     def database_is_away(self, seconds: float, bound: float, error: str) -> None:
-        """Begin the database's alert, or deliver it again if that has failed."""
+        """Begin the alert that the database is away. If its delivery has failed,
+        deliver it again."""
         if self._away is None:
             self._away = Alert(
                 self.service, "database", seconds, bound, True,
@@ -167,7 +168,7 @@ class Telling:
         self._tell_away()
 
     def database_is_back(self) -> None:
-        """End the database's alert, if there is one."""
+        """End the alert that the database is away, if it is firing."""
         if self._away is not None:
             self._away = replace(self._away, firing=False)
             self._tell_away()
@@ -192,8 +193,8 @@ class Telling:
 
 def lag(connection: Connection, source: SourceSpec) -> float:
     """Return how many seconds ago the earliest due message became due, in the outbox or
-    for another attempt. As in the app's overview, messages that are held back are not
-    due."""
+    for another attempt. Messages that are held back are not due, as in the app's
+    overview."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [

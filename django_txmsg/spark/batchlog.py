@@ -1,9 +1,10 @@
 """The archive's ledger: its numbered entries in the log of a table of the lake.
 
 Batch n is the log entry with n as the Delta transaction version of this service's
-archive. An entry can be made only on top of the previous one. So an archiver that has
-lost its lock can make no entry after another archiver has made one. Before an archive,
-the log is compared with the database's marks: both must know the same batches.
+archive. An archiver can make an entry only if it has seen the previous entry. So an
+archiver that has lost its lock can make no more entries once another archiver has made
+one. Before an archive, the log is compared with the database's marks, because both must
+record the same batches.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from .spec import LakeSpec
 
 
 class BatchLog:
-    """The entries of one service's archive of one table. `last` is the newest that this
-    run has seen."""
+    """The entries of one service's archive of one table. `last` is the number of the
+    newest entry that this run has seen."""
 
     def __init__(self, place: LakeTable, service: str, table: Table) -> None:
         self.place, self.service, self.table = place, service, table
@@ -32,7 +33,8 @@ class BatchLog:
         self.last = 0
 
     def identity(self) -> str:
-        """Return the table's id from its creation; "" if there is no table."""
+        """Return the id that the table got when it was created; "" if there is no
+        table."""
         delta = self.place.load()
         return "" if delta is None else str(delta.metadata().id)
 
@@ -50,8 +52,8 @@ class BatchLog:
         replaced: Iterable[Named] = (),
         **metadata: Any,
     ) -> None:
-        """Make the entry `number` on top of the last one. Raises EnvironmentFault if
-        another archiver has made one since."""
+        """Make the entry `number` after the last one. Raises EnvironmentFault if
+        another archiver has made an entry in the meantime."""
         delta = self.place.ensure()
         found = self.place.last(delta, self.app)
         if found != self.last:
@@ -72,7 +74,7 @@ class BatchLog:
         self.last = number
 
     def taken_over(self, why: object) -> EnvironmentFault:
-        """Return the error for an archiver that another one has overtaken."""
+        """Return the error for an archiver whose place another archiver has taken."""
         return EnvironmentFault(
             f"Another archiver has taken {self.table.name} of {self.service!r} over "
             f"({why}): this one has lost its lock, and has changed nothing more. Run "
@@ -89,11 +91,10 @@ class Agreement:
         self.accept_loss = accept_loss
 
     def reach(self) -> tuple[BatchLog, Mark]:
-        """Return the lake's log, read to its end, and the database's mark for it.
-
-        If the log has batches above the mark, the caller must settle them. Raises
-        EnvironmentFault if the lake has lost batches, or if another lake has batches in
-        progress.
+        """Read the lake's log to its end. Returns the log, and the database's mark for
+        this lake. If the log has batches above the mark, the caller must settle these
+        batches. Raises EnvironmentFault if the lake has lost batches, or if batches for
+        another lake are in progress.
         """
         marks = self.marks.read()
         try:
@@ -147,8 +148,8 @@ class Agreement:
         )
 
     def _insist_on_one_lake(self, marks: Sequence[Mark], own: Mark) -> None:
-        """Raise EnvironmentFault if a batch is in progress for another lake: it would
-        be archived into both."""
+        """Raise EnvironmentFault if a batch is in progress for another lake. Otherwise
+        its rows would be archived into both lakes."""
         for one in marks:
             if one.lake_id == own.lake_id:
                 continue

@@ -1,7 +1,7 @@
-"""The command line of all jobs: options in; a summary and an exit code out.
-
-`python -m django_txmsg.spark JOB --spec job.json` and `manage.py pipeline JOB` share
-it. Exit codes: 0 clean, 1 findings, 2 usage, 3 environment, 4 verification refused.
+"""The command line of all jobs: parses the options, runs the job, prints a summary and
+returns the exit code. `python -m django_txmsg.spark JOB --spec job.json` and `manage.py
+pipeline JOB` share this module. Exit codes: 0 clean, 1 findings, 2 usage, 3
+environment, 4 verification refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def pause(text: str) -> dt.timedelta:
 
 
 def instant(text: str) -> dt.datetime:
-    """Return an instant: ISO 8601, in UTC by default, or a duration ago."""
+    """Return the instant of a text: ISO 8601, in UTC by default, or a duration before
+    now."""
     if re.fullmatch(r"\d+(?:\.\d+)?[dhms]", text.strip()):
         return dt.datetime.now(dt.timezone.utc) - duration(text)
     try:
@@ -67,7 +68,7 @@ def instant(text: str) -> dt.datetime:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """Return the two sides of NAME=VALUE."""
+    """Return NAME and VALUE of a text "NAME=VALUE"."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")

@@ -1,4 +1,5 @@
-"""One plain SQL connection for both databases: autocommit, `%s`, and clear errors."""
+"""A plain SQL connection, the same for PostgreSQL and SQLite: with autocommit,
+placeholders `%s`, and clear errors."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Connection:
         return changed
 
     def forget(self, sql: str, *values: Any) -> None:
-        """Run a statement whose failure does not matter."""
+        """Run a statement, and ignore its failure."""
         try:
             self._run(sql, values)
         except EnvironmentFault:
@@ -46,7 +47,7 @@ class Connection:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit everything done inside, or nothing."""
+        """Commit all statements of the block together, or none of them."""
         if self.vendor == "postgresql":
             with self.raw.transaction():
                 yield

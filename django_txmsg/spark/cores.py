@@ -1,5 +1,5 @@
-"""Where a session's tasks run, and how many run at once. It works with Spark Connect,
-too."""
+"""Where a session's tasks run, and how many run at once. The functions work with Spark
+Connect, too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def parallelism(spark: SparkSession) -> int:
 
 
 def on_one_machine(spark: SparkSession) -> bool:
-    """Return whether the tasks run on this process's machine. Unknown for a server."""
+    """Return whether the tasks run on this process's machine. That is unknown for a
+    server of Spark Connect."""
     if is_remote(spark):
         return False
     return (spark.sparkContext.master or "").startswith("local")

@@ -24,13 +24,15 @@ class PipelineError(Exception):
 
 
 class UsageError(PipelineError):
-    """The options contradict each other, or name something that does not exist."""
+    """The options contradict each other, or one of them names something that does not
+    exist."""
 
     exit_code = 2
 
 
 class EnvironmentFault(PipelineError):
-    """A database cannot be reached, a lake is not ours, a lock is held."""
+    """A database cannot be reached, a directory is not a lake of this package, or
+    another process holds a lock."""
 
     exit_code = 3
 
@@ -40,13 +42,14 @@ class SpoiltFile(EnvironmentFault):
 
 
 class VerificationRefused(PipelineError):
-    """Rows in the database differ from the lake's. None were deleted."""
+    """Rows in the database differ from their copies in the lake, and were not
+    deleted."""
 
     exit_code = 4
 
 
 def spoilt(path: str, error: object) -> SpoiltFile:
-    """Return the error for a file of the lake, by what its reader says."""
+    """Return our error for a file of the lake, with the text of the reader's error."""
     why = " ".join(str(error).split())
     return SpoiltFile(
         f"{path} cannot be read: {why}. Restore this file from a backup of the lake; "
@@ -75,8 +78,8 @@ def full_disk_told() -> Iterator[None]:
 
 
 def from_spark(error: Exception) -> PipelineError:
-    """Return an error of a Spark job as one of ours: the error that a task of ours has
-    raised, wherever it ran, or EnvironmentFault."""
+    """Convert an error of a Spark job. If one of our tasks has raised the error, on
+    whatever machine, return that error. Otherwise return EnvironmentFault."""
     text = str(error)
     # Spark's own reader names the file, and why further below.
     if file := re.search(r"FAILED_READ_FILE\S* .*?reading file (\S+?)\.? ", text):

@@ -1,7 +1,7 @@
 """The lake: a directory with a mark, and tables in it.
 
-An empty mount point looks like a lake that was not created yet. The marks in the
-databases show whether a lake is missing.
+An empty mount point looks like a place where no lake was created yet. The marks in the
+databases show whether a lake is missing there.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Lake:
 
 
 class NotMounted(EnvironmentFault):
-    """A lake that contains rows of a service is not at its address."""
+    """There is no lake at the address, although rows of a service were archived into
+    it."""
 
 
 def is_mounted(spec: JobSpec) -> bool:

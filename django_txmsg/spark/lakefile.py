@@ -1,7 +1,8 @@
 """Writes lake files from a Spark task with pyarrow, and reads them back as proof.
 
-The rows never enter the JVM. A file's name contains the attempt that wrote it; no log
-entry names the files of a failed or second attempt, and `sweep` removes them later.
+The rows never enter the JVM. A file's name contains the attempt that wrote the file. No
+log entry names the files of a failed or repeated attempt, and `sweep` removes these
+files later.
 """
 
 from __future__ import annotations
@@ -50,10 +51,9 @@ class LakeFile:
 
 
 def directory_of(service: str, day: dt.date | None = None) -> str:
-    """Return the directory of a service, or of one of its days. The log has the exact
-    name.
-
-    No two services share one: `sweep` removes only files of its own service.
+    """Return the directory of a service, or of one of its days. The directory's name
+    may differ from the service's; the log has the exact name. No two services share a
+    directory, because `sweep` removes only files of its own service.
     """
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", service)
     if plain != service:
@@ -62,12 +62,10 @@ def directory_of(service: str, day: dt.date | None = None) -> str:
 
 
 class DayFiles:
-    """Writes batches of one service to one file per day; `clock` is the column with the
-    day.
-
-    `complete` adds columns to the rows of many batches at once. `ready` is called
-    before a file is created. Rows in which the column `apart` is true go to separate
-    files, which contain their counts.
+    """Writes batches of one service, into one file for each day; `clock` is the column
+    with the day. `complete` adds columns to the rows of many batches at once. `ready`
+    is called before a file is created. Rows with true in the column `apart` are written
+    into separate files, whose footers contain counts.
     """
 
     def __init__(
@@ -187,8 +185,8 @@ def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _repetitive(schema: pa.Schema) -> list[str]:
-    """Return the columns that become smaller with a dictionary. Ids, headers and bodies
-    are mostly all different."""
+    """Return the columns that become smaller with a dictionary. Other columns, such as
+    ids, headers and bodies, mostly have a different value in each row."""
     return [name for name in schema.names if name not in _UNIQUE]
 
 
@@ -199,7 +197,8 @@ _UNIQUE = frozenset(
 
 @dataclass(frozen=True)
 class Proof:
-    """What reading a file again has shown: its rows, and the sum of their checksums."""
+    """The result of reading a file back: the number of its rows, and the sum of their
+    checksums."""
 
     rows: int
     checksum: int
@@ -238,7 +237,8 @@ def rows_of(
     """Yield a file's rows in batches of bounded size, with the columns in the order of
     `names`, or all. `lenient` leaves out columns that the file does not have.
 
-    Raises SpoiltFile if the file is missing, or differs from what was written.
+    Raises SpoiltFile if the file is missing, or if its bytes have changed since it was
+    written.
     """
     try:
         yield from _rows_of(files, path, names, lenient)

@@ -32,8 +32,8 @@ class Named:
 
 
 def added(file: LakeFile, *, same_rows: bool = False) -> AddAction:
-    """Return the log's action for a new file. `same_rows` means that its rows come from
-    files that it replaces."""
+    """Return the log's action for a new file. `same_rows` means that the new file has
+    the rows of files that it replaces."""
     return AddAction(
         path=file.path,
         size=file.size,

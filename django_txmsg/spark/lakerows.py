@@ -1,7 +1,7 @@
-"""Reads a table of the lake in tasks, for stores that Spark has no client for.
+"""Reads a table of the lake in Spark tasks, without Spark's own client for the store.
 
-PySpark from PyPI has no file system for `s3://` and the like. The library that wrote
-the files, pyarrow, reads them file by file, into batches of the table's present schema.
+PySpark from PyPI has no file system for `s3://` and the like. pyarrow, which wrote the
+files, also reads them, file by file, into batches of the table's present schema.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A table of the lake: Parquet files, of which only those count that its Delta log
-names.
+"""A table of the lake: Parquet files and a Delta log. Only the files that the log names
+belong to the table.
 
 Tasks write files under unique names (`lakefile`). The driver then names them in one
 atomic log entry. Readers use the log, never a directory listing.
@@ -45,8 +45,8 @@ class LakeTable:
     def load(self) -> DeltaTable | None:
         """Return the table's present version, or None if there is none.
 
-        Raises EnvironmentFault for a newer schema, and for features of Delta that
-        reading by a list of files cannot honour.
+        Raises EnvironmentFault for a newer schema, and for features of Delta that this
+        package cannot read, because it reads whole files.
         """
         try:
             delta = DeltaTable(self.uri, storage_options=self.options)
@@ -71,8 +71,8 @@ class LakeTable:
         return delta
 
     def ensure(self) -> DeltaTable:
-        """Return the table, after creating it if necessary, with all columns of its
-        schema."""
+        """Return the table with all columns of its schema. Creates the table if it does
+        not exist, and adds missing columns."""
         delta = self.load()
         wanted = arrow_schema(self.struct)
         if delta is None:
@@ -115,8 +115,8 @@ class LakeTable:
         replaced: Iterable[Named] = (),
         same_rows: bool = False,
     ) -> int:
-        """Add `files` to the table in one log entry on top of `delta`, and return its
-        version.
+        """Add `files` to the table in one log entry after the version `delta`, and
+        return the new version.
 
         `app` identifies the entry. If another process has committed under the same name
         since `delta` was loaded, this raises CommitFailedError. `same_rows` means that
@@ -194,10 +194,10 @@ class LakeTable:
         named: Sequence[Named] | None = None,
         columns: Sequence[str] = (),
     ) -> DataFrame:
-        """Return the committed rows, of some services and since a day. Columns newer
-        than a file are null; service and day come from the log, not from a directory's
-        name. `named` are the files of a version read before, and `columns` the
-        requested columns."""
+        """Return the committed rows of these services, from the day `since` on. Columns
+        newer than a file are null; service and day come from the log, not from a
+        directory's name. `named` are the files of a version read before, and `columns`
+        the requested columns."""
         struct = self.struct
         if columns:
             struct = t.StructType([struct[name] for name in columns])
@@ -254,9 +254,9 @@ class LakeTable:
         )
 
     def orphans(self, service: str, before: dt.datetime) -> list[str]:
-        """Return a service's files older than `before` that the log has never named,
-        which the Delta library itself would vacuum. Files of another service may belong
-        to a job that is still running."""
+        """Return a service's files that are older than `before` and that the log has
+        never named. The Delta library itself would vacuum these files. Files of other
+        services are left out, because they may belong to a running job."""
         delta = self.load()
         if delta is None:
             return []

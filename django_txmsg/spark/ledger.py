@@ -46,7 +46,7 @@ def whose(rows: pa.RecordBatch) -> list[str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A range of one table's settled rows, which becomes commit `number`."""
+    """A range of one table's settled rows, which becomes the log's entry `number`."""
 
     number: int
     first_id: int
@@ -60,8 +60,8 @@ class Batch:
 @dataclass(frozen=True)
 class Horizon:
     """Transaction ids of PostgreSQL. Every transaction below `oldest` has ended, and
-    `next` is not assigned yet. A row with a later id comes from another cluster, by a
-    dump: no transaction of this cluster has changed it."""
+    `next` is not assigned yet. A row with a higher id comes from a dump of another
+    cluster, and no transaction of this cluster has changed the row."""
 
     oldest: int
     next: int
@@ -111,8 +111,8 @@ class Ledger:
         return int(found)
 
     def held(self, cutoff: dt.datetime, horizon: Horizon | None) -> Held:
-        """Return how many settled rows must wait for an open transaction, and which
-        transaction that is."""
+        """Return how many settled rows must wait for an open transaction, and the
+        transaction for which they wait."""
         if horizon is None or not self.table.tracked:
             return Held(0)
         rows = self.connection.value(
@@ -154,11 +154,10 @@ class Ledger:
         columns: Sequence[Column],
         advance: Callable[[Connection], None],
     ) -> bool:
-        """Delete a batch's rows in the transaction that proves that they equal the
-        lake's rows and that advances the mark. Returns False, with nothing deleted, if
-        the sums differ.
-
-        On PostgreSQL with a connection of its own, several of these may run at once.
+        """Delete a batch's rows. The same transaction compares their checksums with
+        those of the lake's rows, and advances the mark. If the sums differ, nothing is
+        deleted, and the result is False. On PostgreSQL, several purges may run at once,
+        each on a separate connection.
         """
         connection = connect_plain(self.spec)
         try:
@@ -180,10 +179,10 @@ class Ledger:
     def settle(
         self, archived: pa.RecordBatch, hashes: Sequence[int], columns: Sequence[Column]
     ) -> tuple[int, list[Row]]:
-        """Delete the rows that equal the lake's rows, each with its own proof. Returns
-        how many, and the rows that differ from the lake's. A row that no longer exists
-        here is only in the lake. A row with the same id but another message or stage is
-        not part of the batch."""
+        """Delete each row that equals its copy in the lake; the checksums are compared
+        row by row. Returns the number of deleted rows, and the rows that differ from
+        their copies. If a row no longer exists in the database, it is only in the lake.
+        A row with the same id but another message or stage is not part of the batch."""
         ids = archived.column(archived.schema.get_field_index("id")).to_pylist()
         messages = whose(archived)
         if self.spec.vendor == "sqlite":
@@ -260,4 +259,5 @@ class Ledger:
 
 
 class Different(Exception):
-    """The deleted rows are not those of the batch. This error ends the transaction."""
+    """The rows to delete differ from those of the batch. This error rolls the
+    transaction back."""

@@ -19,7 +19,7 @@ from .spec import SourceSpec
 @contextmanager
 def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[None]:
     """Hold the archive lock of a table. Raises Archiving at once if another archiver
-    holds it."""
+    holds the lock."""
     refused = Archiving(
         f"Another run is archiving {table} of {spec.service!r}: wait for its end. (A "
         "transaction-pooling proxy breaks this lock: give the pipeline a direct "
@@ -85,7 +85,7 @@ def _alone(
 
 @contextmanager
 def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
-    """Hold the lock by which `PipelineRun.interrupted` knows that a run is still
+    """Hold the lock that shows `PipelineRun.interrupted` that a run is still
     running."""
     connection = connect_plain(spec)
     try:

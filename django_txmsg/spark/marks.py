@@ -1,8 +1,8 @@
 """Up to which batch a lake is settled in a database: one mark for each table and lake.
 
-The lake's log is the ledger: batch n is its commit n. Batches up to `purged_through`
-are settled. The mark advances in the transaction that deletes their rows. It is plain
-SQL on the table of `models.py`, for PostgreSQL and SQLite.
+The lake's log is the ledger: batch n is the log's entry n. Batches up to
+`purged_through` are settled. The mark advances in the transaction that deletes a
+batch's rows. It is plain SQL on the table of `models.py`, for PostgreSQL and SQLite.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Marks:
         return [Mark(str(uuid.UUID(str(row[0]))), *row[1:]) for row in rows]
 
     def place(self, lake_id: str, lake: str, purged_through: int) -> Mark:
-        """Set a lake's mark, whatever its value was, and return it."""
+        """Set a lake's mark to a value, whatever its former value, and return the
+        mark."""
         now = self.connection.given(self.connection.clock())
         self.connection.execute(
             f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"
@@ -57,8 +58,8 @@ class Marks:
         return next(one for one in self.read() if one.lake_id == lake_id)
 
     def begin(self, lake_id: str, number: int) -> None:
-        """Record that batches up to `number` are being written to a lake. Until they
-        are settled, their rows go to no other lake."""
+        """Record that batches up to `number` are being written to a lake. Until these
+        batches are settled, their rows are archived into no other lake."""
         self.connection.execute(
             f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
             " AND lake_id = %s AND begun_through < %s",

@@ -9,8 +9,9 @@ from django.db.models.functions import Now
 
 
 class ArchiveMark(models.Model):
-    """Up to which batch one table is settled in a lake: batches up to `purged_through`
-    are only in the lake. It advances in the transaction that deletes their rows.
+    """Up to which batch one table is settled in a lake. The rows of batches up to
+    `purged_through` are only in the lake. The transaction that deletes a batch's rows
+    advances this number.
 
     The batches themselves are numbered entries of the lake's own log, so comparing two
     numbers detects a database or a lake restored from a backup.
@@ -43,8 +44,8 @@ class ArchiveMark(models.Model):
 class Finding(models.Model):
     """A message that a run of `reconcile` has judged lost, doubled, dead or late.
 
-    It is new until an operator acknowledges it with a note. If a later run no longer
-    finds it, it is deleted; acknowledged findings stay, as a record.
+    A finding is open until an operator acknowledges it with a note. If a later run no
+    longer makes the finding, the row is deleted, unless the finding was acknowledged.
     """
 
     id = models.UUIDField(primary_key=True, help_text="A digest of what is found.")
@@ -155,8 +156,8 @@ class PipelineRun(models.Model):
 
     @property
     def interrupted(self) -> bool:
-        """Return whether the run's process has died. A run holds a lock while it is
-        alive (`runs.py`); of a dead run the lock is free."""
+        """Return whether the run's process has died. A run holds a lock as long as its
+        process lives (`runs.py`), so a free lock shows that the process has died."""
         if self.state != RunState.RUNNING:
             return False
         connection = connections[self._state.db or DEFAULT_DB_ALIAS]
@@ -184,7 +185,7 @@ class PipelineRun(models.Model):
 
 
 class StagedMessage(models.Model):
-    """A message that a Spark task has staged, and that is not merged into the outbox
+    """A message that a Spark task has staged and that was not merged into the outbox
     yet."""
 
     id = models.BigAutoField(primary_key=True)
@@ -213,8 +214,8 @@ class StagedMessage(models.Model):
 
 class StoredRun(models.Model):
     """A replay, a send or a write that has stored its messages. The row commits with
-    the messages, so that the name stays bound to them, whatever happens to their
-    rows."""
+    the messages. So the name belongs to these messages for good, even after their rows
+    are archived or pruned."""
 
     name = models.CharField(max_length=64, primary_key=True)
     messages = models.BigIntegerField()

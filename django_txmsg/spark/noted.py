@@ -1,8 +1,8 @@
 """Findings in a service's database: their age, and operators' notes.
 
-Plain SQL on the table of `models.py`, for PostgreSQL and SQLite. The lake's
-table `verdicts` has all findings of all runs; this table has those that operators work
-on.
+Plain SQL on the table of `models.py`, for PostgreSQL and SQLite. The lake's table
+`verdicts` has all findings of all runs. The database's table has the findings that
+operators work on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Noted:
         self.source = source
 
     def read(self, which: Which, limit: int = 0) -> list[dict[str, Any]]:
-        """Return findings, those first found most recently first."""
+        """Return findings. The finding that was first made most recently comes
+        first."""
         with closing(connect_plain(self.source)) as connection:
             where, values = self._where(connection, which)
             rows = connection.rows(
@@ -67,7 +68,7 @@ class Noted:
         ]
 
     def count(self, which: Which) -> dict[str, int]:
-        """Return how many there are of each verdict."""
+        """Return the number of findings of each verdict."""
         with closing(connect_plain(self.source)) as connection:
             where, values = self._where(connection, which)
             return dict(
@@ -122,14 +123,14 @@ class Noted:
                 connection.execute(gone, *map(connection.given, values))
 
     def acknowledge(self, which: Which, by: str, note: str) -> int:
-        """Acknowledge findings with a note. Returns how many. Raises UsageError without
-        a note."""
+        """Acknowledge findings with a note. Returns the number of changed findings.
+        Raises UsageError without a note."""
         if not note.strip():
             raise UsageError("Say why: an acknowledgement needs a note.")
         return self._set(which, False, dt.datetime.now(dt.timezone.utc), by, note)
 
     def reopen(self, which: Which) -> int:
-        """Remove acknowledgements. Returns how many."""
+        """Remove acknowledgements. Returns the number of changed findings."""
         return self._set(which, True, None, "", "")
 
     def last_run(self) -> tuple[dt.datetime, dict[str, int]] | None:

@@ -1,5 +1,5 @@
-"""How far a job is: a progress bar on the error stream, if that is a terminal. Also the
-steps of a protocol, between which the tests kill a process."""
+"""The progress of a job: a bar on the error stream, if that is a terminal. Also the
+hook between the steps of a protocol, at which the tests kill a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """The amount that is done and the whole amount, with a rate, redrawn in place."""
+    """A progress bar with the finished amount, the whole amount and a rate. It is
+    redrawn in place."""
 
     def __init__(self, label: str, stream: TextIO | None, unit: str = "rows") -> None:
         self._bar: tqdm[Any] | None = None

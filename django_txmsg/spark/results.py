@@ -63,8 +63,8 @@ class Results:
     def save(
         self, name: str, struct: t.StructType, frame: DataFrame, *, few: bool = False
     ) -> int:
-        """Write a DataFrame, which becomes visible all at once. `few` rows are written
-        by the driver, without workers."""
+        """Write a DataFrame in one log entry, so that all of its rows become visible at
+        once. `few` rows are written by the driver, without workers."""
         Lake(self.lake, create=self.makes_lake)
         if not few:
             return self._commit(name, struct, self.write(name, struct, frame))

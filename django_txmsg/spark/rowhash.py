@@ -1,10 +1,11 @@
-"""A checksum of a row, which is equal whether the database computes it or a lake file
-is read.
+"""A checksum of a row. The database computes the same checksum as this package does
+from a file of the lake.
 
 The hash covers PostgreSQL's own binary record of the row (`record_send`): type id,
-length and bytes of each column. So no two rows have the same encoding, and null differs
-from text. The SHA-256 is cut to 60 bits, and the hashes are *summed*: a sum needs no
-order, and unlike an exclusive or it does not cancel a pair of equal rows.
+length and bytes of each column. So two different rows never have the same encoding, and
+null differs from every text. The SHA-256 is cut to 60 bits, and the hashes are
+*summed*. A sum needs no order, and a pair of equal rows does not cancel out, as it
+would with an exclusive or.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The record of a run: who, when, with which options, and the result.
 
-It is in the database, where the admin shows it, and in the lake if there is one.
+The record is in the database, where the admin shows it, and in the lake, if there is a
+lake.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
+        """How long the run has taken so far."""
         now = dt.datetime.now(dt.timezone.utc)
         return (now - self.started_at).total_seconds()
 
     @property
     def state(self) -> str:
-        """The name of its final state."""
+        """The name of the run's final state."""
         if self.refused:
             return "refused"
         if self.error:
@@ -243,8 +244,8 @@ def _note(
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
     """Record the run in the lake as well. A run that changes nothing, or has failed,
-    does not create a lake in an empty place. While a lake with our rows is missing, no
-    run creates one."""
+    does not create a lake. While a lake that contains rows of ours is missing, no run
+    creates a new lake in its place."""
     changes = "dry_run" not in run.options and run.state not in ("failed", "refused")
     try:
         run.makes_lake = not is_mounted(spec)

@@ -100,9 +100,9 @@ class Table:
     """A table of the message log: its relation, columns, clock and settled rows.
 
     `clock` is the instant for ranges and the lake's days. `settled` rows will not
-    change any more. `outcome` says how a row ended. It is a column to copy, or a list
-    of words, each with the column that is set in that case; the last word is for all
-    other rows.
+    change any more. `outcome` says how a row ended. `outcome` is either a column to
+    copy, or a list of words. Each word has the column that is set in that case, and the
+    last word is for all other rows.
     """
 
     name: str
@@ -127,11 +127,12 @@ class Table:
         return t.StructType(fields + [one.spark for one in self.columns])
 
     def live_struct(self) -> t.StructType:
-        """Return the schema of what the jobs read of a database."""
+        """Return the schema of the columns that the jobs read from a database."""
         return t.StructType([*self.struct().fields, *[one.spark for one in self.live]])
 
     def lake_struct(self) -> t.StructType:
-        """Return the lake's schema. Columns are added later, so all may be null."""
+        """Return the lake's schema. All columns may be null, because files can be older
+        than a column."""
         fields = [t.StructField(one.name, one.spark.dataType) for one in self.columns]
         fields += [
             t.StructField("outcome", t.StringType()),

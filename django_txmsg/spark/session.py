@@ -1,7 +1,6 @@
-"""The only place with Spark's settings: creates a session, or uses the active one.
-
-It never sets a master that was set elsewhere: `spark-submit --master` and an active
-session take precedence.
+"""The only place with Spark's settings. It creates a session, or uses the active one. A
+master that was set elsewhere takes precedence: by `spark-submit --master`, or in an
+active session.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def session(
     job: str, settings: Mapping[str, str] | None = None
 ) -> Iterator[SparkSession]:
     """Yield a session with the data source registered. A session that is created here
-    is stopped; another one keeps its own settings.
+    is stopped at the end. An existing session keeps its own settings.
 
     Raises EnvironmentFault if Spark does not start, mostly because Java is missing.
     """
@@ -129,8 +128,8 @@ def _connected(
 
 
 def running() -> bool:
-    """Return whether Spark runs in this process, or was chosen for it in another
-    way."""
+    """Return whether Spark already runs in this process, or whether spark-submit or the
+    environment has chosen it."""
     known = SparkSession.getActiveSession() is not None
     return known or _submitted() or bool(os.environ.get("SPARK_REMOTE"))
 

@@ -1,7 +1,8 @@
 """A job's specification: plain dataclasses that travel as JSON, without secrets.
 
-`manage.py pipeline` creates it from Django's settings; elsewhere it is a file. It names
-the environment variable with a password, never the password.
+`manage.py pipeline` creates it from Django's settings; elsewhere it is a file. The
+specification contains the name of the environment variable with a password, never the
+password itself.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ _TEXT = re.compile(r"""(['"])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 
 
 def recordable(condition: str) -> str:
-    """Return a condition in the form in which it may be recorded. If it uses a column
-    that may name a person, its texts are replaced by digests."""
+    """Return a condition in the form in which it may be recorded. If the condition uses
+    a column that may identify a person, the texts in the condition are replaced by
+    digests."""
     if not _PERSONAL.search(condition):
         return condition
     return _TEXT.sub(lambda text: f"'{digest(text[2])}'", condition)
@@ -108,8 +110,8 @@ class SourceSpec:
         return SourceSpec(self.service, self.reader_url, self.reader_password_env)
 
     def public(self) -> SourceSpec:
-        """Return this source without a password. If the address contains one, the
-        result names the variable that should hold it."""
+        """Return this source without a password. If the address contains a password,
+        the result names the variable that must contain it."""
         shown, named = self.shown, self.password_env
         if shown != self.url and not named:
             named = password_variable(self.service)
@@ -158,8 +160,8 @@ class LakeSpec:
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def public(self) -> LakeSpec:
-        """Return this without secrets. Object stores can take them from the
-        environment."""
+        """Return this specification without secrets. Clients of object stores can take
+        secrets from the environment."""
         options = {
             name: value
             for name, value in self.storage_options.items()
@@ -217,7 +219,7 @@ class JobSpec:
         return self.lake
 
     def public(self) -> JobSpec:
-        """Return this without any secret."""
+        """Return this specification without any secret."""
         return dataclasses.replace(
             self,
             services=tuple(one.public() for one in self.services),

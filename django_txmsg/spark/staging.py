@@ -1,12 +1,10 @@
 """Stores many messages at once, each once: staging, then one merge into the outbox.
 
 A task stages its rows under a key of its own attempt. One transaction then merges the
-successful attempts, records the run's name and clears the staging table. The merge can
-skip messages that are stored already; COPY could not.
-
-Dead letters are not stored again. The app redelivers them, because it knows each one's
-stage and what was processed already, limits the rate, can be paused, and records who
-asked.
+successful attempts, records the run's name and clears the staging table. A merge can
+skip messages that are stored already, and COPY cannot. Dead letters are not stored in
+this way. The app redelivers them instead, because it has the stage of each letter and
+the inbox, limits the rate, can be paused, and records who requested the redelivery.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ _RUNS = "django_txmsg_storedrun"
 
 def remember(connection: Connection, name: str, messages: int, ids: str) -> bool:
     """Record the messages that belong to a name: how many, and the sum of their ids.
-    Returns whether the name is new. Messages stored before may be archived or pruned by
-    now, and are not stored again.
+    Returns whether the name is new. Messages that a run of this name has stored may be
+    archived or pruned by now. They are not stored again.
 
     Raises UsageError if the name belongs to other messages.
     """
@@ -92,7 +90,7 @@ class Merged:
 
     @property
     def known(self) -> int:
-        """How many messages a run of this name had stored before."""
+        """The number of messages that an earlier run of this name had stored."""
         return self.staged - self.stored
 
 
@@ -136,7 +134,7 @@ class Staging:
         """Store the rows that `tasks` have staged, in one transaction. `rate` messages
         a second become due; 0 makes all due at once.
 
-        Raises EnvironmentFault if some of them are missing, and UsageError if a run of
+        Raises EnvironmentFault if staged rows are missing, and UsageError if a run of
         this name has stored other messages.
         """
         connection = connect_plain(self.spec)
@@ -176,8 +174,8 @@ class Staging:
     def _copy(
         self, connection: Connection, task: str, batches: Iterable[pa.RecordBatch]
     ) -> int:
-        """COPY as CSV, which Arrow writes quickly; bytes are written in PostgreSQL's
-        hex format."""
+        """Insert the rows by COPY in CSV format, which Arrow writes quickly. Bytes are
+        in PostgreSQL's hex format."""
         import pyarrow.csv as csv
 
         rows = 0

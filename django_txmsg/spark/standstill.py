@@ -1,4 +1,5 @@
-"""Rows that wait for an open transaction, and whose transaction it is."""
+"""Rows that wait for an open transaction, and the session that has opened the
+transaction."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from .connection import Connection
 
 @dataclass(frozen=True)
 class Held:
-    """How many rows wait, since when, and for which transaction."""
+    """How many rows wait, for which transaction, and since when."""
 
     rows: int
     since: dt.datetime | None = None
@@ -35,8 +36,8 @@ class Held:
 def held(connection: Connection, rows: int) -> Held:
     """Return how many `rows` wait, and for which transaction: the oldest one in the
     PostgreSQL cluster that has written anything. Every role sees that such a
-    transaction exists. If there is none, the one that the rows waited for has ended
-    since they were counted."""
+    transaction exists. If there is no such transaction, the one for which the rows
+    waited has ended since the rows were counted."""
     if not rows:
         return Held(0)
     found = connection.rows(

@@ -52,9 +52,9 @@ class Place:
         return f"{self.uri}/{name}"
 
     def insist(self) -> None:
-        """Raise EnvironmentFault unless the lake exists. Call it before something is
-        created in the lake: below an unmounted mount point it would never be found
-        again."""
+        """Raise EnvironmentFault unless the lake exists. Call this before creating a
+        file in the lake. A file that is created below an unmounted mount point would
+        not be found again."""
         if self.files.get_file_info(f"{self.root}/{MARKER}").type != fs.FileType.File:
             raise EnvironmentFault(
                 f"The lake at {self.uri} has disappeared during the run: mount it, "

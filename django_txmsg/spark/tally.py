@@ -1,7 +1,7 @@
 """The counts of a file of finished journeys, which can be counted without reading its
 rows.
 
-They are in the file's own footer. If the rows are rewritten, or files are joined, the
+The counts are in the file's footer. If the rows are rewritten, or files are joined, the
 new file's footer has no counts, or counts that do not match its rows.
 """
 

@@ -2,9 +2,9 @@
 runs.
 
 Each line of its input starts a run. The line contains a job's command line and its
-specification. The specification may contain secrets, so it is never in a file or in a
-process's arguments. The process prints the facts of each run. It ends when its input
-ends.
+specification. The specification may contain secrets, so it is passed neither in a file
+nor in a process's arguments. The process prints the facts of each run. It ends when its
+input ends.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Accepted:
 @message_type("orders.Refused")
 @dataclass
 class Refused:
-    """The order is refused. Nothing is left of it: no payment, no reservation."""
+    """The order is refused. Its payment and its reservation were undone."""
 
     order: str
     why: str

@@ -20,8 +20,7 @@ def new_number() -> str:
 
 
 class Order(models.Model):
-    """One order. The order and the message that asks for its payment commit
-    together."""
+    """One order. It commits together with the message that requests its payment."""
 
     class Status(models.TextChoices):
         PLACED = "placed", "placed"

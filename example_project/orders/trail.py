@@ -15,7 +15,7 @@ from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 
 @dataclass(frozen=True)
 class Hop:
-    """One message on its way from its sender's table into its receiver's."""
+    """One message on its way from its sender's outbox to its receiver's inbox."""
 
     id: str
     destination: str

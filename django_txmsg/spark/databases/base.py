@@ -1,7 +1,7 @@
 """The interface of a database for the pipeline: batches, samples, literals.
 
-An implementation is small and picklable. Executors get it with the address inside, and
-open a connection of their own for every read.
+An implementation is small, picklable and contains the address. Executors get the
+object, and open a new connection for every read.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class Database(Protocol):
     def read(
         self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
-        """Read once, on a connection of its own, within a snapshot if one is named."""
+        """Read once, on a separate connection. If `snapshot` is given, the read sees
+        that snapshot."""
         ...
 
     def sample(self, table: Table) -> list[int]:
-        """Return a sample of a table's ids, with more of them where ids are dense."""
+        """Return a sample of a table's ids. It contains more ids from ranges in which
+        more rows exist."""
         ...
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:

@@ -1,8 +1,8 @@
 """Reads from PostgreSQL over ADBC: binary COPY straight into Arrow.
 
-Types that Arrow lacks (`uuid`, `xid8`) arrive as bytes and are converted to the lake's
-type here, many values at once: as text they would cost the database, the wire and the
-driver more than all other columns.
+Types that Arrow lacks (`uuid`, `xid8`) arrive as bytes. This module converts them to
+the lake's types, many values at once. As text they would cost the database, the wire
+and the driver more than all other columns.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Postgres:
         return [one for (one,) in rows]
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a timestamptz literal. It is exact, so `upper` makes no difference."""
+        """Return a timestamptz literal. The literal is exact, so `upper` makes no
+        difference."""
         return f"'{utc(value).isoformat(timespec='microseconds')}'::timestamptz"
 
     def uuid(self, value: str) -> str:
@@ -96,7 +97,8 @@ class PostgresReader:
     def read(
         self, table: Table, columns: Sequence[Column], where: str
     ) -> Iterator[pa.RecordBatch]:
-        """Yield batches, all of the declared schema: Spark checks only the first."""
+        """Yield batches. All of them have the declared schema, because Spark checks
+        only the first one."""
         schema = schema_of(columns)
         selected = ", ".join(one.selected for one in columns)
         self.cursor.execute(

@@ -125,7 +125,8 @@ def _fill(
     latencies: DataFrame,
     grouped: DataFrame,
 ) -> None:
-    """Collect the report's data: as many rows as there are hours and stages."""
+    """Collect the report's data. It has one row for each hour, and one for each
+    stage."""
     flow = _by_hour(throughput(sent, received))
     waiting = _by_hour(backlogs)
     critical = latencies.where("measure = 'critical'")

@@ -43,8 +43,8 @@ MAX_TASKS = 16
 
 @dataclass(frozen=True)
 class ArchiveOptions:
-    """The options of an archive. Every parallel task occupies a server process, and
-    takes processor time from the application."""
+    """The options of an archive. Every parallel task keeps a process of the database
+    server busy, and so takes processor time from the application."""
 
     older_than: timedelta
     batch_rows: int = 100_000
@@ -69,9 +69,10 @@ def cores_of(spark: SparkSession | None) -> int:
 
 
 def tasks_on(spark: SparkSession | None) -> int:
-    """Return the number of parallel writers, including those that wait for a core. It
-    is two for each core, and no more than a database has connections to spare. On one
-    machine it is half its cores, because the database needs the others."""
+    """Return the number of parallel writers. On a cluster there are two for each core,
+    so that one waits while the other works, but no more than the database has free
+    connections. On one machine there is one for every second core, because the database
+    needs the other cores."""
     cores = cores_of(spark)
     if spark is None or on_one_machine(spark):
         return max(1, cores // 2)
@@ -161,10 +162,10 @@ class Archiver:
     def _work(
         self, cutoff: datetime, horizon: Horizon | None, beside: ThreadPoolExecutor
     ) -> None:
-        """Complete wave after wave. With `overlap`, the files of the next wave are
-        written while the rows of this wave are deleted. No log entry names these files
-        before their turn. If the run is killed, they are files of a failed attempt,
-        like others."""
+        """Archive wave after wave. With `overlap`, the files of the next wave are
+        written while the rows of the current wave are deleted. A log entry names these
+        files only when the current wave is complete. If the run is killed before that,
+        they count as files of a failed attempt."""
         ahead: Future[list[Row]] | None = None
         wave = self._planned(-(2**62), cutoff, horizon)
         while wave:
@@ -421,8 +422,8 @@ def _engine(
     given: argparse.Namespace,
     bar: Progress,
 ) -> Iterator[SparkSession | None]:
-    """Yield a Spark session or, for few rows on one machine, None: starting a JVM takes
-    as long as archiving many rows."""
+    """Yield a Spark session or, for few rows on one machine, None: starting a JVM would
+    take longer than archiving a few rows."""
     engine = given.engine
     if engine == "auto" and not (given.conf or running()):
         rows = sum(
@@ -437,8 +438,8 @@ def _engine(
 
 
 def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
-    """Return whether one wave is deleted while the next is written: by default if
-    writing takes no processor from the database."""
+    """Return whether one wave is deleted while the next one is written. By default this
+    is so if the writers do not share the database's processors."""
     if given.overlap is not None:
         return bool(given.overlap)
     return spark is not None and not on_one_machine(spark)
@@ -463,7 +464,8 @@ def _tell_held(
 def waiting(
     source: SourceSpec, table: Table, older_than: dt.timedelta
 ) -> tuple[int, Held]:
-    """Return how many rows an archive would take, and which wait: the dry run."""
+    """Return how many rows an archive would move, and which rows wait for a
+    transaction. For the dry run."""
     ledger = Ledger(source, table)
     try:
         now, horizon = ledger.clock()

@@ -49,7 +49,8 @@ def file_of(row: Row, service: str) -> LakeFile:
 
 @dataclass
 class BatchTask:
-    """The work of an executor: read its batch, write it by day, read it back."""
+    """The work of an executor: reads a batch, writes it into one file for each day, and
+    reads the files back."""
 
     database: Database
     lake: LakeSpec

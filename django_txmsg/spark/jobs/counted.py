@@ -56,9 +56,9 @@ def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, T
 def usable(
     known: Mapping[Named, Tally], late_after: dt.timedelta, since: dt.datetime | None
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files that need not be read for a judgement, and their counts: in
-    each, no message took longer than `late_after`, and either all messages or none were
-    sent after `since`."""
+    """Return the files that need not be read for a judgement, and their counts. In each
+    of these files, no message took longer than `late_after`, and `since` is not between
+    the first and the last message."""
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else (since - _EPOCH) // _MICROSECOND
     found: dict[Named, Sequence[Line]] = {}
@@ -73,9 +73,9 @@ def usable(
 
 
 def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -> bool:
-    """Return whether exactly the listeners that listened have received the messages
-    which `lines` count as sent to topics. If a listener came or went meanwhile, the
-    files must be read to know."""
+    """Return whether the messages to topics, as counted in `lines`, were received by
+    all stages that listened at that time, and by no others. If a listener began or
+    ended during that time, return False, because only the rows show it."""
     for line in lines:
         if line.receivers is None:
             continue

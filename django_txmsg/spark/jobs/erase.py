@@ -1,8 +1,8 @@
 """`erase`: removes messages from databases and lake for good, including old files of
 the lake.
 
-The values that identify the messages are removed last, so that a killed run can be
-repeated with the same options.
+The values that identify the messages are removed last. So a killed run can be repeated
+with the same options.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def messages_named(
     source: SourceSpec, keys: Sequence[str], correlation_ids: Sequence[str]
 ) -> set[str]:
     """Return the ids of the messages in a database that have one of these keys or
-    correlation ids. The id of a run is that of the message that started it."""
+    correlation ids. A run of a flow has the id of the message that started the run."""
     found: set[str] = set()
     with closing(connect_plain(source)) as connection:
         header = _header(connection, wire.KEY)
@@ -94,8 +94,8 @@ def messages_named(
 def erase_rows(
     source: SourceSpec, name: str, ids: Sequence[str], *, dry_run: bool
 ) -> dict[str, int]:
-    """Delete the rows of messages that belong to a table of the lake, or count them.
-    Returns the numbers by relation."""
+    """Delete the rows of these messages from the relations of one of the lake's tables,
+    or count them for a dry run. Returns the number of rows by relation."""
     counts: dict[str, int] = {}
     with closing(connect_plain(source)) as connection:
         for relation in _RELATIONS.get(name, ()):
@@ -116,8 +116,8 @@ def erase_rows(
 
 
 def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> int:
-    """Delete the relay's records of keys, or count them. Messages of such a key then
-    start a new order."""
+    """Delete the relay's records of these keys, or count them for a dry run. Later
+    messages of such a key start a new order."""
     verb = "SELECT count(*)" if dry_run else "DELETE"
     found = 0
     with closing(connect_plain(source)) as connection:
@@ -128,9 +128,9 @@ def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> in
 
 
 def _let_go(connection: Connection, erased: str) -> None:
-    """Release the messages that wait in an ordered stage for an erased message. A
-    worker that has claimed one of them, and is about to park it again, loses its
-    claim."""
+    """Release the messages that wait in an ordered stage for an erased message. If a
+    worker has claimed such a message and is about to park it again, the worker loses
+    its claim."""
     postgresql = connection.vendor == "postgresql"
     now = "now()" if postgresql else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
     headers = (
@@ -163,7 +163,8 @@ def erase_responses(
     source: SourceSpec, sessions: Sequence[str], *, dry_run: bool
 ) -> int:
     """Empty the responses stored under an Idempotency-Key for requests of these
-    sessions. Returns how many. The keys stay, so that no request is executed again."""
+    sessions. Returns how many. The idempotency keys stay, so that no request is
+    executed again."""
     count = 0
     with closing(connect_plain(source)) as connection:
         for start in range(0, len(sessions), _SLICE):
@@ -195,8 +196,8 @@ def _ids(
 
 
 def _queued(connection: Connection, header: str, value: str) -> set[str]:
-    """Return the ids of messages in the embedded broker's queues. Their outbox rows may
-    be another service's, or may be pruned."""
+    """Return the ids of messages in the embedded broker's queues. The outbox rows of
+    these messages may belong to another service, or may be pruned."""
     rows = connection.rows(
         f"SELECT {_header(connection, wire.MESSAGE_ID)} FROM {_QUEUE}"
         f" WHERE {_header(connection, header)} = %s",
@@ -297,7 +298,8 @@ class EraseOptions:
 
 @dataclass
 class Erased:
-    """The number of removed messages, or in a dry run of those to remove."""
+    """What was removed, or in a dry run would be removed: how many messages, and how
+    many rows by table."""
 
     messages: int
     database: dict[str, int]
@@ -461,7 +463,7 @@ def _rewritten(
 
 @dataclass
 class EraseTask:
-    """The work of an executor: to rewrite the files that contain messages to erase."""
+    """The work of an executor: rewrites the files that contain messages to erase."""
 
     lake: LakeSpec
     name: str
@@ -496,7 +498,7 @@ class EraseTask:
         return batch.filter(pc.invert(self._erased(batch)))
 
     def _erased(self, batch: pa.RecordBatch) -> Any:
-        """Return which rows belong to a message to erase."""
+        """Return for each row whether it belongs to a message to erase."""
         wanted = pa.array(self.ids, pa.string())
         names = _IDS.get(self.name, _ID)
         columns = [batch.column(batch.schema.get_field_index(one)) for one in names]

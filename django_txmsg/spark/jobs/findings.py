@@ -1,6 +1,5 @@
-"""`findings`: what runs of `reconcile` have found, with operators' notes.
-
-The findings are in the lake and in the database. Listing and acknowledging them do not
+"""`findings`: lists what runs of `reconcile` have found, with operators' notes, and
+acknowledges it. The findings are in the lake and in the database. The job does not
 start Spark.
 """
 
@@ -48,12 +47,13 @@ def known_findings(log: WholeLog) -> DataFrame:
 
 
 def standing_findings(log: WholeLog) -> DataFrame:
-    """Return the FINDING rows that stand after the last run of this service."""
+    """Return the FINDING rows that are not resolved after the last run of this
+    service."""
     return standing(kept_by(log, "verdicts", CHANGE))
 
 
 def judged_by(log: WholeLog, run: str = "") -> str:
-    """Return the id of a run of `reconcile`, or of the last run that has stored its
+    """Return the id of the named run of `reconcile`, or of the last run with stored
     results. Raises UsageError if the lake has none."""
     runs = kept_by(log, "reconciliation", SUMMARY)
     if run:

@@ -1,4 +1,4 @@
-"""Reads runs of flows, and what the message log knows of their requests, for
+"""Reads runs of flows, and the rows of their requests in the message log, for
 `reconcile`."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Flows:
     def verdicts(
         self, rest: DataFrame, journeys: Journeys, by: Judgement
     ) -> DataFrame | None:
-        """Return the VERDICT rows of the runs, or None if no run can have one. `rest`
-        are the steps that no journey has."""
+        """Return the VERDICT rows of the runs, or None if no run can have a verdict.
+        `rest` are the steps that are in no journey."""
         runs = judged(self._runs, by)
         if runs.isEmpty():
             return None
@@ -67,8 +67,9 @@ class Flows:
 
 
 def _known_from(log: WholeLog) -> Mapping[str, dt.datetime]:
-    """Return from when on the log of each service has all requests: from the first day
-    that the lake has or, without it, as far back as the database keeps them."""
+    """Return the instant from which on the log of each service is complete. With a
+    lake, that is the lake's first day. Without a lake, it follows from the database's
+    retention."""
     days: dict[str, dt.date] = {}
     for one in log.files_of("outbox")[1]:
         days[one.service] = min(one.day, days.get(one.service, one.day))

@@ -1,8 +1,8 @@
 """`follow`: archives batch by batch and raises alerts, until stopped.
 
-Each round archives the rows that have become old enough, through the archive's own
-ledger: if a round is killed, the next one settles its batches. Then it measures. It
-waits while a database or a lake is away.
+Each round archives the rows that have become old enough, with the same ledger as
+`archive`. If a round is killed, the next round settles its batches. Then the round
+takes its measures. `follow` waits while a database or a lake is away.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """For how long the outage has lasted, in seconds."""
+        """The duration of the outage so far, in seconds."""
         return time.monotonic() - self._since if self.tries else 0.0
 
     @property
@@ -116,9 +116,9 @@ def run_until_stopped(
     ends the process. If a server does not answer for PATIENCE seconds, the process
     exits with code 0 after calling `last`.
 
-    The work has a thread of its own, so that signals are handled while it waits for a
-    server. In a thread other than the main one there are no signals, and the caller
-    sets `stop`.
+    `work` runs in a separate thread, so that signals are handled while it waits for a
+    server. If this function is called outside the main thread, it handles no signals,
+    and the caller sets `stop`.
     """
     if threading.current_thread() is not threading.main_thread():
         work()
@@ -155,7 +155,7 @@ def _end(done: Future[None], last: Callable[[], None]) -> None:
 
 
 class Stopped(Exception):
-    """Ends the round at a point where each step is either done or not begun."""
+    """Ends the round between two steps."""
 
 
 @dataclass
@@ -197,7 +197,7 @@ class Follower:
 
     @property
     def firing(self) -> list[Alert]:
-        """The alerts that were firing at the last report."""
+        """The alerts that were firing when the line for a person was last printed."""
         return self.telling.firing
 
     def work(self) -> None:
@@ -228,7 +228,8 @@ class Follower:
             self.beside.stop()
 
     def _spell(self) -> None:
-        """Follow for as long as the database answers, as one recorded run."""
+        """Follow until stopped, or until the database does not answer. This is one
+        recorded run."""
         connection = connect_plain(self.source)
         try:
             with (
@@ -389,7 +390,7 @@ class Follower:
             self.beside.start("replay", "--request", request)
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """If the job in the other process has ended, weigh its result."""
+        """If the job in the other process has ended, record its result as measures."""
         facts = self.beside.poll()
         if facts is None:
             return
@@ -404,7 +405,7 @@ class Follower:
             self._lost(connection, f"Found by run {facts['run']}, new: ")
 
     def _archived(self) -> bool:
-        """Return whether there is a lake to verify, and the archive can use it."""
+        """Return whether there is a lake that can be verified now."""
         if self.store.tries:
             return False
         try:
@@ -414,7 +415,8 @@ class Follower:
         return True
 
     def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """Weigh the result of the last `verify`, even if an operator ran it."""
+        """Record the result of the last `verify` as a measure, whether `follow` or an
+        operator ran it."""
         last = alerts.last_verify(connection, self.source)
         if last is None:
             return
@@ -428,8 +430,8 @@ class Follower:
         weigh("verify", len(wrong.splitlines()), 0, summary)
 
     def _lost(self, connection: Connection, found_by: str = "") -> None:
-        """Compare the number of lost messages with its bound, when a run of `reconcile`
-        has ended. Runs that ended while `follow` was not running count, too."""
+        """If a run of `reconcile` has ended, record the number of lost messages as a
+        measure. Runs that ended while `follow` was not running count, too."""
         new = alerts.lost(connection, self.source, LOST + STUCK)
         if not (found_by or new or new is None):
             return
@@ -495,7 +497,7 @@ def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
 
 
 def _would(spec: JobSpec, options: FollowOptions) -> Outcome:
-    """Print what a round would find."""
+    """Print the measures that a round would take."""
     source = spec.service()
     outcome = Outcome()
     for name, age in options.ages.items():

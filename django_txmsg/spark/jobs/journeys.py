@@ -1,14 +1,14 @@
 """The lake's table of journeys: one row for each message and consumer, updated batch by
 batch.
 
-It covers the archive's settled batches. One entry of its log adds the rows of new
-batches, removes the files that these replace, and records the last batches: a killed
-run has done all of that or nothing. Days without new rows are left unchanged.
+It covers the archive's settled batches. One entry of the table's log adds the rows of
+new batches, removes the files that these rows replace, and records the last batches. So
+a killed run has done all of this or nothing. Days without new rows do not change.
 
 A settled batch does not change, unless its lake or its database is restored from a
-backup. Then rows may leave it (`amended`), or other rows may have its number. When
-`erase` and `sweep --keep` remove rows from the archive, they remove them from the
-journeys, too.
+backup. After that, rows may leave the batch (`amended`), or another batch may have its
+number. When `erase` and `sweep --keep` remove rows from the archive, they remove the
+messages' journeys, too.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Standing(Enum):
 
 @dataclass(frozen=True)
 class Looked:
-    """A table of the archive at one version of its log. `batches` has, for each
-    service, the last batch whose rows are in the lake only."""
+    """A table of the archive at one version of its log. `batches` maps a service to the
+    number of the last batch whose rows are only in the lake."""
 
     lake_id: str
     version: int
@@ -99,8 +99,8 @@ def batches(tables: Tables) -> dict[str, list[int]]:
 
 def looked_at(log: WholeLog, name: str) -> Looked:
     """Read a table of the archive. If some files of a service do not name their
-    batches, or if its marks cannot be read, none of its batches counts as being only in
-    the lake."""
+    batches, or if the service's marks cannot be read, none of the service's batches
+    counts as being only in the lake."""
     delta, named = log.files_of(name)
     services = [one.service for one in log.live]
     if delta is None:
@@ -127,8 +127,8 @@ def log_entry(service: str, tables: Tables) -> dict[str, Any]:
 
 
 def brought(delta: DeltaTable, service: str) -> Tables:
-    """Return the contents of a service's journeys, according to the table's log.
-    Nothing is returned if the log has no entry about them, or if something else has
+    """Return, from the table's log, which batches a service's journeys contain. Returns
+    nothing if the log has no entry about these journeys, or if another program has
     changed them since."""
     for entry in _newest_first(delta):
         noted = _noted(entry)
@@ -142,8 +142,8 @@ def brought(delta: DeltaTable, service: str) -> Tables:
 
 
 def _newest_first(delta: DeltaTable) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a log, the newest first. Mostly the first few are needed,
-    and each is a file of its own."""
+    """Yield the entries of a log, the newest first. Each entry is a separate file, and
+    callers mostly need only a few."""
     seen, wanted = 0, 8
     while True:
         entries = delta.history(wanted)
@@ -175,7 +175,7 @@ def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
 
 
 def _as_it_was(delta: DeltaTable, then: Looked) -> bool:
-    """Return whether the batches of that version still have the same rows."""
+    """Return whether the batches still have the rows that they had in that version."""
     count = delta.version() - then.version + 1
     entries = delta.history(count) if count > 0 else []
     if not entries or (entries[-1]["version"], entries[-1]["timestamp"]) != (
@@ -222,9 +222,9 @@ _SIDES = {"outbox": SENT, "inbox": RECEIVED, "dead_letters": LETTERS}
 class Journeys:
     """The journeys of the services of a log, from the lake of the first service.
 
-    They are read from one version of the table, even if it changes meanwhile. `keep`
-    says whether to add new batches; none are added while another run has the lock.
-    Without a lake there are no journeys.
+    They are read from one version of the table, even if the table changes meanwhile.
+    With `keep`, new batches are added, unless another run holds the lock. Without a
+    lake there are no journeys.
     """
 
     def __init__(
@@ -283,7 +283,8 @@ class Journeys:
         self._count(())
 
     def _count(self, fresh: Sequence[Named]) -> None:
-        """Read the counts in the files' footers, again if other files are read."""
+        """Read the counts in the files' footers. Call this again if the files to read
+        have changed."""
         if self.large:
             known, named = self.known, set(self.named)
             looked = fresh if known else self.named
@@ -291,7 +292,7 @@ class Journeys:
             self.known |= tallies(self.place, looked)
 
     def _alone(self) -> bool:
-        """Hold the lock on the journeys until the end, if it is free."""
+        """If the lock on the journeys is free, hold it until the end of this run."""
         source = self.log.spec.service()
         connection = self._stack.enter_context(closing(connect_plain(source)))
         try:
@@ -301,8 +302,8 @@ class Journeys:
         return True
 
     def read(self, but: Container[Named] = ()) -> DataFrame | None:
-        """Return JOURNEY, a row for each key, or None if there are no journeys. The
-        files in `but` are not read."""
+        """Return JOURNEY, with one row for each key. Returns None if there are no
+        journeys. Does not read the files in `but`."""
         if not self.through:
             return None
         named = [one for one in self.named if one not in but]
@@ -313,15 +314,15 @@ class Journeys:
 
     @property
     def large(self) -> bool:
-        """Return whether there are so many journeys that leaving files unchanged saves
-        time."""
+        """Return whether the table is so large that it saves time to leave files
+        unchanged."""
         rows = sum(one.rows for one in self.named)
         return bool(self.through) and rows >= self.many
 
     def rest(self, since: dt.datetime | None = None) -> DataFrame:
         """Return the steps that will be in no journey after `catch_up()`: steps in the
-        databases, and in unsettled batches. With `since`, return those that show what
-        became of the messages sent since then."""
+        databases, and in unsettled batches. With `since`, return only steps of messages
+        that were sent since that instant."""
         if since is not None:
             return steps(*self._recent(since))
         return steps(
@@ -335,8 +336,8 @@ class Journeys:
         return self.log.read(table, struct, since=since, above=above)
 
     def _recent(self, since: dt.datetime) -> list[DataFrame]:
-        """Return the messages sent since an instant, and what became of them. A message
-        that was sent again may have been received long before."""
+        """Return all steps of messages that were sent since an instant. If such a
+        message was sent again, it may have been received long before that instant."""
         day, start = _day_of(since), timestamp(since)
         again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
         sent = self._unsettled("outbox", again, day).where(
@@ -359,15 +360,16 @@ class Journeys:
         return [sent, received.where(own).unionByName(earlier), letters]
 
     def listening(self, since: dt.datetime | None) -> DataFrame | None:
-        """Return the steps that `rest(since)` leaves out and that show which stages
-        listen to topics; None if it leaves out none."""
+        """Return the steps that show which stages listen to topics, and that
+        `rest(since)` does not return. Returns None if `rest(since)` returns all
+        steps."""
         if since is None:
             return None
         return arrivals(self.log.listening(RECEIVED, _day_of(since)))
 
     def fresh(self) -> DataFrame | None:
-        """Return JOURNEY for the batches that were settled after the last run, or None
-        if there are none."""
+        """Return JOURNEY rows made of the batches that were settled after the last run.
+        Returns None if there are no such batches."""
         if batches(self.goal) == batches(self.through):
             return None
         if self._fresh is None:
@@ -386,9 +388,9 @@ class Journeys:
         return self._fresh
 
     def catch_up(self, listening: Sequence[Listener] = ()) -> int:
-        """Add the batches that were settled after the last run, if `listening` are the
-        listeners of topics. Returns how many rows of journeys were written. Raises
-        EnvironmentFault if another run has changed the table meanwhile."""
+        """Add the batches that were settled after the last run. `listening` are the
+        listeners of topics. Returns the number of written rows. Raises EnvironmentFault
+        if another run has changed the table meanwhile."""
         fresh = self.fresh()
         if fresh is None:
             return 0
@@ -482,8 +484,9 @@ class Marks:
 
 
 def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
-    """Return a mark for each message of some rows, or None if they are too many to send
-    to every task. If none were `found`, they are not counted again."""
+    """Return the marks of the messages in these rows, or None if there are too many
+    marks to send to every task. If `found` is False, there are no rows, and they are
+    not counted."""
     if not found:
         return Marks(rows.sparkSession.createDataFrame([], "mark long"), 0)
     frame = rows.select(mark().alias("mark")).distinct().localCheckpoint()
@@ -492,8 +495,9 @@ def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
 
 
 def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
-    """Return two frames: the rows of the marked messages, and all others. Two messages
-    may have the same mark by chance; then a row is read without need."""
+    """Return two frames: the rows of the marked messages, and all other rows. Two
+    messages may have the same mark by chance. In that case, the first frame has a row
+    too many."""
     marked, names = rows.withColumn("mark", mark()), rows.columns
     return (
         marked.join(sf.broadcast(marks.frame), "mark", "left_semi").select(*names),
@@ -502,6 +506,6 @@ def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
 
 
 def _day_of(since: dt.datetime) -> dt.date:
-    """Return the first day from which rows are read. It is earlier than `since`,
+    """Return the first day whose rows are read. The day is earlier than `since`,
     because clocks may differ."""
     return (since - dt.timedelta(days=1)).date()

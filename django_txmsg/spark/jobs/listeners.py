@@ -1,9 +1,8 @@
 """Where messages go: the destinations of a log, their listeners, and how long messages
-take.
-
-There are few of them, so they are handled in Python and not by Spark. The listeners of
-topics are compared with those that the lake's table `subscriptions` has, and that the
-services declare. The job `listeners` lists and retires them.
+take. There are few destinations and listeners, so Python handles them, and not Spark.
+The listeners of topics in the log are compared with those in the lake's table
+`subscriptions`, and with those that the services declare. The job `listeners` lists and
+retires listeners.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _MICROSECOND = dt.timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class Place:
-    """A destination with one of its senders and its receivers, and the times from one
-    to the others."""
+    """A destination with one of its senders and its receivers, and the times that
+    messages took from the sender to the receivers."""
 
     destination: str
     consumer: str
@@ -54,8 +53,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Listener:
-    """A stage that receives from a topic: since when, and until when if it no longer
-    does."""
+    """A stage that receives from a topic, with the instant since when, and the instant
+    until when if it has ended."""
 
     destination: str
     consumer: str
@@ -65,7 +64,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Listeners:
-    """The listeners of all topics, and what is new about them."""
+    """The listeners of all topics, and those that are new or retired."""
 
     expected: list[Listener]
     fresh: list[Listener]
@@ -89,7 +88,7 @@ def read_places(steps: DataFrame) -> list[Place]:
 
 
 def counted_places(lines: Iterable[Line]) -> list[Place]:
-    """Return the places of what files count as sent to topics and received."""
+    """Return the places of the messages to topics that files count in their footers."""
     return [
         Place(
             line.destination, consumer, "", consumer.partition("/")[0],
@@ -125,13 +124,12 @@ def listeners(
     now: dt.datetime,
 ) -> Listeners:
     """Return which stages are expected to receive from which topics, and when. `known`
-    is from earlier runs, `found` from the logs, `declared` from the services.
-
-    A stage that has received from a topic is expected to do so since its first message.
-    A declared stage is expected to do so since the beginning if its service declares
-    stages for the first time, else from now on. A stage that its service no longer
-    declares is retired, at the first message of the stage that replaces it, or now. A
-    stage that no run has seen declared has listened until its last message.
+    are the listeners of earlier runs, `found` those in the logs, `declared` those that
+    the services declare. A stage that has received from a topic is a listener since its
+    first message. A declared stage is a listener from now on; if its service declares
+    stages for the first time, it always was one. A stage that its service no longer
+    declares ends at the first message of the stage that replaces it, or now. A stage
+    that was never declared to a run has ended at its last message.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):
@@ -194,8 +192,8 @@ def listeners(
 
 
 def known_listeners(rows: Iterable[Listener]) -> list[Listener]:
-    """Return each interval once. A row that ends an interval is written after the row
-    that began it."""
+    """Return each interval once. Each interval may have two rows. The row with its end
+    was written later."""
     ends: dict[tuple[str, str, dt.datetime], dt.datetime | None] = {}
     for one in rows:
         key = _known_by(one)
@@ -219,7 +217,8 @@ def _service(pair: _Pair) -> str:
 
 
 def _same(one: _Pair, other: _Pair) -> bool:
-    """Return whether two listeners are of one service and listen to one topic."""
+    """Return whether two listeners belong to the same service and listen to the same
+    topic."""
     return one[0] == other[0] and _service(one) == _service(other)
 
 

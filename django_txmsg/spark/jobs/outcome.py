@@ -17,7 +17,7 @@ from ..session import session
 
 @dataclass
 class Outcome:
-    """The summary of a finished job: lines for people, facts for tools."""
+    """The summary of a finished job: lines for people, and facts for programs."""
 
     lines: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -28,8 +28,8 @@ Options = TypeVar("Options")
 
 
 def options_of(kind: type[Options], given: argparse.Namespace, **other: Any) -> Options:
-    """Return a job's options: those that the command line has under the same names, and
-    `other`."""
+    """Return a job's options. They come from the command line's options with the same
+    names, and from `other`."""
     names = [one.name for one in dataclasses.fields(kind) if one.name in given]  # type: ignore[arg-type]
     return kind(**{name: getattr(given, name) for name in names} | other)
 
@@ -44,7 +44,7 @@ def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
 
 @contextmanager
 def started(given: argparse.Namespace, bar: Progress) -> Iterator[SparkSession]:
-    """Yield a session. While it starts, report that this takes some time."""
+    """Yield a session. While Spark starts, tell the user that this takes some time."""
     bar.say("starting Spark")
     try:
         with session(given.job, dict(given.conf)) as spark:

@@ -103,8 +103,8 @@ def run_replay(
 ) -> Stored:
     """Select messages by the filter, and store them under the replay's name.
 
-    By default the name is a digest of the selection: repeating the same replay uses the
-    same name, and stores nothing.
+    By default the name is a digest of the options. So a repetition of the same replay
+    has the same name, and stores nothing.
     """
     if not (options.where or options.verdict or options.request):
         raise UsageError("Which messages? Give --where, --verdict or --request.")
@@ -183,14 +183,14 @@ def choose(
     picked: Sequence[DataFrame] = (),
 ) -> DataFrame:
     """Select messages wherever they are: in the lake, or still in the database. An
-    archive may run meanwhile: the lake is read after the database's snapshot was taken,
-    and a message found in both is selected once. Only messages whose ids are in all of
-    `picked` are selected.
+    archive may run at the same time, because the lake is read after the database's
+    snapshot was taken. A message that is in both is selected once. Only messages whose
+    ids are in all of `picked` are selected.
 
     From the outbox, messages are selected that have ended, and by default only their
     first rows, because a replay of everything must not replay its own messages. A
-    cancelled message has ended as intended: it is selected only if the filter mentions
-    it.
+    cancelled message has ended as intended: it is selected only if the filter contains
+    `cancelled`.
     """
     struct = table.lake_struct()
     live = log.read_live(table, table.struct())
@@ -265,8 +265,8 @@ def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
 
 
 def _but_cancelled(frame: DataFrame, where: str) -> DataFrame:
-    """Give cancelled messages an outcome of their own. Leave them out if `where` does
-    not name that outcome."""
+    """Give cancelled messages the outcome `cancelled`. If `where` does not contain that
+    word, leave them out."""
     outcome = sf.when(sf.col("cancelled_at").isNotNull(), "cancelled")
     frame = frame.withColumn("outcome", sf.coalesce(outcome, sf.col("outcome")))
     named = re.search(
@@ -311,7 +311,7 @@ def _store(
 def _redeliver(
     chosen: DataFrame, source: SourceSpec, name: str, options: ReplayOptions, run: Run
 ) -> Stored:
-    """Have the app redeliver the selected dead letters."""
+    """Request that the app redelivers the selected dead letters."""
     _insist_on_a_name(name)
     if options.dry_run:
         return _shown(chosen, name, run)
@@ -350,7 +350,8 @@ class StageTask:
     staging: Staging
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Stage the incoming rows; return the key, and how many they are."""
+        """Stage the incoming rows. Returns the key of this attempt, and the number of
+        rows."""
         task = attempt_key()
         done = self.staging.stage(task, map(_insist_on_bodies, batches))
         yield pa.RecordBatch.from_pylist(

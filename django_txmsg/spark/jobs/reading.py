@@ -1,4 +1,4 @@
-"""Reads the log of many services, in the lake and in live databases, as one."""
+"""Reads the logs of many services, in the lake and in live databases, as one log."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Live:
 
 @dataclass
 class LiveTask:
-    """The work of an executor: read its part of a live table.
+    """The work of an executor: reads a part of a live table.
 
     The jobs use this instead of `format("txmsg")`, because Spark starts several
     processes to plan each load of a Python data source.
@@ -66,10 +66,10 @@ class LiveTask:
 
 @dataclass
 class WholeLog:
-    """The log of all services of a specification, each at one moment.
-
-    The live snapshots are taken before the lake is read. So a row that moves to the
-    lake meanwhile is seen twice and counted once, and never missed.
+    """The log of all services of a specification. Each service is read as of one
+    instant. The snapshots of the databases are taken before the lake is read. So if a
+    row moves to the lake meanwhile, it is read twice and counted once, and never
+    missed.
     """
 
     spark: SparkSession
@@ -127,8 +127,8 @@ class WholeLog:
                 self.lake = Lake(self.spec.lake)
 
     def _marks(self, source: SourceSpec) -> dict[tuple[str, str, str], int]:
-        """Read the marks before the snapshot: rows of batches settled by then are not
-        in it."""
+        """Read the marks. Call this before taking the snapshot, so that the snapshot
+        has no rows of the batches settled by then."""
         connection = connect_plain(source)
         try:
             return {
@@ -143,7 +143,8 @@ class WholeLog:
             connection.close()
 
     def release(self) -> None:
-        """Release the databases' snapshots. The result of `read()` is a copy."""
+        """Release the databases' snapshots. Frames that `read()` has returned stay
+        valid, because they are copies."""
         self._stack.close()
 
     def read(
@@ -154,9 +155,10 @@ class WholeLog:
         since: dt.date | None = None,
         above: Mapping[str, int] | None = None,
     ) -> DataFrame:
-        """Return the columns of `struct` of a table, each row once. Only rows of days
-        from `since` on are returned, by the table's clock, and of the lake only those
-        of batches `above` a service's number."""
+        """Return the rows of a table, each once, with the columns of `struct`. Rows
+        from days before `since` are left out; the table's clock decides. From the lake,
+        only rows of batches with a number above that in `above` for their service are
+        read."""
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         there = described.live_struct().fields
@@ -200,8 +202,8 @@ class WholeLog:
     def _copied(
         self, table: Table, struct: t.StructType, where: Callable[[Live], str]
     ) -> DataFrame:
-        """Return a copy of rows of the databases. If they are few, they are read here,
-        because a task needs a Python process of its own."""
+        """Return a copy of rows of the databases. A few rows are read in this process,
+        because each task would need a separate Python process."""
         few: list[pa.RecordBatch] = []
         rows = 0
         for live in self.live:
@@ -241,7 +243,8 @@ class WholeLog:
         return rows.select(*struct.fieldNames())
 
     def files_of(self, table: str) -> tuple[DeltaTable | None, list[Named]]:
-        """Return a table of the lake as it is now, and its files of these services."""
+        """Return the present version of a table of the lake, and its files of these
+        services."""
         if self.lake is None:
             return None, []
         kept = self.lake.table(table, TABLES[table].lake_struct())
@@ -286,7 +289,7 @@ class WholeLog:
         struct: t.StructType,
         where: Callable[[Live], str] = lambda live: "",
     ) -> DataFrame:
-        """Return only the rows of the databases, those that `where` selects in SQL."""
+        """Return rows of the databases only. `where` selects them, in SQL."""
         work = []
         cores = parallelism(self.spark)
         parts = max(1, 2 * cores // len(self.live))
@@ -309,6 +312,6 @@ def _start(live: Live, day: dt.date) -> str:
 
 
 def _reaches(file: Named, above: Mapping[str, int]) -> bool:
-    """Return whether a file may contain rows of batches above the number of its
-    service."""
+    """Return whether a file may contain rows of batches above the number in `above` for
+    its service."""
     return file.batches is None or file.batches[1] > above.get(file.service, 0)

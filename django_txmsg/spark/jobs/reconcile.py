@@ -70,8 +70,8 @@ SPREAD = 0.1
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much the receiver's clock is ahead of the sender's. It is negative if the
-    clock is behind."""
+    """By how much the receiver's clock is ahead of the sender's clock. The difference
+    is negative if the receiver's clock is behind."""
 
     sender: str
     receiver: str
@@ -89,8 +89,8 @@ class Difference:
 
 def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Difference]:
     """Return the differences of clocks that messages show. `prompt` counts messages
-    that were not read because they were processed promptly; if there are some, the
-    clocks agree."""
+    that were processed promptly and whose rows were not read. Between services with
+    such messages, the clocks agree."""
     pairs: dict[tuple[str, str], list[Place]] = {}
     for one in places:
         if one.messages and one.sender != one.receiver:
@@ -108,8 +108,8 @@ def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Differe
 
 
 def _shows(place: Place, least: dt.timedelta) -> bool:
-    """Return whether the messages to a destination show that `least`, the shortest time
-    that a message took, is a difference of the clocks."""
+    """Return whether `least`, the shortest time that a message to a destination took,
+    must be a difference of the clocks."""
     if place.messages < FEW:
         return False
     spread = dt.timedelta(microseconds=place.median_us) - least
@@ -135,7 +135,7 @@ STUCK_AFTER = dt.timedelta(hours=6)
 
 @dataclass(frozen=True)
 class ReconcileOptions:
-    """What is judged, and with which tolerances."""
+    """Which messages are judged, and after which times they are late, stuck or lost."""
 
     since: dt.datetime | None = None
     grace: dt.timedelta = dt.timedelta(hours=1)
@@ -289,7 +289,8 @@ def _collected(summary: DataFrame) -> list[dict[str, Any]]:
 
 
 def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judgement:
-    """Return the rules of this run, before anything is known from the logs."""
+    """Return the rules of this run that follow from the options alone, and not from the
+    logs."""
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
     stuck = options.stuck_after
@@ -316,7 +317,8 @@ def _tallied(
     expected: Sequence[Listener],
 ) -> dict[Named, Sequence[Line]]:
     """Return the files that need not be read, and their counts. Such a file contains no
-    marked message, and the listeners of topics were the expected ones."""
+    marked message, and its messages to topics were received by the expected
+    listeners."""
     if marks is None:
         return {}
     listening = by_topic(expected)
@@ -342,8 +344,8 @@ def _parts(
 
 
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
-    """Count new and unacknowledged findings, and list some of these: new findings
-    first, the worst first."""
+    """Count the new and the unacknowledged findings, and list some of them. New
+    findings come first, and the worst of them at the top."""
     new = sf.col("found_at") >= timestamp(now)
     unseen = findings.where("acknowledged_at IS NULL")
     counts = unseen.groupBy("verdict", new.alias("new")).count().collect()

@@ -85,8 +85,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
 
 
 def _command(job: str) -> Job:
-    """Return the function of a job. Of the modules of jobs, only that job's is
-    imported."""
+    """Return the function of a job. Only that job's module is imported."""
     module = import_module(f".{_MODULES.get(job, job)}", __package__)
     command: Job = getattr(module, f"{job}_command")
     return command

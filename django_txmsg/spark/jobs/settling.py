@@ -2,10 +2,10 @@
 difference, a killed run, or a restored backup.
 
 For each archived row above the mark there are three cases. If the database has the same
-row, the row is deleted there, with a proof of its own. If the database does not have
-it, it is only in the lake. If the database has a different row, that row stays, and the
-archived row is removed from the lake: its file is written again without it, and read to
-prove that.
+row, that row is deleted there, after a comparison of its checksum. If the database no
+longer has the row, the row is only in the lake. If the database has a different row,
+that row stays in the database, and the archived row is removed from the lake: its file
+is written again without the row, and read back as proof.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def rewritten(
     checksum: Callable[[pa.RecordBatch], int],
 ) -> LakeFile:
     """Write the rows that `keep` selects from a file into a new file beside it. Returns
-    the new file, which no log entry names yet. Raises VerificationRefused if it differs
-    from what was written."""
+    the new file, which no log entry names yet. Raises VerificationRefused if the file,
+    when read back, differs from the written rows."""
     path = str(PurePosixPath(file.path).with_name(f"{uuid.uuid4()}-0.parquet"))
     rows = total = 0
     writer: Any = None
@@ -71,8 +71,8 @@ SLICE_BYTES = 8 << 20
 
 @dataclass
 class Settled:
-    """What became of archived rows: how many were deleted from the database, and which
-    ones stay there."""
+    """The result of settling: how many rows were deleted from the database, and which
+    rows stay there."""
 
     rows: int = 0
     different: list[int] = field(default_factory=list)
@@ -135,8 +135,9 @@ class Settling:
     def _rows(
         self, file: Named, after: int, until: int
     ) -> Iterator[tuple[pa.RecordBatch, list[int], list[Column]]]:
-        """Yield the rows of a file in these batches, with their checksums and the
-        columns that the checksums cover: those that the lake has stored."""
+        """Yield the rows of a file in these batches, with their checksums, and with the
+        columns that the checksums cover. These are the columns that the lake has
+        stored."""
         path = f"{self.place.root}/{file.path}"
         for batch in rows_of(self.place.files, path):
             for rows, columns in kept_rows(_within(batch, after, until), self.table):

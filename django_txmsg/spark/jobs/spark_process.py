@@ -22,9 +22,10 @@ RUNS = 20
 
 
 class SparkProcess:
-    """Runs one job after the other. The process, and the Spark session in it, stay for
-    the next run. A run that fails ends them, and is tried again if the session was not
-    new: a server of Spark Connect ends idle sessions. `settings` are Spark's."""
+    """Runs one job after the other in a process. The process keeps its Spark session
+    for the next run. If a run fails, the process ends. If its session was not new, the
+    run is tried again in a new process, because a server of Spark Connect ends idle
+    sessions. `settings` are Spark's."""
 
     def __init__(self, spec: JobSpec, settings: Sequence[tuple[str, str]] = ()) -> None:
         self.spec, self.settings = spec, settings
@@ -65,8 +66,8 @@ class SparkProcess:
         )  # fmt: skip
 
     def poll(self) -> dict[str, Any] | None:
-        """Return the run's result once it has ended: its `job` and its facts, or its
-        `error`."""
+        """If the run has ended, return its result: the `job` and its facts, or the
+        `error`. Otherwise return None."""
         if self._process is None or not self.job:
             return None
         code = self._process.poll()
@@ -88,7 +89,8 @@ class SparkProcess:
         return facts
 
     def _answer(self) -> dict[str, Any] | None:
-        """Return the facts of the run, if they are there: the next line of JSON."""
+        """Return the facts of the run if the process has printed them. They are the
+        next line of JSON."""
         assert self._out is not None
         # The process writes where the file's position is: reading must not move it.
         text = os.pread(self._out.fileno(), 1 << 24, self._read)

@@ -36,9 +36,9 @@ SMALL = 64 << 20
 
 
 def join(place: LakeTable, service: str) -> int:
-    """Join a service's small files in one entry of the log. Returns how many. What a
-    file records about its rows is kept. Raises VerificationRefused if the written rows
-    differ from the rows that were read."""
+    """Join a service's small files in one entry of the log. Returns how many. The new
+    file has the same metadata about its rows. Raises VerificationRefused if the written
+    rows differ from the rows that were read."""
     delta = place.load()
     if delta is None:
         return 0
@@ -59,8 +59,8 @@ def join(place: LakeTable, service: str) -> int:
 
 def _groups(place: LakeTable, small: list[Named]) -> Iterator[list[Named]]:
     """Yield groups of files of one day that have the same columns. An older row must
-    not get a later column, not even as null, because its checksum does not cover the
-    column."""
+    not get a column that was added later, not even with null, because the row's
+    checksum does not cover that column."""
 
     def kind(one: Named) -> tuple[str, tuple[str, ...]]:
         schema = pq.read_schema(f"{place.root}/{one.path}", filesystem=place.files)
@@ -130,7 +130,7 @@ class SweepOptions:
 
 @dataclass
 class Swept:
-    """What was removed from one table, or in a dry run would be."""
+    """What was removed from one table, or in a dry run would be removed."""
 
     orphans: int = 0
     replaced: int = 0
@@ -180,7 +180,7 @@ def run_sweep(
 
 @contextmanager
 def _alone(service: SourceSpec, name: str) -> Iterator[None]:
-    """Hold the lock of a table, if it has one."""
+    """Hold the lock of a table, if that kind of table has a lock."""
     if name in TABLES:
         with closing(Ledger(service, TABLES[name])) as ledger, ledger.lock():
             yield

@@ -141,8 +141,8 @@ def read_back(
 def _entries(
     delta: DeltaTable, service: str
 ) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int] | None]]:
-    """Return the rows and sums of the batches that the log still has, and the ranges of
-    batches from which rows were removed since."""
+    """Return the number of rows and the sums of the batches in the log, and the ranges
+    of batches from which rows were removed later."""
     entries: dict[int, tuple[int, int]] = {}
     changed: list[tuple[int, int] | None] = []
     for commit in delta.history():
@@ -161,8 +161,8 @@ def _within(batch: int, ranges: Sequence[tuple[int, int] | None]) -> bool:
 def _look_for_doubles(
     log: WholeLog, table: Table, named: Sequence[Named], done: Verified
 ) -> None:
-    """Check that each row is in the lake once, and not in the database if its batch is
-    settled."""
+    """Check that each row is in the lake only once, and that no row of a settled batch
+    is in the database."""
     place = Lake(log.spec.lake_spec()).table(table.name, table.lake_struct())
     delta = place.load()
     lake_id = str(delta.metadata().id) if delta else ""

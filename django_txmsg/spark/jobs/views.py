@@ -1,7 +1,8 @@
 """`views`: prints SQL views, for people who query by SQL what `reconcile` has found.
 
-A view shows the verdict of the last run that looked at the message. In the lake,
-verdicts are in the journal of findings; in the database, in the table of findings.
+A view shows the verdict of the last run that judged the message. In the lake, the
+verdicts are in the journal of findings. In the database, they are in the table of
+findings.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def database_views() -> dict[str, str]:
 
 
 def lake_views() -> dict[str, str]:
-    """Return the views of the lake, over tables of the lake's own names."""
+    """Return the views of the lake. They read tables that have the same names as in the
+    lake."""
     names = {one: f"txmsg_lake_{one}" for one in _READ}
     return {
         "txmsg_findings": _FINDINGS.format(**names),

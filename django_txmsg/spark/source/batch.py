@@ -26,7 +26,8 @@ PARTITIONS = 4
 
 
 class Selection:
-    """The columns that Spark requests, in its order and nullability."""
+    """The columns that Spark requests, in the order and with the nullability that Spark
+    requires."""
 
     def __init__(self, service: str, table: Table, schema: StructType) -> None:
         known = {one.name: one for one in (*table.columns, *table.live)}
@@ -64,9 +65,10 @@ class IdRange(InputPartition):
 
 
 def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
-    """Split all possible ids of a table into ranges with about as many existing ids
-    each, because one row may be much older than all others. A row that is stored later
-    does not matter, because it is not in the snapshot."""
+    """Split all possible ids of a table into ranges that contain about the same number
+    of existing ids. Ranges of equal width would be uneven, because one row may be much
+    older than all others. Rows that are stored later do not matter, because they are
+    not in the snapshot."""
     known = sorted(database.sample(table)) if count > 1 else []
     inner = {known[len(known) * part // count] for part in range(1, count) if known}
     edges = [-(2**63), *sorted(inner), 2**63 - 1]

@@ -34,8 +34,8 @@ class PushingReader(BatchReader):
     """A reader that pushes filters down to the database."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
-        """Take the filters that the database can apply; yield those that Spark must
-        apply (again)."""
+        """Keep the filters that the database can apply. Yield the filters that Spark
+        must apply, or apply again."""
         for one in filters:
             condition = _condition(one, self.table, self.database)
             if condition is not None:
@@ -55,7 +55,8 @@ _SIGNS: dict[type[Filter], str] = {
 
 
 def _condition(one: Filter, table: Table, database: Database) -> str | None:
-    """Return a filter as SQL that passes at least its rows, or None."""
+    """Return SQL that selects at least the rows of a filter, or None if that is not
+    possible."""
     path = getattr(one, "attribute", ())
     column = next((c for c in table.columns if (c.name,) == tuple(path)), None)
     if column is None or column.kind in ("json", "bytes", "double"):

@@ -1,7 +1,6 @@
-"""One state of a database for many tasks at once.
-
-PostgreSQL exports the snapshot of a transaction that is held open here. SQLite cannot,
-so a copy of the file is the snapshot.
+"""Shows one state of a database to many tasks at once. This process holds a transaction
+of PostgreSQL open and exports its snapshot. SQLite cannot export a snapshot, so the
+tasks read a copy of the file.
 """
 
 from __future__ import annotations

@@ -39,16 +39,17 @@ TELL_AFTER = 60.0
 
 @dataclass
 class Stretch(InputPartition):
-    """A part of the log: `first <= position < last`, and every n-th id of it."""
+    """A part of the log: `first <= position < last`, and of those rows every n-th
+    id."""
 
     first: int
     last: int
 
 
 class LogStream(DataSourceStreamReader):
-    """Rows in the order of the transactions that stored them. With `follow=changed`, it
-    is the order of the transactions that last changed them; then a row is read again
-    after each change.
+    """Rows in the order of the transactions that stored them. With `follow=changed`,
+    rows are in the order of the transactions that last changed them, and a row is read
+    again after each change.
 
     How Spark requests the end of a micro-batch depends on its version: see
     `WholeStream` and `limited.LimitedStream`.
@@ -178,8 +179,9 @@ class LogStream(DataSourceStreamReader):
             sys.stderr.flush()
 
     def _insist_on_own_rows(self) -> None:
-        """Raise EnvironmentFault if rows come from a dump. They have transaction ids of
-        another cluster, which this cluster's counter may reach only in months."""
+        """Raise EnvironmentFault if rows come from a dump. Such rows have transaction
+        ids of another cluster, and this cluster's counter may take months to reach
+        these ids."""
         name = f"({self.position}::text::bigint)"
         foreign = f"{name} >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
         connection = connect_plain(self.spec)
@@ -209,8 +211,8 @@ class LogStream(DataSourceStreamReader):
                 opened.close()
 
     def after(self, first: int, last: int, rows: int) -> int:
-        """Return the end of a range of at least one transaction and, if that permits
-        it, at most `rows` rows. A transaction is never split."""
+        """Return the end of a range of whole transactions. The range has at most `rows`
+        rows, unless its first transaction alone has more."""
         name = "created_xid::text::bigint" if self.postgres else "id"
         name = name.replace("created_xid", self.position)
         connection = connect_plain(self.spec)

@@ -1,8 +1,9 @@
 """Writes messages into an outbox with a commit protocol.
 
-A message needs an id, a destination and a body; other missing or null values get
-defaults. Each task stages its rows; the driver merges those of the successful tasks, in
-one transaction. A repeated task, and a repeated run, store each message once.
+A message needs an id, a destination and a body. Other values get defaults if they are
+missing or null. Each task stages its rows. The driver merges the rows of the successful
+tasks in one transaction. If a task or the whole run is repeated, each message is still
+stored only once.
 """
 
 from __future__ import annotations

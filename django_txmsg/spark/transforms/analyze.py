@@ -1,7 +1,7 @@
 """What the report shows: times, throughput, backlog, redeliveries, dead letters.
 
-How long messages take is one sketch of every stage's times for each hour: sketches can
-be merged over hours, days and destinations; percentiles cannot.
+The times of messages are stored as one sketch for each stage and hour, because sketches
+can be merged over hours, days and destinations, and percentiles cannot.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def from_due(received: DataFrame, sent: DataFrame) -> DataFrame:
 def stage_latencies(received: DataFrame) -> DataFrame:
     """Return LATENCY for processed inbox rows, in seconds.
 
-    Two clocks may disagree: negative times are kept in the sketch unchanged, and
-    counted, so that they are not mistaken for speed.
+    If two clocks differ, a time may be negative. Negative times stay in the sketch and
+    are counted separately, so that they are not mistaken for speed.
     """
     processed = received.where("processed_at IS NOT NULL")
     times = sf.array(
@@ -201,8 +201,8 @@ def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFram
 
 
 def redeliveries(received: DataFrame) -> DataFrame:
-    """Return REDELIVERIES: how many messages each stage received more than once, tried
-    again, and gave up."""
+    """Return REDELIVERIES: for each stage, how many messages it received more than
+    once, how many it tried again, and how many it gave up."""
     again = (sf.col("deliveries") > 1) | (sf.col("attempts") > 1)
     return received.groupBy(sf.col("service").alias("receiver"), "stage").agg(
         sf.count("*").alias("messages"),
@@ -214,8 +214,8 @@ def redeliveries(received: DataFrame) -> DataFrame:
 
 
 def senders(sent: DataFrame) -> DataFrame:
-    """Return SENDERS: who sends how much to where. Cancelled messages are no
-    failures."""
+    """Return SENDERS: how many messages each sender has sent to each destination.
+    Cancelled messages do not count as failures."""
     failed = sf.col("cancelled_at").isNull()
     return sent.groupBy(sf.col("service").alias("sender"), "destination").agg(
         sf.count("*").alias("messages"),

@@ -41,8 +41,8 @@ REQUEST = t.StructType(
 
 
 def judged(runs: DataFrame, by: Judgement) -> DataFrame:
-    """Return the runs that can have a verdict: the open ones, those that undo or have
-    undone their work, and those that have not delivered their answer."""
+    """Return the runs that can have a verdict. These are open runs, runs that undo or
+    have undone their work, and runs whose answer was not delivered."""
     chosen = runs.where(_undoing() | sf.col("ended_at").isNull() | _undelivered())
     if by.since is not None:
         chosen = chosen.where(sf.col("created_at") >= timestamp(by.since))
@@ -66,8 +66,8 @@ def flow_verdicts(
 ) -> DataFrame:
     """Return VERDICT rows for runs that `judged()` has chosen.
 
-    `requests` are REQUEST rows for `requests_of()`. `known_from` says from when on the
-    log of a service has all requests.
+    `requests` are REQUEST rows for `requests_of()`. `known_from` has, for each service,
+    the instant from which on its log has all requests.
     """
     stuck = _stuck_before(by)
     flows = runs.select(sf.col("flow").alias("name")).distinct()

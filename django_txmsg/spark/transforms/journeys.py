@@ -1,5 +1,5 @@
-"""The journey of a message to a consumer: everything that the logs have about it,
-merged.
+"""The journey of a message to a consumer: all steps of the message in the logs, merged
+into one row.
 
 A step is a row of an outbox or an inbox, or a resolved dead letter. A journey is the
 result of merging steps. Both have the same columns, and the order of merging does not
@@ -169,8 +169,8 @@ def due_at() -> Column:
 
 
 def arrivals(received: DataFrame) -> DataFrame:
-    """Return JOURNEY: a step for each row of RECEIVED. Two of one message at one
-    consumer mean that the first was deleted before the message arrived again."""
+    """Return JOURNEY: a step for each row of RECEIVED. If a message has two such steps
+    at one consumer, the first row was deleted before the message arrived again."""
     consumer = sf.concat_ws("/", "service", "stage")
     # A message that waits for another one has no due time of its own.
     due = sf.when(sf.col("waits_for").isNull(), sf.col("due_at"))
@@ -194,9 +194,9 @@ def arrivals(received: DataFrame) -> DataFrame:
 
 def resolutions(letters: DataFrame) -> DataFrame:
     """Return JOURNEY: a step for each row of LETTERS that an operator has resolved, and
-    one for each copy sent in its place. Such a copy may be in no outbox, because a
-    stage's copy goes directly to that stage. A letter without a stage is of a message
-    that could not leave."""
+    one for each copy sent in its place. A copy for a stage is parked directly at that
+    stage, so it is in no outbox. A letter without a stage belongs to a message that
+    could not be sent."""
     letters = letters.where("resolved_at IS NOT NULL")
     at_stage = is_topic(sf.col("destination")) & (sf.col("stage") != "")
     consumer = sf.concat_ws("/", "service", "stage")
@@ -257,9 +257,9 @@ def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
     - a topic's message that was sent once, and processed once within PROMPT by each
       consumer of EXPECTED that listened when it was sent, and by no other.
 
-    The verdict of a finished journey does not depend on the limit for late messages, or
-    on the time of judgement. That of a topic's message still depends on the listeners,
-    of which a later run may know more.
+    The verdict of a finished journey depends neither on the limit for late messages nor
+    on the time of judgement. For a topic's message it still depends on the listeners,
+    and a later run may find more of them.
     """
     topic, sending = is_topic(sf.col("destination")), sf.col("pair") == ""
     micros = {name: sf.unix_micros(name) for name in ("stored_at", "due_at")}

@@ -1,5 +1,5 @@
-"""Merges rows of the lake and of live databases into one log with each row once. Also
-converts instants of Python into expressions."""
+"""Merges rows of the lake and of live databases into one log that has each row once.
+Also converts Python's instants into Spark's expressions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def whole_log(
     """Return the union of `frames` with the columns of `struct`, each row once.
 
     While a batch is committed and not yet purged, its rows are both in the lake and in
-    the database. There they have the same service, id and message id; a message that
-    was processed again has another id. A single frame is returned as it is, so that
-    conditions on it reach its files. With `twice` False, frames that have no common row
-    are only joined, for the same reason.
+    the database. Such a pair has the same service, id and message id. (The row of a
+    message that was processed again has another id.) A single frame is returned as it
+    is, so that conditions on it reach its files. If `twice` is False, the frames have
+    no common row, and are only appended to each other, for the same reason.
     """
     columns = struct.fieldNames()
     keys = ["service", "id", "message_id"] if twice and len(frames) > 1 else []
@@ -42,8 +42,8 @@ def whole_log(
 
 
 def with_cancelled(archived: DataFrame) -> DataFrame:
-    """Return the lake's outbox rows with `cancelled_at`, also from files older than
-    that column: for those, it follows from the beginning of the error."""
+    """Return the lake's outbox rows with `cancelled_at`. In files that are older than
+    this column, the beginning of the error shows which rows were cancelled."""
     by_intent = sf.col("last_error").startswith("cancelled: ")
     known = sf.when(by_intent, sf.col("dead_at"))
     return archived.withColumn("cancelled_at", sf.coalesce("cancelled_at", known))

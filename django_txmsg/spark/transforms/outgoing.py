@@ -42,8 +42,9 @@ def to_outbox_rows(
 ) -> DataFrame:
     """Return STAGED rows of outbox rows.
 
-    `same` keeps the ids, and every inbox that still has them drops the message. `copy`
-    derives ids from the run and the original.
+    With the mode `same`, the messages keep their ids, and every inbox that still has an
+    id drops the message. With the mode `copy`, ids are derived from the run and the
+    original ids.
     """
     original = sf.col("message_id")
     copied = derived_uuid(sf.concat(sf.lit(f"replay/{run}/"), original))

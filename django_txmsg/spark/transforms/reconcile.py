@@ -1,8 +1,8 @@
 """Compares what was sent with what was received, per message and consumer.
 
 `reconcile()` judges every pair of a message and a consumer that should have received
-it. A message younger than the horizon is never judged lost: its rows may not be loaded
-yet.
+it. A message younger than the horizon is never judged lost, because its rows may not be
+in the logs yet.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame
     twice. A topic's message has all consumers of `expected` that listened when it was
     sent.
 
-    Sent and received messages are one frame, so one shuffle brings them together.
+    Sent and received messages are in one frame, so that Spark shuffles them only once.
     """
     wanted = expected.select(
         sf.col("destination").alias("topic"),
@@ -245,8 +245,8 @@ def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
 
 
 def standing(journal: DataFrame) -> DataFrame:
-    """Return the FINDING rows that stand after some run: their last CHANGE row says
-    that they were found."""
+    """Return the FINDING rows that are not resolved after a run. The last CHANGE row of
+    such a finding has the change `found`."""
     last = {
         name: sf.max_by(name, "recorded_at").alias(name)
         for name in CHANGE.fieldNames()
@@ -280,9 +280,8 @@ def changes(
 
 
 def outcome(verdicts: DataFrame) -> DataFrame:
-    """Return OUTCOME: verdicts counted per day, destination and kind, and each finding
-    in a row of its own. The whole result of a run comes from one pass over the
-    verdicts."""
+    """Return OUTCOME: verdicts counted by day, destination and kind, and one row for
+    each finding. The whole result of a run comes from one pass over the verdicts."""
     finding = sf.when(
         sf.col("verdict").isin(*FINDINGS), sf.struct(*VERDICT.fieldNames())
     )
@@ -414,7 +413,7 @@ def _verdict(by: Judgement) -> Column:
 
 def _is_a_task(by: Judgement) -> Column:
     """Return the condition that a message was sent to a Celery worker that keeps no
-    inbox: no task of its name has ever been received."""
+    inbox: no task with the same name has ever been received."""
     left = [
         (sf.col("sender") == service) & (sf.col("broker") == alias)
         for service, alias in by.task_brokers
