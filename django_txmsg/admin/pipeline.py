@@ -10,7 +10,7 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from ..spark.models import ArchiveMark, PipelineAlert, PipelineRun
+from ..spark.models import ArchiveMark, PipelineAlert, PipelineRun, RunState
 from . import display
 from .base import ReadOnlyAdmin
 
@@ -41,8 +41,8 @@ class PipelineRunAdmin(ReadOnlyAdmin):
     @admin.display(description="took")
     def took(self, run: PipelineRun) -> str:
         """How long the run took, or has taken so far. Unknown for a run that was
-        killed."""
-        if run.interrupted:
+        killed, or has not begun."""
+        if run.interrupted or run.state == RunState.REQUESTED:
             return "-"
         spent = (run.finished_at or timezone.now()) - run.started_at
         return str(dt.timedelta(seconds=round(spent.total_seconds())))

@@ -135,6 +135,8 @@ def test_replay_of_selected_findings_is_requested_once_and_audited(
     assert run.run_by == "ann-2"
     assert run.options["message_ids"] == [str(sent.message_id)]
     assert f"manage.py pipeline replay --request {run.pk}" in done
+    runs = log_in("view_pipelinerun").get("/admin/txmsg_spark/pipelinerun/")
+    assert '<td class="field-took">-</td>' in runs.content.decode()
     entries = LogEntry.objects.values_list("object_id", "change_message")
     assert sorted(entries) == sorted(
         (str(one.pk), f"Replay requested: run {run.pk}.") for one in (sent, twice)

@@ -39,6 +39,7 @@ from ..transforms.normalise import timestamp
 from ..versions import insist_on
 from .outcome import Outcome, job_session
 from .reading import WholeLog
+from .usage import usage
 
 #: Most rows of the report's lists. The lake's tables have them all.
 TOP = 25
@@ -87,6 +88,7 @@ def run_analyze(
         )
         _fill(found, sent, received, waiting, latencies, grouped)
         add_findings(found, Noted(spec.service()))
+        found.usage = usage(log, options.since)
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
             for name, struct, frame in (
@@ -245,7 +247,15 @@ def analyze_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
         f"{row['exception'].partition(chr(10))[0][:100] or row['reason']}"
         for row in found.groups
     ]
+    lines += [
+        f"  {row['service']}: {row['bytes'] / 1e6:,.1f} MB in {row['files']:,} files "
+        f"of the lake, {row['a_day'] / 1e6:,.1f} MB more a day"
+        for row in found.usage
+    ]
     if options.html:
         lines.append(f"The report is in {options.html}.")
-    facts = {"stages": found.stages, "groups": found.groups, "html": options.html}
+    facts = {
+        "stages": found.stages, "groups": found.groups, "usage": found.usage,
+        "html": options.html,
+    }  # fmt: skip
     return Outcome(lines, facts)

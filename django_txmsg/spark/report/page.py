@@ -39,6 +39,7 @@ class Findings:
     stages: Sequence[dict[str, Any]] = ()
     senders: Sequence[dict[str, Any]] = ()
     groups: Sequence[dict[str, Any]] = ()
+    usage: Sequence[dict[str, Any]] = ()
 
 
 def render(found: Findings) -> str:
