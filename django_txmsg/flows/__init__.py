@@ -1,6 +1,7 @@
-"""Flows: conversations of several steps between services, undone exactly if they fail.
+"""Flows: conversations of several steps between services. A flow that fails undoes its
+work.
 
-Names resolve lazily.
+The names of this package are imported on first use.
 """
 
 from __future__ import annotations

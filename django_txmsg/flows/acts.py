@@ -1,7 +1,7 @@
-"""What an operator does to an open run, by a page or a command, in the caller's
+"""Actions of an operator on an open run, from a page or a command, in the caller's
 transaction.
 
-Each act returns what was done, for the audit, or raises FlowError.
+Each action returns a text for the audit log, or raises FlowError.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ BY_OPERATOR = "answered_as_failed"
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """An operator's input. `value` is the JSON of a step's argument. `type` names its
-    type, if the step takes several. `to` is the name of a step, or the number of the
-    step's row in the history."""
+    """An operator's input. `value` is the JSON of a step's argument. `type` names the
+    type of the argument, if the step accepts several types. `to` is the name of a step,
+    or the number of the step's row in the history."""
 
     why: str = ""
     value: str = ""
@@ -107,8 +107,8 @@ def _go_back(run: Run, given: Given) -> str:
 
 @dataclass(frozen=True)
 class Act:
-    """One act: what it does, its permission, and the kinds of wait in which a run
-    permits it."""
+    """One action: its function, its permission, and the kinds of wait in which a run
+    allows the action."""
 
     do: Callable[[Run, Given], str]
     permission: str
@@ -132,11 +132,11 @@ ACTS = {
 
 
 def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
-    """Do one of ACTS to the run as it is now, and return the text for the audit. `seen`
-    is the `since` of the run when the operator looked at it.
+    """Do one of ACTS to the run in its current state, and return the text for the audit
+    log. `seen` is the value of `since` that the operator's page showed.
 
-    Raises FlowError if the act is not possible, or if the run has gone on since then,
-    and DecodeError for a value that the step does not take.
+    Raises FlowError if the action is not possible, or if the run has continued since
+    the page was shown. Raises DecodeError for a value that the step does not accept.
     """
     now = Run.objects.db_manager(run._state.db).locked(run.run_id) or run
     if seen and seen != now.since.isoformat():
@@ -148,7 +148,8 @@ def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
 
 
 def refused(name: str, run: Run) -> str:
-    """Return why an act cannot be done to a run; "" if it can."""
+    """Return the reason why an action is not possible for a run, or "" if the action is
+    possible."""
     if run.ended_at is not None or run.failing:
         how = "has ended" if run.ended_at else "is undoing its work"
         return (
@@ -162,14 +163,16 @@ def refused(name: str, run: Run) -> str:
 
 
 def find(using: str, **by: Any) -> models.QuerySet[Run]:
-    """Return runs of this service."""
+    """Return the runs of this service in the database `using`, filtered by the given
+    fields."""
     runs: models.QuerySet[Run] = Run.objects.using(using)
     return runs.filter(service=conf.get().SERVICE, **by)
 
 
 def _argument(step: Step, given: Given) -> tuple[Encoded, Any]:
-    """Return a step's argument from its JSON, as bytes and as an object. Raises
-    FlowError if there is none, and DecodeError if it does not fit."""
+    """Return a step's argument from the operator's JSON, as bytes and as an object.
+    Raises FlowError if the operator gave no value, and DecodeError if the value does
+    not fit."""
     if not given.value:
         raise FlowError(f"Step {step.name!r} takes a value: give it as JSON.")
     reader: BodyReader = codecs.reader(step.annotation)
@@ -180,7 +183,8 @@ def _argument(step: Step, given: Given) -> tuple[Encoded, Any]:
 
 
 def _argument_of(declared: Declaration, row: FlowStep, given: Given) -> Encoded:
-    """Return the argument that a step had before, and gets again."""
+    """Return the argument for the repeated call of a step: the operator's value, or the
+    argument of the step's earlier call."""
     step = declared.step(row.step)
     if step.joins:
         raise FlowError(

@@ -1,7 +1,7 @@
-"""`start()` begins a run in the caller's transaction. `ask()` and `aask()` begin it in
-a transaction of its own, and wait for the run's answer, in a view for example.
+"""`start()` begins a run in the caller's transaction. `ask()` and `aask()` begin a run
+in a separate transaction, and wait for the run's answer, for example in a view.
 
-If the caller stops waiting, the run goes on.
+If the caller stops waiting, the run continues.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ def start(
     on_conflict: Literal["error", "skip"] = "error",
     answer_to: str | None = None,
 ) -> Run:
-    """Start a run, if and only if the open transaction commits, and return its row.
+    """Store a run and its first message in the open transaction, and return the run's
+    row. The run starts only if that transaction commits.
 
-    Only one run of a `key` is open at a time. If there is one, `on_conflict` "skip"
-    returns it and stores nothing. `answer_to` is a destination that gets the answer.
+    Only one run of a `key` is open at a time. If a run of this `key` is open,
+    `on_conflict="skip"` returns that run and stores nothing. The answer is sent to the
+    destination `answer_to`.
 
-    Raises AlreadyRunning, TransactionRequired, InvalidMessage for a body that the flow
-    does not take, and FlowError in a stage whose messages are not stored in its
-    transaction, such as one with transaction="none".
+    Raises AlreadyRunning if a run of this `key` is open, TransactionRequired outside a
+    transaction, and InvalidMessage for a body of another type. Raises FlowError in a
+    stage whose messages are not stored in its transaction, such as a stage with
+    transaction="none".
     """
     if on_conflict not in ("error", "skip"):
         raise ConfigurationError(
@@ -72,13 +75,14 @@ def ask(
     within: float | dt.timedelta,
     key: str | None = None,
 ) -> Out | TimedOut | Dead | Cancelled:
-    """Start a run, and return its answer. `within` is how long to wait, in seconds or
-    as a timedelta.
+    """Start a run, wait for its answer, and return the answer. `within` is the longest
+    time to wait, in seconds or as a timedelta.
 
-    Raises TimeoutError when the time is up; its `run_id` is that of the run, which goes
-    on. Raises FlowError inside a transaction, a session of the HTTP outbox and a stage:
-    the run's message is sent only when they have ended. Raises AlreadyRunning if a run
-    of this `key` is open, and InvalidMessage for a body that the flow does not take.
+    Raises TimeoutError if there is no answer within that time. The error has the
+    `run_id` of the run, which continues. Raises FlowError inside a transaction, a stage
+    or a session of the HTTP outbox, because the run's first message would be sent only
+    after their end. Raises AlreadyRunning if a run of this `key` is open, and
+    InvalidMessage for a body of another type.
     """
     run = _started(flow, body, key)
     if (done := awaited(run, within)) is None:
@@ -94,8 +98,8 @@ async def aask(
     within: float | dt.timedelta,
     key: str | None = None,
 ) -> Out | TimedOut | Dead | Cancelled:
-    """Start a run, and return its answer, like ask(). The event loop goes on
-    meanwhile."""
+    """Start a run, wait for its answer, and return the answer, like ask(). The wait
+    does not block the event loop."""
     run = await sync_to_async(_started)(flow, body, key)
     for pause in _pauses(within):
         await asyncio.sleep(pause)
@@ -123,8 +127,8 @@ def _started(flow: type[Flow[In, Any]], body: In, key: str | None) -> Run:
 
 
 def awaited(run: Run, within: float | dt.timedelta) -> Run | None:
-    """Wait until a run has ended, and return what `ended()` returns for it; None if it
-    has not ended in time."""
+    """Wait until a run has ended, and return the result of `ended()`. Return None if
+    the run does not end in time."""
     for pause in _pauses(within):
         threading.Event().wait(pause)
         if (done := ended(run)) is not None:
@@ -133,7 +137,8 @@ def awaited(run: Run, within: float | dt.timedelta) -> Run | None:
 
 
 def _pauses(within: float | dt.timedelta) -> Iterator[float]:
-    """Yield the pause before each query of the run, until the time is up."""
+    """Yield the seconds to wait before each query of the run, until the time `within`
+    has passed."""
     seconds = within.total_seconds() if isinstance(within, dt.timedelta) else within
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
     while (left := deadline - time.monotonic()) > 0:
@@ -151,8 +156,8 @@ def _late(run: Run) -> TimeoutError:
 
 
 def ended(run: Run) -> Run | None:
-    """Return the run if it has ended. If it has handed over, return the run that took
-    over, if that run has ended. Otherwise return None."""
+    """Return the run if the run has ended, else None. If the run has handed over to
+    another run, check and return that run instead."""
     runs = Run.objects.using(run._state.db)
     found = runs.filter(run_id=run.run_id).first()
     while found is not None and found.outcome == Outcome.HANDED_OVER:
@@ -161,8 +166,8 @@ def ended(run: Run) -> Run | None:
 
 
 def _answer(flow: type[Flow[Any, Any]], run: Run) -> Any:
-    """Return the answer of a run that has ended. Raises DecodeError if the flow cannot
-    read it, because the answer's type has changed since."""
+    """Return the answer of a run that has ended. Raises DecodeError if the answer
+    cannot be read, because its type has changed since the run ended."""
     if run.answer == "null":
         return None
     body = Unread(run.answer.encode(), wire.JSON, run.answer_type or None)

@@ -1,7 +1,6 @@
-"""The flow that has the runs of all flow batches of this service.
-
-Importing this module declares it. The app's `ready()` does so if `FLOWS["BATCHES"]` is
-set.
+"""The flow `Batches`, which has one run for each flow batch of this service. Importing
+this module declares the flow. The app's `ready()` imports this module if
+`FLOWS["BATCHES"]` is set.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ class Batches(
 
     @step
     def start(self, body: BatchEnded) -> Next[BatchEnded | Cancelled]:
-        """Raise an error, because no message starts this flow: `batch()` stores runs
-        that have begun."""
+        """Raise an error, because no message may start this flow. `batch()` stores runs
+        that have already started."""
         raise FlowError("A flow batch is started by batch(), and not by a message.")
 
     @step
     def ended(self) -> Next[BatchEnded | Cancelled]:
-        """Report three counts of messages: answered, given up, and not answered."""
+        """Answer with the numbers of messages that were answered, given up, and not
+        answered."""
         batches = Batch.objects.using(self._declaration.using)
         ended = batches.get(run__run_id=self._run_id).progress
         return BatchEnded(

@@ -1,7 +1,8 @@
-"""`batch()`: a group of messages, and a message at the end of all.
+"""`batch()`: sends a group of messages, and one message after all of them were
+processed.
 
-Each batch is a run of the package's own flow `Batches`. So deadlines, cancelling and
-retention work as for every run.
+Each batch is a run of this package's flow `Batches`. So deadlines, cancelling and
+retention work the same as for other runs.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ def batch(
     enough: int | None = None,
     within: dt.timedelta | None = None,
 ) -> Batch:
-    """Store messages, given as dicts of send_message()'s arguments, in the caller's
-    transaction. `BatchEnded` is sent to `then` when each message was processed or given
-    up, when `enough` were processed, or after `within` (None: no deadline).
+    """Store messages in the caller's transaction. Each message is a dict of
+    send_message()'s arguments. The batch ends when every message was processed or given
+    up, when `enough` messages were processed, or after the time `within` (None: no
+    deadline). Then `BatchEnded` is sent to `then`.
 
-    The returned row's `progress` counts the messages by outcome. The messages go to
-    stages. Their results are the answers, which are kept in the batch's rows.
+    The `progress` of the returned row counts the messages by outcome. The messages must
+    go to stages. The result of a stage is the answer to its message, and the batch's
+    rows keep the answers.
 
-    Raises TransactionRequired; InvalidMessage for a message that cannot be sent, and
-    for `unique` and `expires`; ConfigurationError for an `enough` that can never be
-    reached; FlowError in a stage whose messages are not stored in its transaction.
+    Raises TransactionRequired outside a transaction. Raises InvalidMessage for a
+    message that cannot be sent, or that has `unique` or `expires`. Raises
+    ConfigurationError if `enough` is larger than the number of messages. Raises
+    FlowError in a stage whose messages are not stored in its transaction.
     """
     if not conf.get().FLOWS.BATCHES:
         raise ConfigurationError(

@@ -1,8 +1,8 @@
 """Stores the time-outs of runs, in one thread of each `relay` process.
 
-A deadline is a column of the run's row, so it needs no timer that an answer would have
-to cancel. Any number of processes may do this, because the time-out of one turn always
-has the same id.
+A deadline is a column of the run's row, so there is no timer that an answer would have
+to cancel. Any number of processes may store time-outs, because the time-out of one turn
+always has the same message id.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Deadlines(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether no flow is declared for these databases."""
+        """Whether this process has no flow for these databases, and so nothing to
+        do."""
         return not any(one.using in self._using for one in declarations())
 
     def _keep(self, using: str) -> float:
-        """Store due time-outs. Returns the seconds until the next deadline."""
+        """Store the time-outs that are due. Return the seconds until the next
+        deadline."""
         known = {one.name: one for one in declarations() if one.using == using}
         left = Run.objects.db_manager(using).next_due(conf.get().SERVICE, list(known))
         if left is None:

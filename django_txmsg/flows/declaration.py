@@ -1,7 +1,7 @@
-"""What a flow's class declares: its state, steps and signals.
+"""The declaration of a flow: the state, steps and signals of its class.
 
-The declaration is checked when the class is created, so that mistakes are errors then,
-and not when a run reaches that step.
+The declaration is checked when Python creates the class. So a mistake raises an error
+at import, before any run reaches the wrong step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOTHING: Any = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Mark:
-    """What `@step` or `@signal` records about a method."""
+    """The options of `@step` or `@signal`, stored on the decorated method."""
 
     is_signal: bool
     was: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Step:
 
     @cached_property
     def reader(self) -> BodyReader:
-        """The reader of its argument's bodies."""
+        """The reader for the bodies of the method's argument."""
         return codecs.reader(self.annotation)
 
     @cached_property
@@ -98,8 +98,8 @@ class Declaration:
 
     @property
     def reads(self) -> Sequence[tuple[str, int]]:
-        """What this code can read: the version of the state, the name of each step, and
-        the types that the steps take."""
+        """The names and versions that this code can read: the state, each step, and the
+        types that the steps accept."""
         known = {(self.name, self.version): None}
         for name, one in (self.steps | self.signals).items():
             known[self._address(name), 1] = None
@@ -108,24 +108,27 @@ class Declaration:
         return list(known)
 
     def step(self, name: str) -> Step:
-        """Return the step with this name. Raises NewerCodeNeeded if there is none: the
-        message waits for code that has it."""
+        """Return the step with this name. Raises NewerCodeNeeded if the step is
+        unknown. The message then waits for code that has this step."""
         return self._found(self.steps, name)
 
     def signal(self, name: str) -> Step:
-        """Return the signal with this name. Raises NewerCodeNeeded if there is none."""
+        """Return the signal with this name. Raises NewerCodeNeeded if the signal is
+        unknown."""
         return self._found(self.signals, name)
 
     @property
     def on_cancel(self) -> Step | None:
-        """The signal that takes `Cancelled`, if there is one."""
+        """The signal method that takes `Cancelled`, or None if the flow has no such
+        method."""
         taking = (one for one in self.signals.values() if one.annotation is Cancelled)
         return next(taking, None)
 
     def name_of(self, method: object, of: object) -> str:
-        """Return the name of a step, which is given as a method of a flow's object.
+        """Return the name of the step `method`, a bound method of the flow's object
+        `of`.
 
-        Raises ConfigurationError for anything else.
+        Raises ConfigurationError if `method` is not a step of that object.
         """
         called = getattr(method, "__func__", None)
         if getattr(method, "__self__", None) is of:
@@ -151,10 +154,11 @@ class Declaration:
         return text.decode()
 
     def decode(self, text: str, version: int) -> dict[str, Any]:
-        """Return the values of the state's fields, upgraded to this version.
+        """Return the values of a stored state's fields, upgraded to the version of this
+        code.
 
-        Raises NewerCodeNeeded for a state of a newer version, and DecodeError if a
-        value does not fit.
+        Raises NewerCodeNeeded if the state has a newer version, and DecodeError if a
+        value does not fit its field.
         """
         header = str(TypeHeader(self.name, version, version))
         state = codecs.reader(self.state).read(text.encode(), wire.JSON, header)
@@ -173,7 +177,7 @@ _declared: dict[str, Declaration] = {}
 
 
 def declare(declared: Declaration) -> None:
-    """Register a flow. Raises ConfigurationError if its name is taken."""
+    """Register a flow. Raises ConfigurationError if another flow has the same name."""
     known = _declared.get(declared.name)
     if known is not None and _path(known.cls) != _path(declared.cls):
         raise ConfigurationError(
@@ -184,7 +188,7 @@ def declare(declared: Declaration) -> None:
 
 
 def declarations() -> list[Declaration]:
-    """Return every flow that is declared here."""
+    """Return the declarations of all flows in this process."""
     return list(_declared.values())
 
 
@@ -205,7 +209,7 @@ def check_name(name: str) -> None:
 def state_of(
     cls: type[Any], base: type[Any], name: str, version: int
 ) -> tuple[type[Any], tuple[str, ...]]:
-    """Return a dataclass with a flow's fields, and their names.
+    """Return a dataclass that has a flow's fields, and the names of these fields.
 
     Raises ConfigurationError for a field that has no default, that hides an attribute
     of Flow, or that JSON does not preserve.
@@ -288,8 +292,8 @@ def methods_of(
 
 
 def _annotation(call: Any, name: str) -> tuple[Any, bool]:
-    """Return the type that a step takes, and whether the step takes `Answers` of that
-    type."""
+    """Return the type of a step's argument, and whether the step takes `Answers` of
+    that type."""
     if not inspect.isfunction(call) or inspect.iscoroutinefunction(call):
         raise ConfigurationError(
             f"{call!r} of flow {name!r} is not a plain method: a step runs in a "

@@ -1,8 +1,8 @@
-"""Continues a run: one message, one transaction, one step.
+"""Continues a run by one message, in one transaction, by one step.
 
-The stage's inbox drops copies of the message. Each message names the turn of its run
-that it continues, and takes the run only if that turn has not passed. So exactly one
-message of several, a reply and a deadline for example, continues the run.
+The stage's inbox drops copies of a message. Each message names a turn of its run, and
+continues the run only if this is the run's current turn. If several messages name the
+same turn, for example a reply and a deadline, only the first of them continues the run.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ MIN_PAUSE = dt.timedelta(seconds=1)
 
 
 def begin(declared: Declaration, message: Message) -> None:
-    """Begin a run by a message. `start()` has stored the run's row; without a row, the
-    run is a new one."""
+    """Begin a run by its first message. If `start()` sent the message, the run's row
+    exists. Otherwise create the row."""
     runs = Run.objects.db_manager(declared.using)
     run = runs.locked(message.id)
     if run is None:
@@ -93,7 +93,7 @@ def begin(declared: Declaration, message: Message) -> None:
 
 
 def go_on(declared: Declaration, message: Message) -> None:
-    """Continue a run with a message for its steps."""
+    """Continue a run with a message to the flow's destination `NAME.steps`."""
     given = message.conversation
     if wire.UNDOES in given:
         return _cancelled(declared, message)
@@ -150,8 +150,8 @@ def _signalled(declared: Declaration, message: Message) -> None:
 
 
 def _cancelled(declared: Declaration, message: Message) -> None:
-    """Cancel a run at the request of its caller, which is undoing its work, or of code
-    of this service."""
+    """Cancel a run. The request comes from a calling flow that undoes its work, or from
+    code of this service."""
     try:
         undone = wire.Undone.parse(message.conversation[wire.UNDOES])
     except ValueError:
@@ -200,8 +200,8 @@ def _cancelled(declared: Declaration, message: Message) -> None:
 
 
 class Going:
-    """A run while one message continues it. It lives until the end of the
-    transaction."""
+    """A run while one message continues the run. This object exists until the end of
+    the transaction."""
 
     def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
         self.declared, self.run, self._message = declared, run, message
@@ -218,15 +218,15 @@ class Going:
         self._step = run.step
 
     def _restored(self, state: str, version: int) -> Any:
-        """Return the flow's object with this state."""
+        """Return an object of the flow's class with this state."""
         flow: Any = self.declared.cls(**self.declared.decode(state, version))
         flow._run_id, flow.baggage = self.run.run_id, dict(self.run.baggage)
         return flow
 
     def call(self, step: Step, *values: Any) -> Any:
-        """Return the result of a step, after registering the undos of the step's own
-        work. Raises FlowError if the step created a continuation that it did not
-        return."""
+        """Call a step, store the undos that the step has registered, and return the
+        step's result. Raises FlowError if the step created a continuation and did not
+        return it."""
         self._step = step.name
         arguments = () if step.takes_nothing else values
         result = step.call(self._flow, *arguments)
@@ -243,7 +243,7 @@ class Going:
         return result
 
     def continued(self) -> None:
-        """Call the step that the run waits for, with the value that has come."""
+        """Call the step for which the run waits, with the value in the message."""
         run, body = self.run, self._message.body
         assert isinstance(body, Unread)
         assert run.turn is not None
@@ -275,7 +275,7 @@ class Going:
         return self.apply(self.call(step, body.read(step.reader)))
 
     def undone(self) -> None:
-        """Record that the current undo is confirmed, and begin the next older one."""
+        """Record that the current undo is confirmed, and begin the next older undo."""
         undo = self._undoing()
         if self._message.body.type == "txmsg.Dead" and not undo.cancels:
             # A dead undo is not confirmed, because it must still be done. But a flow
@@ -288,8 +288,8 @@ class Going:
         return None
 
     def signalled(self, result: Any) -> None:
-        """Do what a signal has returned. If it has returned None, the run waits as
-        before."""
+        """Apply the result of a signal's method. After None, the run waits for the same
+        message as before."""
         if result is None:
             return self.store()
         if self._turn is not None:
@@ -299,7 +299,7 @@ class Going:
     def go_back(
         self, step: str, argument: Encoded, kept: int, state: str, version: int
     ) -> None:
-        """Undo all but the oldest `kept` undos, then call a step again, with this
+        """Execute all undos except the oldest `kept`, then call a step again with this
         state."""
         run, self._flow = self.run, self._restored(state, version)
         if self._turn is not None:
@@ -311,7 +311,7 @@ class Going:
         self.store()
 
     def apply(self, result: Any) -> None:
-        """Do what a step has returned, and store the run."""
+        """Apply the result of a step to the run, and store the run."""
         run, turn = self.run, uuid.uuid4()
         match result:
             case Ask():
@@ -371,7 +371,7 @@ class Going:
         self.store()
 
     def store(self) -> None:
-        """Store what has changed in the run, and its history."""
+        """Store the changes of the run, and a row of its history."""
         run, using = self.run, self.declared.using
         run.state, run.version = self.declared.encode(self._flow), self.declared.version
         run.baggage, run.hop = _checked(self._flow.baggage), self._hop
@@ -413,7 +413,8 @@ class Going:
         undoes: str = "",
         expires: dt.timedelta | None = None,
     ) -> Message:
-        """Store a message that continues the run itself, or whose answer will."""
+        """Store a message that continues this run. With `replies`, the answer to the
+        message continues the run."""
         given = self._headers()
         given[wire.TICKET] = wire.ticket(self.run.run_id, turn)
         if undoes:
@@ -438,9 +439,9 @@ class Going:
         return given
 
     def _answered(self) -> None:
-        """Record that a request was certainly executed. If the request was a flow that
-        has answered first, that flow may still be undoing its work: cancelling it waits
-        for that."""
+        """Record that the run's request was certainly executed. A requested flow may
+        have answered first and may still be undoing its work. A cancellation of that
+        flow then waits until this is done."""
         if self.run.undos:
             rows = self._open_undos().filter(request_id=self.run.request_id)
             rows.update(answered=True)
@@ -460,7 +461,7 @@ class Going:
         self.run.answer, self.run.answer_type = body.decode(), of
 
     def _deliver(self) -> None:
-        """Send the answer to the caller, unless it was sent already."""
+        """Send the run's answer to the caller, unless the answer was sent already."""
         run = self.run
         if not run.caller:
             return
@@ -575,7 +576,8 @@ class Going:
             self._open_undos().delete()
 
     def _undo_next(self) -> None:
-        """Begin the newest undo that is not confirmed, or end the run."""
+        """Begin the newest undo that is not confirmed. If there is none, end the run or
+        call the step to repeat."""
         row = self._undoing() if self.run.undos else None
         if row is None and self.run.kept_undos is not None:
             self._repeat()
@@ -599,7 +601,7 @@ class Going:
         )
 
     def _repeat(self) -> None:
-        """Call the step to which the run has gone back."""
+        """Send the message that calls the step to which the run goes back."""
         run, turn = self.run, uuid.uuid4()
         run.failing, run.kept_undos = False, None
         run.wait(WaitsFor.ITSELF, run.step, turn=turn, otherwise=run.step)
@@ -617,7 +619,8 @@ _WRITTEN = (
 
 
 def _late(declared: Declaration, message: Message, run_id: uuid.UUID | None) -> None:
-    """Drop a message that arrived after its run had gone on."""
+    """Drop a message that arrived after its run had continued. Log that, and send the
+    signal `flow_late`."""
     log.info(
         "flow %s: message %s arrived after run %s had continued, and is dropped",
         declared.name,
@@ -635,7 +638,7 @@ def _then(run: Run) -> str:
 
 
 def _back(message: Message) -> dict[str, str]:
-    """Return the headers that the answer will carry back to the caller."""
+    """Return the headers of a caller's message that the answer must contain."""
     return {
         name: value
         for name, value in message.conversation.items()
@@ -652,8 +655,8 @@ def _baggage(message: Message) -> dict[str, str]:
 
 
 def _checked(baggage: dict[str, str]) -> dict[str, str]:
-    """Return the baggage, headers that all messages of the flow carry. Raises
-    ConfigurationError for values that no header can have."""
+    """Return a copy of the baggage, the headers that all messages of a flow have.
+    Raises ConfigurationError for values that are invalid in a header."""
     for name, value in baggage.items():
         fits = isinstance(name, str) and isinstance(value, str)
         if not fits or not name.isascii() or not value.isprintable():

@@ -1,7 +1,6 @@
-"""`Flow`, and the decorators of its methods: the API for users.
-
-A flow declares two stages: `NAME` takes the messages that start runs, and `NAME.steps`
-those that continue runs.
+"""The API for users: the class `Flow`, and the decorators of its methods. A flow
+declares two stages. `NAME` receives the messages that start runs. `NAME.steps` receives
+the messages that continue runs.
 """
 
 from __future__ import annotations
@@ -59,10 +58,11 @@ def step(*, was: str | tuple[str, ...]) -> Callable[[Method], Method]: ...
 def step(
     method: Any = None, /, *, was: str | tuple[str, ...] = ()
 ) -> Callable[[Any], Any] | Any:
-    """Make a method a step of its flow. It returns an answer, or how the run continues.
+    """Make a method a step of its flow. The method returns an answer, or a continuation
+    of the run.
 
-    Runs that wait for a step store its name. So if you rename a step, pass its former
-    names as `was`.
+    The row of a run stores the name of the step for which the run waits. So if you
+    rename a step, pass its former names as `was`.
     """
     return _marked(method, is_signal=False, was=was)
 
@@ -74,9 +74,9 @@ def signal(*, was: str | tuple[str, ...]) -> Callable[[Method], Method]: ...
 def signal(
     method: Any = None, /, *, was: str | tuple[str, ...] = ()
 ) -> Callable[[Any], Any] | Any:
-    """Make a method a handler of signals of one type. It runs whenever such a signal
-    comes, between two steps. Its result replaces what the run waits for; None leaves
-    that unchanged."""
+    """Make a method the handler of signals of one type. The method runs between two
+    steps, whenever a signal of this type arrives. A result other than None replaces the
+    continuation for which the run waits."""
     return _marked(method, is_signal=True, was=was)
 
 
@@ -93,15 +93,16 @@ def _marked(method: Any, *, is_signal: bool, was: str | tuple[str, ...]) -> Any:
 
 
 class Flow(Generic[In, Out]):
-    """A conversation of several steps between services. No process waits during it.
+    """A conversation of several steps between services. No process waits while it is
+    open.
 
-    `class Checkout(Flow[PlaceOrder, Answer], name="orders.checkout")`: a PlaceOrder
-    starts it, by the step `start`, and an Answer goes back to the caller. Its annotated
-    fields are its state: the JSON of one row, at most 64 KiB. `version` is the version
-    of the state, like that of a message type. `within` is the default deadline of an
-    ask or a wait; None means that there is none. `using` and `broker` are those of its
-    stages. `concurrency` is the number of threads in each process for each of the two
-    stages.
+    `class Checkout(Flow[PlaceOrder, Answer], name="orders.checkout")` declares a flow.
+    A PlaceOrder starts a run by the step `start`, and the caller gets an Answer. The
+    annotated fields of the class are the state of a run, stored as JSON of at most 64
+    KiB. `version` is the version of the state, like the version of a message type.
+    `within` is the default deadline of an ask or a wait. None means no deadline.
+    `using` and `broker` apply to the flow's two stages. `concurrency` is the number of
+    threads in each process for each stage.
     """
 
     destination: ClassVar[Destination[Any, Any]]
@@ -159,7 +160,7 @@ class Flow(Generic[In, Out]):
             )
 
     def __init__(self, **state: Any) -> None:
-        """Create an object with this state, to test a step."""
+        """Create an object with this state, for a test of a step."""
         values = self._declaration.state(**state)
         for one in self._declaration.fields:
             setattr(self, one, getattr(values, one))
@@ -173,8 +174,9 @@ class Flow(Generic[In, Out]):
     def signal(cls, key: str, body: object) -> None:
         """Store a signal for the open run of this key, in the caller's transaction.
 
-        The method that takes the signal's type runs between two steps. Raises
-        InvalidMessage for a body that no signal takes, and TransactionRequired.
+        The flow's method for this type of signal runs between two steps. Raises
+        InvalidMessage if no method takes the type of the body, and TransactionRequired
+        outside a transaction.
         """
         send_signal(cls._declaration, key, body)
 
@@ -191,13 +193,14 @@ class Flow(Generic[In, Out]):
         | None = None,
         key: str | None = None,
     ) -> Ask:
-        """Send a request, to a stage or a flow, and continue with its answer.
+        """Send a request to a stage or a flow, and continue with the answer.
 
-        If the run fails and the request was executed, `undo` gets the same body, once.
-        If the deadline commits before the answer, `otherwise` gets TimedOut; if the
-        request is given up, it gets Dead. Without `otherwise`, the run then fails.
-        Raises ConfigurationError if `then` is not a step, if there is no deadline, and
-        if the stage of `undo` undoes other requests.
+        If the run fails and the request was executed, the destination `undo` gets the
+        same body once. The step `otherwise` gets TimedOut if the deadline commits
+        before the answer, and Dead if the request is given up. Without `otherwise`, the
+        run fails in these cases. Raises ConfigurationError if `then` is not a step, if
+        no deadline is declared, or if the stage of `undo` is declared to undo other
+        requests.
         """
         request = self.branch(destination, body, undo=undo, key=key)
         return self._note(
@@ -221,8 +224,9 @@ class Flow(Generic[In, Out]):
         undo: Destination[Body, Any] | None = None,
         key: str | None = None,
     ) -> Request[Reply]:
-        """Return a request for gather(). Its arguments are those of ask(). Raises
-        ConfigurationError if the stage of `undo` undoes other requests."""
+        """Return a request for gather(). The arguments are the same as for ask().
+        Raises ConfigurationError if the stage of `undo` is declared to undo other
+        requests."""
         of_flow = isinstance(destination, type) and issubclass(destination, Flow)
         asked: Any = destination
         if of_flow:
@@ -241,15 +245,16 @@ class Flow(Generic[In, Out]):
         enough: int | None = None,
         within: dt.timedelta | EllipsisType | None = ...,
     ) -> Gather:
-        """Send several requests. Continue when each is answered or given up, when
-        `enough` are answered, or after the deadline. At most `at_once` requests are
-        sent at first; each answer, or request given up, lets one more be sent.
+        """Send several requests. Continue when each request is answered or given up,
+        when `enough` requests are answered, or after the deadline. At first, at most
+        `at_once` requests are sent. After each answered or given-up request, one more
+        request is sent.
 
-        `then` gets the answers in the order asked. A request without an answer by then
-        is undone at once, if it has an `undo`, or cancelled, if it went to a flow.
-        Raises ConfigurationError if `then` takes no `Answers`, if there is no deadline,
-        for an `enough` that can never be reached, and for `at_once` with a deadline of
-        None.
+        The step `then` gets the answers in the order of the requests. If a request has
+        no answer at that time, its `undo` is sent at once, or the requested flow is
+        cancelled. Raises ConfigurationError if `then` does not take `Answers`, if no
+        deadline is declared, if `enough` is larger than the number of requests, or if
+        `at_once` is given with a deadline of None.
         """
         check_enough(enough, len(requests))
         deadline = self._deadline(within)
@@ -277,7 +282,7 @@ class Flow(Generic[In, Out]):
         | Callable[[], Out | Continuation]
         | None = None,
     ) -> Wait:
-        """Wait until a caller passes the token of the returned value to `resume()`."""
+        """Wait until some code passes the token of the returned value to `resume()`."""
         return self._note(
             Wait(
                 then=self._step(then),
@@ -290,7 +295,7 @@ class Flow(Generic[In, Out]):
     def sleep(
         self, duration: dt.timedelta, *, then: Callable[[], Out | Continuation]
     ) -> Sleep:
-        """Continue with the step `then` after a time, in a transaction of its own."""
+        """Continue after `duration` with the step `then`, in a separate transaction."""
         return self._note(Sleep(duration, self._step(then)))
 
     @overload
@@ -300,12 +305,12 @@ class Flow(Generic[In, Out]):
         self, then: Callable[[Body], Out | Continuation], value: Body
     ) -> Later: ...
     def later(self, then: Any, value: Any = None) -> Later:
-        """Continue at once with the step `then`, in a transaction of its own."""
+        """Continue at once with the step `then`, in a separate transaction."""
         return self._note(Later(self._step(then), value))
 
     def hand_over(self, flow: type[Flow[Body, Out]], body: Body) -> HandOver:
-        """End this run, and let a run of another flow answer this one's caller.
-        Registered undos are dropped, as they are by an answer."""
+        """End this run, and let a run of another flow answer the caller of this run.
+        Registered undos are dropped, the same as after an answer."""
         return self._note(HandOver(flow.destination, body))
 
     def undo(self, destination: Destination[Body, Any], body: Body) -> None:
@@ -315,8 +320,9 @@ class Flow(Generic[In, Out]):
     def fail(
         self, value: Out | TimedOut | Dead | Cancelled, *, answer_first: bool = False
     ) -> Fail:
-        """Undo everything, newest first and each confirmed, then answer. With
-        `answer_first` the answer is sent at once."""
+        """Execute the registered undos, newest first, each after the confirmation of
+        the one before. Then answer with `value`. With `answer_first`, the answer is
+        sent before the undos."""
         return self._note(Fail(value, answer_first))
 
     def _step(self, method: object, *, joins: bool = False) -> str:

@@ -1,8 +1,10 @@
-"""Joins: many requests at once, and one message that continues the run after them.
+"""Joins: a run sends many requests at once, and one message continues the run after the
+answers.
 
-Each answer is written to its branch, in a transaction of its own that does not lock the
-run. An answer that may be the last one also stores a message to the run. That message
-ends the join, if all answers are there by then. The deadline ends it in any case.
+Each answer is written to its branch in a separate transaction, which does not lock the
+run. If this answer may be the last, the transaction also stores a message to the run.
+This message ends the join if all answers have arrived. The deadline ends the join in
+any case.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ _BRANCH = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 class StoredAnswers(Answers[Any]):
-    """The answers of a batch, read from its rows. Raises DecodeError for an answer that
-    this code cannot read, because the code has changed since the answer came."""
+    """The answers of a batch, read from the batch's rows. Raises DecodeError if the
+    code has changed and cannot read an older answer."""
 
     def __init__(self, batch: Batch, reader: BodyReader | None) -> None:
         self._batch, self._reader = batch, reader
@@ -57,8 +59,8 @@ class StoredAnswers(Answers[Any]):
 
 
 def check_enough(enough: int | None, total: int) -> int:
-    """Return how many answers end a join. Raises ConfigurationError if there are fewer
-    requests, or if the number is not positive."""
+    """Return the number of answers that ends a join, by default `total`. Raises
+    ConfigurationError if `enough` is larger than `total` or not positive."""
     if enough is None:
         return total
     if isinstance(enough, bool) or not 1 <= enough <= total:
@@ -78,12 +80,12 @@ def store(
     enough: int | None,
     at_once: int = 0,
 ) -> tuple[Batch, list[uuid.UUID]]:
-    """Store a batch that a run will wait for under `turn`, and its requests. Each
-    request is a dict of send_message()'s arguments. Returns the batch and the ids of
-    the requests.
+    """Store a batch and its requests. The run will wait for the batch under `turn`.
+    Each request is a dict of send_message()'s arguments. Return the batch and the ids
+    of the requests.
 
-    Requests beyond the first `at_once` are held back. Each answer lets the request be
-    sent that comes `at_once` places after its own.
+    The requests after the first `at_once` are held back. The answer to a request
+    releases the request that comes `at_once` places later.
     """
     using, broker = declared.using, declared.broker
     least = check_enough(enough, len(messages))
@@ -127,10 +129,10 @@ def store(
 def answered(
     declared: Declaration, message: Message, turn: uuid.UUID, branch: str
 ) -> bool:
-    """Write an answer to its branch, and continue the run if that answer may be the
-    last. Returns False if the answer is late, or is a copy.
+    """Write an answer to its branch, and continue the run if this answer may be the
+    last. Return False if the answer is late or a copy.
 
-    Raises DecodeError for an answer that the step cannot read. Its branch stays open.
+    Raises DecodeError if the step cannot read the answer. The branch then stays open.
     """
     body, found = message.body, _BRANCH.fullmatch(branch)
     if found is None:
@@ -165,7 +167,7 @@ def answered(
 
 
 def _let_leave(batch: Batch, number: str | None) -> None:
-    """Let a request be sent that was held back, if there is one of this number."""
+    """Release the held-back request with this number, if `number` is given."""
     for held in batch.rows().filter(number=number) if number else ():
         using = batch._state.db
         reschedule_message(held.request_id, delay=dt.timedelta(0), using=using)
@@ -179,10 +181,10 @@ def ended(
     *,
     timed_out: bool,
 ) -> Answers[Any] | None:
-    """End the join that a run waits for, undo its unanswered requests, and return the
-    answers. The run does not wait for these undos. Returns None if the join has not
-    ended: the transaction of an answer was rolled back, and the answer will be
-    delivered again."""
+    """End the join for which a run waits, undo its unanswered requests, and return the
+    answers. The run does not wait for these undos. Return None if the join has not
+    ended. This happens if the transaction of an answer was rolled back; the answer will
+    be redelivered."""
     using = declared.using
     assert run.turn is not None  # it waits
     batch = Batch.objects.using(using).get(turn=run.turn)

@@ -1,4 +1,5 @@
-"""Messages to a flow from outside its steps: start, signal, resume, cancel."""
+"""Sends messages to a flow from code outside its steps: start, signal, resume,
+cancel."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ def send_signal(
     since: dt.datetime | None = None,
     delay: dt.timedelta | None = None,
 ) -> None:
-    """Store a signal that is due after `delay`. If the signal has waited for its run
-    before, `since` is when it was first stored."""
+    """Store a signal that is delivered after `delay`. `since` is the time at which a
+    signal that still waits for its run was first stored."""
     taking = {one.name: one for one in declared.signals.values()}.values()
     fitting = [
         one
@@ -106,9 +107,9 @@ def resume(token: str, value: object = None) -> None:
     """Continue the run that waits for this token, in the caller's transaction.
 
     `value` is the step's argument. Raises AlreadyResumed if the run was resumed before,
-    if its deadline has passed, or if it has gone on otherwise; InvalidMessage for a
-    value of another type; FlowError in a stage whose messages are not stored in its
-    transaction.
+    if its deadline has passed, or if the run has continued in another way. Raises
+    InvalidMessage for a value of another type. Raises FlowError in a stage whose
+    messages are not stored in its transaction.
     """
     try:
         run_id, turn = wire.read_ticket(token)
@@ -153,10 +154,10 @@ _RESUMED = (
 
 
 def cancel(run: Run, why: str = "") -> None:
-    """Cancel a run, in the caller's transaction. The flow's signal for `Cancelled`
-    decides what follows. Without such a signal the run fails, and undoes what it has
-    done. A run that has ended does not change. If a run has handed over, the other flow
-    must answer its caller: cancel that flow's run."""
+    """Cancel a run, in the caller's transaction. The flow's signal method for
+    `Cancelled` decides how the run continues. Without such a method the run fails, and
+    undoes its work. A run that has ended does not change. After a hand-over, the other
+    flow must answer the caller, so cancel the run of the other flow."""
     declared = declaration_of(run)
     send_part(
         declared.steps_name,
@@ -186,7 +187,8 @@ def insist_on_one_transaction(using: str, destination: str) -> None:
 
 
 def declaration_of(run: Run) -> Declaration:
-    """Return the declaration of a run's flow. Raises FlowError if there is none."""
+    """Return the declaration of a run's flow. Raises FlowError if this process does not
+    declare the flow."""
     for one in declarations():
         if one.name == run.flow:
             return one

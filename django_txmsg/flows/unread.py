@@ -1,7 +1,7 @@
 """How the two stages of a flow read bodies.
 
-The stage that starts runs decodes a body at once. The stage of the other steps decodes
-a body when it has read in the run's row which type it must have.
+The stage that starts runs decodes a body at once. The stage of the other steps first
+reads from the run's row which type the body must have, and then decodes the body.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..envelope.typed_body import BodyReader, BodyType, TypeHeader
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """The bytes of a body, with its headers."""
+    """The bytes of a body, with its content type and type header."""
 
     body: bytes
     content_type: str
@@ -24,24 +24,25 @@ class Unread:
 
     @property
     def type(self) -> str:
-        """The name of the body's type; "" if the headers name none."""
+        """The name of the body's type, or "" without a type header."""
         return "" if self.header is None else TypeHeader.parse(self.header).name
 
     def read(self, reader: BodyReader) -> Any:
-        """Return the decoded body. Raises DecodeError."""
+        """Return the decoded body. Raises DecodeError if the body does not fit the
+        reader's type."""
         return reader.read(self.body, self.content_type, self.header)
 
 
 class UnreadReader(BodyReader):
-    """Passes bodies on undecoded. `reads` are the versions that this code can read."""
+    """Returns bodies undecoded. `reads` are the versions that this code can read."""
 
     def __init__(self, reads: Callable[[], Sequence[tuple[str, int]]]) -> None:
         self._reads = reads
 
     @property
     def types(self) -> tuple[BodyType, ...]:
-        """Return None: only the flow, and the flows and stages that it asks, exchange
-        these messages."""
+        """Return no types. Only the flow, and the flows and stages that it asks,
+        exchange these messages, so contracts do not list them."""
         return ()
 
     @property
@@ -51,13 +52,13 @@ class UnreadReader(BodyReader):
         return tuple(self._reads())
 
     def read(self, body: bytes, content_type: str, header: str | None) -> Unread:
-        """Return the body, undecoded."""
+        """Return the undecoded body."""
         return Unread(body, content_type, header)
 
 
 class StartReader(BodyReader):
-    """Reads the bodies that start runs. `start()` has stored the run's row, and newer
-    code may be needed to read its state, too."""
+    """Reads the bodies that start runs. The run's row may exist already, and its state
+    may also need newer code."""
 
     def __init__(
         self, annotation: Any, reads: Callable[[], Sequence[tuple[str, int]]]

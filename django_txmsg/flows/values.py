@@ -1,5 +1,5 @@
-"""The values that a step returns, which say how its run continues. They have no effect
-themselves.
+"""The values that a step returns to say how its run continues. Creating such a value
+has no effect.
 
 Two values with the same content are equal, so a step can be tested by calling it.
 """
@@ -38,9 +38,8 @@ class Cancelled:
 @message_type("txmsg.BatchEnded")
 @dataclass(frozen=True)
 class BatchEnded:
-    """The message at the end of a batch. It has the run's id, and how many messages
-    there were, how many of them were answered and given up, and how many had no answer
-    by then."""
+    """The message at the end of a batch. It has the run's id, and four numbers of
+    messages: in total, answered, given up, and without an answer at that time."""
 
     run_id: str
     total: int
@@ -58,12 +57,13 @@ OURS: dict[str, Any] = {
 
 
 class Continuation:
-    """How a run continues after a step, unless it ends."""
+    """The base class of values that say how a run continues after a step."""
 
 
 @dataclass(frozen=True)
 class Ask(Continuation):
-    """Wait for the answer to a request. Steps are given by their names."""
+    """Send a request and wait for its answer. `then` and `otherwise` are names of
+    steps."""
 
     destination: Destination[Any, Any]
     body: Any
@@ -90,7 +90,7 @@ class Request(Generic[Reply]):
 
 @dataclass(frozen=True)
 class Gather(Continuation):
-    """Wait for the answers to several requests."""
+    """Send several requests and wait for their answers."""
 
     requests: tuple[Request[Any], ...]
     then: str
@@ -100,11 +100,11 @@ class Gather(Continuation):
 
 
 class Answers(Generic[Reply]):
-    """The answers to a gather, one for each request, in the order asked. A request that
-    was given up has Dead, one without an answer by the end of the gather has TimedOut,
-    and a flow that was cancelled has Cancelled.
+    """The answers to a gather, one for each request, in the order of the requests. The
+    answer is Dead for a request that was given up, TimedOut for a request that had no
+    answer at the end of the gather, and Cancelled for a flow that was cancelled.
 
-    In a test of a step it is built from a list. A run reads the answers from the
+    A test of a step creates this object from a list. A run reads the answers from the
     database, a thousand at a time.
     """
 
@@ -120,7 +120,7 @@ class Answers(Generic[Reply]):
 
 @dataclass(frozen=True)
 class Wait(Continuation):
-    """Wait for `resume(token, value)`."""
+    """Wait until `resume(token, value)` is called."""
 
     then: str
     within: dt.timedelta | None = None
@@ -130,14 +130,14 @@ class Wait(Continuation):
 
     @property
     def token(self) -> str:
-        """The token that resumes the run. Anyone who has the token can resume the run:
-        keep it as secret as a password."""
+        """The token that resumes the run. Keep it secret like a password, because
+        anyone who has the token can resume the run."""
         return wire.ticket(self.run_id, self.turn)
 
 
 @dataclass(frozen=True)
 class Sleep(Continuation):
-    """Continue after a time."""
+    """Continue with the step `then` after `duration`."""
 
     duration: dt.timedelta
     then: str
@@ -145,7 +145,7 @@ class Sleep(Continuation):
 
 @dataclass(frozen=True)
 class Later(Continuation):
-    """Continue at once with the step `then`, in a transaction of its own."""
+    """Continue at once with the step `then`, in a separate transaction."""
 
     then: str
     value: Any = None
@@ -153,7 +153,7 @@ class Later(Continuation):
 
 @dataclass(frozen=True)
 class HandOver(Continuation):
-    """End, and let another flow answer the caller."""
+    """End the run, and let a run of another flow answer the caller."""
 
     destination: Destination[Any, Any]
     body: Any
@@ -161,7 +161,7 @@ class HandOver(Continuation):
 
 @dataclass(frozen=True)
 class Fail(Continuation):
-    """Undo everything, newest first, then answer."""
+    """Execute the run's undos, newest first, and then answer."""
 
     value: Any
     answer_first: bool = False
@@ -172,5 +172,5 @@ Next = Union[Out, Continuation]  # noqa: UP007 - mypy takes no TypeVar before `|
 
 
 def deadline_id(turn: uuid.UUID) -> uuid.UUID:
-    """Return the id of the message for the passed deadline of a turn."""
+    """Return the id of the message that reports the passed deadline of a turn."""
     return uuid.uuid5(turn, "deadline")

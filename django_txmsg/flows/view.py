@@ -23,11 +23,11 @@ MAX_WAIT = 30.0
 
 class FlowView(View):
     """Answers GET with the JSON of a run: `run_id`, `key`, `step`, `waits_for`,
-    `outcome` ("" while it is open) and `answer`. `?wait=20` waits up to 20 seconds for
-    the run's end; more than 30 count as 30.
+    `outcome` ("" while the run is open) and `answer`. `?wait=20` waits up to 20 seconds
+    for the end of the run. The longest wait is 30 seconds.
 
-    `path("orders/<uuid:run_id>/", FlowView.as_view(flow=Checkout))`. Everyone who knows
-    the address sees the answer. So add a mixin such as LoginRequiredMixin, and narrow
+    `path("orders/<uuid:run_id>/", FlowView.as_view(flow=Checkout))`. Anyone who has the
+    URL can read the answer. So add a mixin such as LoginRequiredMixin, and limit
     `runs()` to the runs of `self.request.user`.
     """
 
@@ -35,8 +35,8 @@ class FlowView(View):
 
     @classmethod
     def as_view(cls, **options: Any) -> Callable[..., HttpResponseBase]:
-        """Return the view. No transaction is open while it waits: neither one of
-        ATOMIC_REQUESTS nor one of OutboxMiddleware."""
+        """Return the view function. Neither ATOMIC_REQUESTS nor OutboxMiddleware opens
+        a transaction for this view, so no transaction is open while the view waits."""
         # Not on dispatch(), which a mixin may replace.
         view: Any = super().as_view(**options)
         for using in connections:
@@ -44,8 +44,7 @@ class FlowView(View):
         return cast("Callable[..., HttpResponseBase]", view)
 
     def runs(self) -> models.QuerySet[Run]:
-        """Return the runs that may be seen. By default these are all runs of the
-        flow."""
+        """Return the runs that the view may show, by default all runs of the flow."""
         assert self.flow is not None, "Write FlowView.as_view(flow=…)."
         declared = self.flow._declaration
         runs: models.QuerySet[Run] = Run.objects.using(declared.using).filter(
@@ -54,8 +53,8 @@ class FlowView(View):
         return runs
 
     def get(self, request: HttpRequest, run_id: uuid.UUID) -> JsonResponse:
-        """Return the run. The status is 404 if there is none, and 400 if `wait` is not
-        a number."""
+        """Return the run as JSON. The status is 404 if the run does not exist, and 400
+        if `wait` is not a number."""
         try:
             wait = min(float(request.GET.get("wait", 0)), MAX_WAIT)
         except ValueError:
