@@ -15,34 +15,23 @@ from pyspark.sql import types as t
 
 from .lake import Lake
 from .lakefile import DayFiles, LakeFile
-from .schemas import arrow_schema
+from .schemas import arrow_schema, struct_of
 from .spec import LakeSpec
 from .storage import place_of
 
 #: When a result was recorded; its day is that of the file.
 CLOCK = "recorded_at"
-_FILES = t.StructType(
-    [
-        t.StructField("path", t.StringType(), False),
-        t.StructField("day", t.DateType(), False),
-        t.StructField("size", t.LongType(), False),
-        t.StructField("rows", t.LongType(), False),
-        t.StructField("modified_ms", t.LongType(), False),
-    ]
+_FILES = struct_of(
+    "path string not null, day date not null, size long not null, "
+    "rows long not null, modified_ms long not null"
 )
 
 
 def result_struct(struct: t.StructType) -> t.StructType:
     """Return the lake's schema of a table of results."""
-    return t.StructType(
-        [
-            *[t.StructField(f.name, f.dataType) for f in struct.fields],
-            t.StructField("run_id", t.StringType()),
-            t.StructField(CLOCK, t.TimestampType()),
-            t.StructField("service", t.StringType()),
-            t.StructField("day", t.DateType()),
-        ]
-    )
+    columns = t.StructType([t.StructField(f.name, f.dataType) for f in struct.fields])
+    own = f"run_id string, {CLOCK} timestamp, service string, day date"
+    return struct_of(columns, own)
 
 
 @dataclass

@@ -16,29 +16,18 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspark.sql import types as t
-
 from .connection import Connection, connect_plain
 from .databases.sqlite import read_instant
 from .errors import PipelineError, UsageError, VerificationRefused
 from .lake import NotMounted, is_mounted
 from .lock import alive
 from .results import Results
+from .schemas import struct_of
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden
 
-RUN = t.StructType(
-    [
-        t.StructField("id", t.StringType()),
-        t.StructField("job", t.StringType()),
-        t.StructField("state", t.StringType()),
-        t.StructField("run_by", t.StringType()),
-        t.StructField("options", t.StringType()),
-        t.StructField("rows", t.LongType()),
-        t.StructField("counts", t.StringType()),
-        t.StructField("error", t.StringType()),
-        t.StructField("started_at", t.TimestampType()),
-        t.StructField("finished_at", t.TimestampType()),
-    ]
+RUN = struct_of(
+    "id string, job string, state string, run_by string, options string, rows long, "
+    "counts string, error string, started_at timestamp, finished_at timestamp"
 )
 
 _RUNS = "django_txmsg_pipelinerun"

@@ -143,6 +143,22 @@ class Table:
         return t.StructType(fields)
 
 
+def struct_of(*parts: t.StructType | str) -> t.StructType:
+    """Return a schema. Each part has the columns of another schema, or is a text such
+    as `name string, rows long not null`. Spark parses such a text only with a
+    session."""
+    found = t.StructType()
+    for part in parts:
+        if isinstance(part, t.StructType):
+            for column in part.fields:
+                found.add(column)
+            continue
+        for text in part.split(", "):
+            name, kind, *rest = text.split(" ")
+            found.add(name, kind, nullable=not rest)
+    return found
+
+
 def arrow_schema(struct: t.StructType) -> pa.Schema:
     """Return the Arrow schema that Spark expects of batches of `struct`."""
     return pa.schema(
@@ -368,16 +384,9 @@ TABLES = {
 }  # fmt: skip
 
 #: The writer's input: one message for each row.
-STAGED = t.StructType(
-    [
-        t.StructField("message_id", t.StringType(), False),
-        t.StructField("broker", t.StringType(), False),
-        t.StructField("destination", t.StringType(), False),
-        t.StructField("key", t.StringType(), False),
-        t.StructField("correlation_id", t.StringType(), False),
-        t.StructField("headers", t.StringType(), False),
-        t.StructField("content_type", t.StringType(), False),
-        t.StructField("body", t.BinaryType(), False),
-        t.StructField("position", t.TimestampType(), True),
-    ]
+STAGED = struct_of(
+    "message_id string not null, broker string not null, "
+    "destination string not null, key string not null, "
+    "correlation_id string not null, headers string not null, "
+    "content_type string not null, body binary not null, position timestamp"
 )

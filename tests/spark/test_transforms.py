@@ -11,11 +11,12 @@ import pyspark.sql.functions as sf
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from pyspark.sql import types as t
 from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
 from django_txmsg import wire
 from django_txmsg.spark.errors import UsageError
-from django_txmsg.spark.schemas import STAGED
+from django_txmsg.spark.schemas import STAGED, struct_of
 from django_txmsg.spark.transforms import analyze, outgoing
 from django_txmsg.spark.transforms import reconcile as judging
 from django_txmsg.spark.transforms.journeys import (
@@ -783,3 +784,12 @@ def test_an_unknown_column_is_named(spark) -> None:
 
     with pytest.raises(UsageError, match="no column 'm'; it has n"):
         outgoing.from_dataset(rows, run="r", destination="d", template={"x": "{m}"})
+
+
+def test_schema_of_a_text_is_what_spark_makes_of_it(spark) -> None:
+    text = (
+        "a string, b long not null, c integer, d double, e boolean, f binary, "
+        "g timestamp, h date"
+    )
+    assert struct_of(text) == t.DataType.fromDDL(text)
+    assert struct_of(struct_of("a string"), "b long") == struct_of("a string, b long")

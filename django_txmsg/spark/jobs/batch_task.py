@@ -14,28 +14,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql import Row
-from pyspark.sql import types as t
 
 from ..databases.base import Database, Reader
 from ..errors import VerificationRefused
 from ..lakefile import DayFiles, LakeFile, prove
 from ..ledger import Batch
-from ..schemas import Column, Table, arrow_schema
+from ..schemas import Column, Table, arrow_schema, struct_of
 from ..spec import LakeSpec
 from ..storage import place_of
 
-MANIFEST = t.StructType(
-    [
-        t.StructField("batch_id", t.LongType(), False),
-        t.StructField("path", t.StringType(), False),
-        t.StructField("day", t.DateType(), False),
-        t.StructField("size", t.LongType(), False),
-        t.StructField("rows", t.LongType(), False),
-        t.StructField("modified_ms", t.LongType(), False),
-        t.StructField("checksum", t.StringType(), False),
-        t.StructField("write_seconds", t.DoubleType(), False),
-        t.StructField("proof_seconds", t.DoubleType(), False),
-    ]
+MANIFEST = struct_of(
+    "batch_id long not null, path string not null, day date not null, "
+    "size long not null, rows long not null, modified_ms long not null, "
+    "checksum string not null, write_seconds double not null, "
+    "proof_seconds double not null"
 )
 
 

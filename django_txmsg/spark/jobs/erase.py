@@ -34,7 +34,7 @@ from ..laketable import LakeTable
 from ..ledger import Ledger
 from ..lock import keeping
 from ..runs import Run
-from ..schemas import TABLES, arrow_schema
+from ..schemas import TABLES, arrow_schema, struct_of
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from ..storage import place_of
 from .outcome import Outcome, job_session
@@ -260,14 +260,9 @@ ORDER = (
     "attempts", "inbox", "verdicts", "journeys", "flow_steps", "flow_undos",
     "flow_runs", "dead_letters", "outbox",
 )  # fmt: skip
-_REWRITTEN = t.StructType(
-    [
-        t.StructField("number", t.LongType(), False),
-        t.StructField("path", t.StringType(), False),
-        t.StructField("size", t.LongType(), False),
-        t.StructField("rows", t.LongType(), False),
-        t.StructField("modified_ms", t.LongType(), False),
-    ]
+_REWRITTEN = struct_of(
+    "number long not null, path string not null, size long not null, "
+    "rows long not null, modified_ms long not null"
 )
 
 

@@ -36,6 +36,7 @@ from ..laketable import CommitFailedError, app_name
 from ..lock import Taken, keeping
 from ..progress import Step, no_step
 from ..runs import Run
+from ..schemas import struct_of
 from ..tally import Tally
 from ..transforms.journeys import (
     EXPECTED,
@@ -208,13 +209,7 @@ MANY = 100_000
 CROWD = 16
 #: Most messages whose marks are sent to every task.
 BROADCAST = 1_000_000
-_STRUCT = t.StructType(
-    [
-        *KEPT.fields,
-        t.StructField("service", t.StringType()),
-        t.StructField("day", t.DateType()),
-    ]
-)
+_STRUCT = struct_of(KEPT, "service string, day date")
 #: The source tables, and the columns that are read from them.
 _SIDES = {"outbox": SENT, "inbox": RECEIVED, "dead_letters": LETTERS}
 

@@ -21,12 +21,11 @@ import pyarrow as pa
 import pyspark.sql.functions as sf
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import types as t
 
 from ...rules import dead_letters
 from ..errors import UsageError, VerificationRefused
 from ..runs import Run, requested_ids
-from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
+from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema, struct_of
 from ..spec import JobSpec, SourceSpec, recordable
 from ..staging import Brought, Merged, Staging, ask_to_redeliver, attempt_key
 from ..transforms.normalise import whole_log, with_cancelled
@@ -76,12 +75,8 @@ class SendOptions:
     dry_run: bool = False
 
 
-_STAGED_TASK = t.StructType(
-    [
-        t.StructField("task", t.StringType(), False),
-        t.StructField("rows", t.LongType(), False),
-        t.StructField("ids", t.StringType(), False),
-    ]
+_STAGED_TASK = struct_of(
+    "task string not null, rows long not null, ids string not null"
 )
 
 

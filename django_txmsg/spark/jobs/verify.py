@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 import pyspark.sql.functions as sf
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
-from pyspark.sql import types as t
 
 from ..cores import parallelism
 from ..errors import SpoiltFile
@@ -26,7 +25,7 @@ from ..lake import Lake
 from ..lakefile import rows_of
 from ..lakelog import Named
 from ..runs import Run
-from ..schemas import TABLES, Table, arrow_schema
+from ..schemas import TABLES, Table, arrow_schema, struct_of
 from ..spec import JobSpec, LakeSpec
 from ..storage import place_of
 from .outcome import Outcome, job_session
@@ -35,21 +34,10 @@ from .settling import checksum
 
 #: Most problems of a table that are listed individually.
 SHOWN = 20
-_KEYS = t.StructType(
-    [
-        t.StructField("service", t.StringType()),
-        t.StructField("id", t.LongType()),
-        t.StructField("message_id", t.StringType()),
-    ]
-)
-_SUMS = t.StructType(
-    [
-        t.StructField("number", t.LongType(), False),
-        t.StructField("problem", t.StringType(), False),
-        t.StructField("batch", t.LongType(), False),
-        t.StructField("rows", t.LongType(), False),
-        t.StructField("checksum", t.StringType(), False),
-    ]
+_KEYS = struct_of("service string, id long, message_id string")
+_SUMS = struct_of(
+    "number long not null, problem string not null, batch long not null, "
+    "rows long not null, checksum string not null"
 )
 
 

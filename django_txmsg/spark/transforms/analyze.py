@@ -12,32 +12,17 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
+from ..schemas import struct_of
 from .journeys import due_at
 from .normalise import timestamp
 
-LATENCY = t.StructType(
-    [
-        t.StructField("receiver", t.StringType()),
-        t.StructField("stage", t.StringType()),
-        t.StructField("destination", t.StringType()),
-        t.StructField("hour", t.TimestampType()),
-        t.StructField("measure", t.StringType()),
-        t.StructField("messages", t.LongType()),
-        t.StructField("negative", t.LongType()),
-        t.StructField("longest", t.DoubleType()),
-        t.StructField("sketch", t.BinaryType()),
-    ]
+LATENCY = struct_of(
+    "receiver string, stage string, destination string, hour timestamp, "
+    "measure string, messages long, negative long, longest double, sketch binary"
 )
 
-PERCENTILES = t.StructType(
-    [
-        t.StructField("messages", t.LongType()),
-        t.StructField("negative", t.LongType()),
-        t.StructField("p50", t.DoubleType()),
-        t.StructField("p95", t.DoubleType()),
-        t.StructField("p99", t.DoubleType()),
-        t.StructField("longest", t.DoubleType()),
-    ]
+PERCENTILES = struct_of(
+    "messages long, negative long, p50 double, p95 double, p99 double, longest double"
 )
 
 #: Each measure, and the instants it lies between, all from the receiver's row.
@@ -120,40 +105,18 @@ def _seconds(start: str, end: str) -> Column:
     return (sf.unix_micros(end) - sf.unix_micros(start)) / 1e6
 
 
-THROUGHPUT = t.StructType(
-    [
-        t.StructField("hour", t.TimestampType()),
-        t.StructField("stored", t.LongType()),
-        t.StructField("dispatched", t.LongType()),
-        t.StructField("processed", t.LongType()),
-        t.StructField("buried", t.LongType()),
-    ]
+THROUGHPUT = struct_of(
+    "hour timestamp, stored long, dispatched long, processed long, buried long"
 )
 
-BACKLOG = t.StructType(
-    [t.StructField("hour", t.TimestampType()), t.StructField("backlog", t.LongType())]
+BACKLOG = struct_of("hour timestamp, backlog long")
+
+REDELIVERIES = struct_of(
+    "receiver string, stage string, messages long, redelivered long, "
+    "deliveries long, attempts long, dead long"
 )
 
-REDELIVERIES = t.StructType(
-    [
-        t.StructField("receiver", t.StringType()),
-        t.StructField("stage", t.StringType()),
-        t.StructField("messages", t.LongType()),
-        t.StructField("redelivered", t.LongType()),
-        t.StructField("deliveries", t.LongType()),
-        t.StructField("attempts", t.LongType()),
-        t.StructField("dead", t.LongType()),
-    ]
-)
-
-SENDERS = t.StructType(
-    [
-        t.StructField("sender", t.StringType()),
-        t.StructField("destination", t.StringType()),
-        t.StructField("messages", t.LongType()),
-        t.StructField("dead", t.LongType()),
-    ]
-)
+SENDERS = struct_of("sender string, destination string, messages long, dead long")
 
 
 def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
@@ -236,20 +199,10 @@ def _hour(instant: str) -> Column:
 #: The version of the fingerprint's definition: groups of different versions do not mix.
 RECIPE = "s1"
 
-GROUPS = t.StructType(
-    [
-        t.StructField("group", t.StringType()),
-        t.StructField("receiver", t.StringType()),
-        t.StructField("stage", t.StringType()),
-        t.StructField("reason", t.StringType()),
-        t.StructField("exception", t.StringType()),
-        t.StructField("letters", t.LongType()),
-        t.StructField("open", t.LongType()),
-        t.StructField("first_seen", t.TimestampType()),
-        t.StructField("last_seen", t.TimestampType()),
-        t.StructField("growth", t.ArrayType(t.LongType())),
-    ]
-)
+GROUPS = struct_of(
+    "group string, receiver string, stage string, reason string, exception string, "
+    "letters long, open long, first_seen timestamp, last_seen timestamp"
+).add("growth", t.ArrayType(t.LongType()))
 
 _UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
 

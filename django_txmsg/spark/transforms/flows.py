@@ -14,7 +14,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
-from ..schemas import FLOW_RUNS, FLOW_UNDOS
+from ..schemas import FLOW_RUNS, FLOW_UNDOS, struct_of
 from .normalise import timestamp
 from .reconcile import VERDICT, Judgement
 
@@ -31,13 +31,7 @@ RUN = t.StructType([FLOW_RUNS.live_struct()[name] for name in _OF_RUNS])
 UNDO = t.StructType([FLOW_UNDOS.live_struct()[name] for name in _OF_UNDOS])
 
 #: What the message log says of a request: whether it was stored, and when processed.
-REQUEST = t.StructType(
-    [
-        t.StructField("message_id", t.StringType()),
-        t.StructField("was_sent", t.BooleanType()),
-        t.StructField("processed_at", t.TimestampType()),
-    ]
-)
+REQUEST = struct_of("message_id string, was_sent boolean, processed_at timestamp")
 
 
 def judged(runs: DataFrame, by: Judgement) -> DataFrame:

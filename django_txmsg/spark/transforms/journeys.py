@@ -15,56 +15,29 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
 from ... import wire
+from ..schemas import struct_of
 
 #: The columns of `sent`: outbox rows of all services.
-SENT = t.StructType(
-    [
-        t.StructField("service", t.StringType()),
-        t.StructField("message_id", t.StringType()),
-        t.StructField("destination", t.StringType()),
-        t.StructField("broker", t.StringType()),
-        t.StructField("created_at", t.TimestampType()),
-        t.StructField("due_at", t.TimestampType()),
-        t.StructField("attempts", t.IntegerType()),
-        t.StructField("expires_at", t.TimestampType()),
-        t.StructField("dispatched_at", t.TimestampType()),
-        t.StructField("dead_at", t.TimestampType()),
-        t.StructField("cancelled_at", t.TimestampType()),
-    ]
+SENT = struct_of(
+    "service string, message_id string, destination string, broker string, "
+    "created_at timestamp, due_at timestamp, attempts integer, "
+    "expires_at timestamp, dispatched_at timestamp, dead_at timestamp, "
+    "cancelled_at timestamp"
 )
 
 #: The columns of `received`: inbox rows of all services, each row once.
-RECEIVED = t.StructType(
-    [
-        t.StructField("service", t.StringType()),
-        t.StructField("stage", t.StringType()),
-        t.StructField("message_id", t.StringType()),
-        t.StructField("destination", t.StringType()),
-        t.StructField("sender", t.StringType()),
-        t.StructField("created_at", t.TimestampType()),
-        t.StructField("first_received_at", t.TimestampType()),
-        t.StructField("due_at", t.TimestampType()),
-        t.StructField("waits_for", t.StringType()),
-        t.StructField("processed_at", t.TimestampType()),
-        t.StructField("dead_at", t.TimestampType()),
-        t.StructField("deliveries", t.IntegerType()),
-        t.StructField("attempts", t.IntegerType()),
-    ]
+RECEIVED = struct_of(
+    "service string, stage string, message_id string, destination string, "
+    "sender string, created_at timestamp, first_received_at timestamp, "
+    "due_at timestamp, waits_for string, processed_at timestamp, dead_at timestamp, "
+    "deliveries integer, attempts integer"
 )
 
 #: What `letters` must have: dead letters of all services.
-LETTERS = t.StructType(
-    [
-        t.StructField("service", t.StringType()),
-        t.StructField("stage", t.StringType()),
-        t.StructField("message_id", t.StringType()),
-        t.StructField("destination", t.StringType()),
-        t.StructField("message_created_at", t.TimestampType()),
-        t.StructField("created_at", t.TimestampType()),
-        t.StructField("resolution", t.StringType()),
-        t.StructField("resolved_at", t.TimestampType()),
-        t.StructField("replaced_by", t.StringType()),
-    ]
+LETTERS = struct_of(
+    "service string, stage string, message_id string, destination string, "
+    "message_created_at timestamp, created_at timestamp, resolution string, "
+    "resolved_at timestamp, replaced_by string"
 )
 
 #: How an operator resolves a dead letter, and the column that has the instant.
@@ -107,28 +80,15 @@ JOURNEY = t.StructType(
 
 #: The columns of `expected`: which stage receives from which topic, since when and, if
 #: it no longer does, until when. Intervals of a pair do not overlap.
-EXPECTED = t.StructType(
-    [
-        t.StructField("destination", t.StringType()),
-        t.StructField("consumer", t.StringType()),
-        t.StructField("since", t.TimestampType()),
-        t.StructField("until", t.TimestampType()),
-    ]
+EXPECTED = struct_of(
+    "destination string, consumer string, since timestamp, until timestamp"
 )
 
 #: A journey in the lake. Journeys of a message are found by `mark`, which is cheaper to
 #: read than its id; `over` marks finished journeys. `took_us` is the time from when a
 #: finished message was due until it was processed. `receivers` is null, except where a
 #: finished message was sent to a topic: the consumers that have processed it, as JSON.
-KEPT = t.StructType(
-    [
-        *JOURNEY.fields,
-        t.StructField("mark", t.LongType()),
-        t.StructField("over", t.BooleanType()),
-        t.StructField("took_us", t.LongType()),
-        t.StructField("receivers", t.StringType()),
-    ]
-)
+KEPT = struct_of(JOURNEY, "mark long, over boolean, took_us long, receivers string")
 
 #: The longest processing delay of a finished journey.
 PROMPT = dt.timedelta(hours=1)

@@ -17,56 +17,33 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
+from ..schemas import struct_of
 from .journeys import RESOLUTIONS, is_topic, merged
 from .normalise import timestamp
 
 #: What the steps say of each destination, and of each listener of a topic.
-PLACE = t.StructType(
-    [
-        t.StructField("destination", t.StringType()),
-        t.StructField("consumer", t.StringType()),
-        t.StructField("sender", t.StringType()),
-        t.StructField("receiver", t.StringType()),
-        t.StructField("first_at", t.TimestampType()),
-        t.StructField("last_at", t.TimestampType()),
-        t.StructField("messages", t.LongType()),
-        t.StructField("least_us", t.LongType()),
-        t.StructField("median_us", t.LongType()),
-    ]
+PLACE = struct_of(
+    "destination string, consumer string, sender string, receiver string, "
+    "first_at timestamp, last_at timestamp, messages long, least_us long, "
+    "median_us long"
 )
 
-VERDICT = t.StructType(
-    [
-        t.StructField("message_id", t.StringType()),
-        t.StructField("destination", t.StringType()),
-        t.StructField("sender", t.StringType()),
-        t.StructField("consumer", t.StringType()),
-        t.StructField("sent_at", t.TimestampType()),
-        t.StructField("due_at", t.TimestampType()),
-        t.StructField("dispatched_at", t.TimestampType()),
-        t.StructField("received_at", t.TimestampType()),
-        t.StructField("processed_at", t.TimestampType()),
-        t.StructField("deliveries", t.LongType()),
-        t.StructField("times_processed", t.LongType()),
-        t.StructField("verdict", t.StringType()),
-    ]
+VERDICT = struct_of(
+    "message_id string, destination string, sender string, consumer string, "
+    "sent_at timestamp, due_at timestamp, dispatched_at timestamp, "
+    "received_at timestamp, processed_at timestamp, deliveries long, "
+    "times_processed long, verdict string"
 )
 
 #: A verdict that is a finding, and when a run first found it.
-FINDING = t.StructType(
-    [
-        *VERDICT.fields,
-        t.StructField("found_at", t.TimestampType()),
-        t.StructField("acknowledged_at", t.TimestampType()),
-    ]
-)
+FINDING = struct_of(VERDICT, "found_at timestamp, acknowledged_at timestamp")
 
 #: A change of a finding: a run has found it for the first time, or no longer finds it.
 #: Rows of early releases have neither, because each run wrote all of its findings.
 FOUND, GONE = "found", "gone"
 
 #: A line of the lake's journal of findings.
-CHANGE = t.StructType([*FINDING.fields, t.StructField("change", t.StringType())])
+CHANGE = struct_of(FINDING, "change string")
 
 #: The columns by which another run recognises a finding.
 _IDENTITY = ("message_id", "destination", "consumer", "verdict")
@@ -79,19 +56,13 @@ KNOWN = t.StructType(
     ]
 )
 
-SUMMARY = t.StructType(
-    [
-        t.StructField("sent_on", t.DateType()),
-        t.StructField("destination", t.StringType()),
-        t.StructField("verdict", t.StringType()),
-        t.StructField("messages", t.LongType()),
-        t.StructField("first_sent_at", t.TimestampType()),
-        t.StructField("last_sent_at", t.TimestampType()),
-    ]
+SUMMARY = struct_of(
+    "sent_on date, destination string, verdict string, messages long, "
+    "first_sent_at timestamp, last_sent_at timestamp"
 )
 
 #: The columns of a summary, with a row for each finding.
-OUTCOME = t.StructType([*SUMMARY.fields, t.StructField("finding", VERDICT)])
+OUTCOME = struct_of(SUMMARY).add("finding", VERDICT)
 
 #: Verdicts of messages that are lost, and of messages and runs of flows that wait for
 #: too long; both end a run with exit code 1. And all that are worth a look.
