@@ -9,7 +9,8 @@ from django.utils.module_loading import autodiscover_modules
 
 
 class TxmsgConfig(AppConfig):
-    """The app in INSTALLED_APPS. It uses no database and no socket."""
+    """The app in INSTALLED_APPS. When it is loaded, it uses no database and opens no
+    socket."""
 
     name = "django_txmsg"
     label = "django_txmsg"

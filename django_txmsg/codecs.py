@@ -47,8 +47,8 @@ def body_type(annotation: Any) -> BodyType:
 
 
 def type_of(value: object) -> BodyType | None:
-    """Return how an object of a typed message's class is sent. None for values that
-    JSON supports, and for objects that no codec handles."""
+    """Return how an object of a typed message's class is sent. Returns None for values
+    that JSON supports, and for objects that no codec handles."""
     kind: Any = type(value)
     if kind in _PLAIN or value is None:
         return None
@@ -105,9 +105,10 @@ def _named(annotation: Any, cls: type | None) -> BodyType:
 
 
 def _oldest_reader(name: str, version: int) -> int:
-    """Return the oldest version that can read a version, from the committed contract;
-    the version itself if it is newer than the contract. Without a contract, old code is
-    assumed to read bodies that need no upgrader."""
+    """Return the oldest version whose code can read bodies of `version`, according to
+    the committed contract. If `version` is newer than the contract, return `version`
+    itself. Without a contract, old code is assumed to read bodies that need no
+    upgrader."""
     known = _committed().get(name, {})
     if known.get("x-txmsg-version", version) < version:
         return version
@@ -157,7 +158,7 @@ def _type_of(kind: Any) -> BodyType | None:
 
 
 def is_declared(kind: type) -> bool:
-    """Return whether objects of a class can only be meant as a typed message."""
+    """Return whether an object of this class is certainly meant as a typed message."""
     return hasattr(kind, "__dataclass_fields__") or bool(declaration(kind).name)
 
 

@@ -1,9 +1,9 @@
 """Every use of Django's undocumented parts, which Django may change.
 
 First come the functions on a connection and its transaction, then the block that begins
-late, and the wrapper of views. `tests/unit/test_django_internals.py` names every
-attribute and method, fails on a Django that lacks one, and finds other files that use
-them.
+late, and the wrapper of views. `tests/unit/test_django_internals.py` lists every
+attribute and method. It fails if a release of Django lacks one, or if another file of
+the package uses one.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def in_testcase(connection: Any) -> bool:
 
 
 def must_roll_back(connection: Any) -> bool:
-    """Return whether the innermost block can only roll back. An error, seen by Django
-    or not, or `set_rollback()` may be the cause."""
+    """Return whether the innermost block can only roll back. The cause may be
+    `set_rollback()`, or an error, even one that Django has not noticed."""
     return bool(connection.needs_rollback) or is_broken(connection)
 
 
 def is_broken(connection: Any) -> bool:
     """Return whether the transaction of an open block cannot commit, because its
-    connection was closed or the database has ended it. Django does not know that if the
-    error was caught."""
+    connection was closed or the database has ended it. If the error was caught, Django
+    has not noticed that."""
     raw, spoiled = connection.connection, bool(connection.closed_in_transaction)
     if connection.vendor == "postgresql" and raw is not None:
         spoiled |= raw.info.transaction_status in _SPOILED
@@ -82,8 +82,8 @@ def _rolled_back_by_sqlite(connection: Any) -> bool:
 
 
 def cause_of_rollback(connection: Any) -> BaseException | None:
-    """Return the error because of which the open block can only roll back. If none is
-    known, return the last error of a statement since `note_errors()`."""
+    """Return the error that forces the open block to roll back. If Django has not
+    stored that error, return the last error of a statement since `note_errors()`."""
     error: BaseException | None = connection.rollback_exc
     while isinstance(error, TransactionManagementError) and error.__cause__:
         error = error.__cause__  # Django's error about statements after the first
@@ -91,9 +91,9 @@ def cause_of_rollback(connection: Any) -> BaseException | None:
 
 
 def note_errors(connection: Any) -> Callable[[], None]:
-    """Record errors of statements from now on, including those that a cursor raised and
-    the caller caught, which Django forgets. After SQLite has rolled back by itself,
-    Django refuses further statements. Returns a function that stops recording."""
+    """Record errors of statements from now on. Django itself does not record an error
+    that a cursor raised and the caller caught. After SQLite has rolled back by itself,
+    further statements are refused. Returns a function that stops recording."""
 
     def note(execute: Any, *statement: Any) -> Any:
         try:
@@ -132,8 +132,8 @@ def refuses_durable(error: BaseException) -> bool:
 
 
 def hear_rollbacks(connection: Any, hear: Callable[[bool], None]) -> Callable[[], None]:
-    """Call `hear` with the argument of `set_rollback()` for the block that is innermost
-    now. Returns a function that stops this."""
+    """Call `hear` each time when `set_rollback()` is called for the block that is
+    innermost now, with the same argument. Returns a function that ends this."""
     usual, level = connection.set_rollback, len(connection.atomic_blocks)
     before = connection.__dict__.get("set_rollback")
 
@@ -163,8 +163,9 @@ def under_savepoint(connection: Any, name: str) -> Iterator[None]:
 
 
 def last_hook(connection: Any) -> Callable[[], object] | None:
-    """Return the hook registered last, if it was registered under the savepoints that
-    are open now. A rollback that drops the next hook drops this one too."""
+    """Return the hook that was registered last, if it was registered under the
+    savepoints that are open now. If a rollback drops the next hook, it also drops this
+    hook."""
     for savepoints, hook, *_ in connection.run_on_commit[-1:]:
         if connection.in_atomic_block and savepoints == set(connection.savepoint_ids):
             return hook  # type: ignore[no-any-return]  # Django has no types here
@@ -213,13 +214,13 @@ def abandon(connection: Any) -> None:
 
 
 def works(connection: Any, *, suspect: bool = False) -> bool:
-    """Return whether an open connection works. The server is queried if a query has
-    failed as on a broken connection, or if the connection is otherwise `suspect`."""
+    """Return whether an open connection works. The server is queried only if an earlier
+    query failed as it would on a broken connection, or if `suspect` is true."""
     return not (suspect or connection.errors_occurred) or bool(connection.is_usable())
 
 
 def settings_of(connection: Any) -> dict[str, Any]:
-    """Return its entry in DATABASES, with Django's defaults."""
+    """Return the connection's entry in DATABASES, with Django's defaults."""
     return connection.settings_dict  # type: ignore[no-any-return]  # Django has no types here
 
 
@@ -235,9 +236,9 @@ def as_for_a_new_request(connection: Any) -> None:
 
 def delete_where(rows: Any) -> int:
     """Delete a queryset's rows in one statement, and return how many. The statement
-    checks the condition again for each row after waiting for its lock. If `post_delete`
-    has receivers, `delete()` reads the rows first, and also deletes rows that no longer
-    match."""
+    checks the condition again for each row after it has waited for the row's lock.
+    Django's `delete()` would read the rows first if `post_delete` has receivers, and
+    would also delete rows that no longer match."""
     return int(rows._raw_delete(rows.db) or 0)
 
 
@@ -313,8 +314,8 @@ class LateAtomic:
             connection.run_and_clear_commit_hooks()
 
     def forget(self) -> None:
-        """Leave the block in a child that was forked before the transaction began,
-        because no code there would commit the child's work."""
+        """Leave the block in a child process that was forked before the transaction
+        began. No code in the child would commit the block."""
         connection = self._connection
         self._wait_no_more()
         connection.in_atomic_block = connection.needs_rollback = False
@@ -365,8 +366,8 @@ class LateAtomic:
 
 
 def _forked() -> None:
-    """Forget the blocks in a forked child: they, and a transaction that has begun,
-    belong to the parent."""
+    """Clear the list of blocks in a forked child. The blocks, and a transaction that
+    has begun, belong to the parent."""
     for connection in connections.all(initialized_only=True):
         begin = vars(connection).get(_FIRST[0])
         if begin is not None:
@@ -391,12 +392,12 @@ def wrap_views(
     wrap: Callable[[View, View, Callable[[str], View]], View],
     hear: Callable[[HttpRequest, Exception], None],
 ) -> None:
-    """Let every handler run views wrapped by `wrap`, and first pass exceptions of views
-    and their templates to `hear`. Once per process.
-
-    `wrap` gets a view, the view inside the blocks of ATOMIC_REQUESTS, and a function
-    that returns the latter without the block of one database. Only these methods of
-    Django run before every process_exception(), and around nothing but the view.
+    """Let every request handler run views wrapped by `wrap`. Exceptions of views and
+    their templates are first passed to `hear`. Call this once per process. `wrap` gets
+    a view, the same view inside the blocks of ATOMIC_REQUESTS, and a function that
+    returns this second view without the block of one database. The replaced methods are
+    the only ones of Django that run before every process_exception() and surround only
+    the view.
     """
     usual = BaseHandler.make_view_atomic
     usual_handler = BaseHandler.process_exception_by_middleware

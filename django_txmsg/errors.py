@@ -177,8 +177,8 @@ class TaskGivenUp(TxmsgError):
     """A OnceTask has killed its worker each time it was delivered, and is not run
     again.
 
-    It is not Celery's WorkerLostError, after which Celery delivers the message once
-    more.
+    This error is different from Celery's WorkerLostError, after which Celery delivers
+    the message once more.
     """
 
 
@@ -208,7 +208,7 @@ class MiddlewareMisused(StageError):
     """A middleware of TXMSG["STAGE_MIDDLEWARE"] returned without calling the next one,
     or called it twice, from another thread, or with another message.
 
-    A message is never dropped silently: raise Refuse to bury it.
+    To bury a message instead of processing it, raise Refuse.
     """
 
 

@@ -3,11 +3,11 @@
 It returns ages and numbers, never contents. `late`: a message has been due for 2
 minutes, a recurring message was not stored for 2 minutes, a key of an ordered stage is
 blocked, or a process could not use a broker, a destination, a subscription or a
-database for 2 minutes. `degraded`: due for 10 minutes, a run of a flow is stuck at an
-undo, or a stage has no consumer, receives nothing, or has waited for newer code for
-longer than a deployment takes. `stuck`: due for 30 minutes, or a database in use does
-not answer. Only `stuck` gives a 503: a process must stay in service if only a
-deployment or an operator holds messages back.
+database for 2 minutes. `degraded`: a message has been due for 10 minutes, a run of a
+flow is stuck at an undo, or a stage has no consumer, receives nothing, or has waited
+for newer code for longer than a deployment takes. `stuck`: a message has been due for
+30 minutes, or a database in use does not answer. Only `stuck` gives a 503: a process
+must stay in service if only a deployment or an operator holds messages back.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Health:
 
 @probe
 def health(request: HttpRequest) -> JsonResponse:
-    """Return how long the oldest due message has waited, and which processes run.
+    """Answer with the age of the oldest due message, and with the processes that run.
 
     With `?fail=late` or `?fail=degraded`, that state already gives a 503. With
-    `?fail=never` no state does, for monitoring that reads the answer.
+    `?fail=never` no state gives a 503, for monitoring that reads the answer.
     """
     least = request.GET.get("fail", "stuck")
     failing = 503 if least != "never" else 200

@@ -11,8 +11,8 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the package's `__getattr__` and `__dir__`. `homes` says in which module
-    each public name is, relative to the package."""
+    """Return the package's `__getattr__` and `__dir__`. `homes` maps each public name
+    to its module, relative to the package."""
 
     def get(name: str) -> Any:
         if name not in homes:

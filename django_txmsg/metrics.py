@@ -1,10 +1,10 @@
 """Prometheus metrics (extra `prometheus`) of the tables and of this process.
 
-Call `metrics.install()` once in each process (in an AppConfig's `ready()`). It counts
-by the package's signals. At each scrape the collector reads counts and ages from the
-database, with capped queries. Workers answer scrapes with `--http`. Without that
-option, give all processes one PROMETHEUS_MULTIPROC_DIR, and any web process reports for
-them.
+Call `metrics.install()` once in each process (in an AppConfig's `ready()`). From then
+on, receivers of the package's signals count events. At each scrape the collector reads
+counts and ages from the database, with capped queries. Workers answer scrapes with
+`--http`. Without that option, give all processes one PROMETHEUS_MULTIPROC_DIR, and any
+web process reports for them.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class Collector:
 
 @probe
 def metrics(request: HttpRequest) -> HttpResponse:
-    """Answer a scrape with the figures of this process (or of all processes, see above)
-    and of the databases."""
+    """Answer a scrape with the counts of this process, or with PROMETHEUS_MULTIPROC_DIR
+    of all processes, and with the figures of the databases."""
     try:
         text = of_processes() + of_database()
     except ConfigurationError as error:

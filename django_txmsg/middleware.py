@@ -1,8 +1,9 @@
 """Hop 1 in a web process: a request's data and messages commit together or not at all.
 
 The transaction begins right before the view and ends after it, inside every middleware
-listed before this one. Sync views get it, under WSGI and ASGI; an async view opens its
-own inside `sync_to_async()`. See docs/explanation/http-outbox.md.
+listed before this one. Sync views get this transaction, under WSGI and ASGI. An async
+view opens its own transaction inside `sync_to_async()`. See
+docs/explanation/http-outbox.md.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ Marked = TypeVar("Marked", bound=View)
 
 
 def no_outbox(view: Marked) -> Marked:
-    """Exempt a view from the middleware: it gets no transaction.
-
-    It may be above or below other decorators; for a class-based view use
+    """Exempt a view from the middleware, so that the view gets no transaction. The
+    decorator may be above or below other decorators; for a class-based view use
     `@method_decorator(no_outbox, name="dispatch")`.
     """
     view._txmsg_no_outbox = True  # type: ignore[attr-defined]  # a mark on a function
@@ -169,8 +169,8 @@ def _session(request: HttpRequest) -> OutboxSession | None:
 
 
 def _note(request: HttpRequest, error: Exception) -> None:
-    """Record an exception of a view or its template, whatever the outer middlewares do
-    with it."""
+    """Record an exception of a view or its template, before other middlewares turn it
+    into a response."""
     session = _session(request)
     if session is not None:
         request._txmsg_error = error  # type: ignore[attr-defined]  # kept on the request

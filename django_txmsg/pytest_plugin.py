@@ -1,8 +1,8 @@
 """Fixtures for projects under pytest; tests use no broker unless they ask for one.
 
-pytest finds this module by its entry point. It only wraps `django_txmsg.testing`,
-imports nothing of Django before a test runs, and does nothing if the app is not
-installed.
+pytest finds this module by its entry point. The plugin only wraps
+`django_txmsg.testing`. It imports nothing of Django before a test runs, and does
+nothing if the app is not installed.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def txmsg(request: pytest.FixtureRequest) -> Txmsg:
 
 @pytest.fixture
 def scripted_broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
-    """A STOMP broker that follows a script; TXMSG's default broker for the test.
-
-    It plays ActiveMQ Classic, or the profile given as its indirect parameter.
+    """A STOMP broker that follows a script. During the test it is TXMSG's default
+    broker. It imitates ActiveMQ Classic, or the profile given as its indirect
+    parameter.
     """
     from .testing import CLASSIC, ScriptedBroker
 
@@ -98,8 +98,9 @@ def scripted_broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _txmsg_without_brokers() -> Iterator[Any]:
-    """Use the embedded broker for the whole run, including set-ups of classes; yields
-    TXMSG without it and with it."""
+    """Use the embedded broker for the whole test run, including set-ups of classes.
+    Yields two values of TXMSG: the project's own, and the one with the embedded
+    broker."""
     if not _installed() or not _sound():
         yield None, None  # a project may be set up by its first test
         return
@@ -116,8 +117,8 @@ def _txmsg_without_brokers() -> Iterator[Any]:
 def _txmsg_without_broker(
     request: pytest.FixtureRequest, _txmsg_without_brokers: Any
 ) -> Iterator[None]:
-    """Use the embedded broker for one test, whatever its class overrides. For a test
-    that asks for TXMSG's own broker, use that."""
+    """Use the embedded broker for one test, even if the test's class overrides TXMSG.
+    If the test requests TXMSG's own broker, use that broker."""
     if not _installed():
         yield
         return
@@ -148,7 +149,7 @@ def _installed() -> bool:
 
 
 def _sound() -> bool:
-    """Return whether TXMSG can be read. A test class may override it with an invalid
+    """Return whether TXMSG is valid. A test class may override it with an invalid
     value."""
     from . import conf
 

@@ -1,4 +1,4 @@
-"""Events in a message's life: each writes one log line and sends one Django signal.
+"""The events of a message. Each event writes one log line and sends one Django signal.
 
 Signals are sent after the commit that they report. A receiver's exception is logged and
 has no other effect. Log records carry the facts as attributes (`txmsg_id`,
@@ -91,8 +91,8 @@ _EVENTS = {
 
 
 def announced(signal: Signal) -> bool:
-    """Return whether this event has a log handler or a receiver. If not, callers skip
-    the work."""
+    """Return whether this event has a log handler or a receiver. Otherwise callers need
+    not collect its arguments."""
     return bool(signal.receivers) or log.isEnabledFor(_EVENTS[signal][1])
 
 

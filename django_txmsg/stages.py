@@ -92,28 +92,29 @@ class Stage:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether policy and transaction are determined. A consumer needs that."""
+        """Whether the stage's policy and transaction are determined, as a consumer
+        needs them."""
         return self._definition is not None
 
     def resolved(self) -> Stage:
-        """Return the stage with its policy and transaction determined once, so that all
-        steps of a message use the same values."""
+        """Return a copy of the stage in which policy and transaction are determined, so
+        that all steps of a message use the same values."""
         assert self.reader is None or self.reader  # a missing codec is an error at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
 
     @property
     def reader(self) -> BodyReader | None:
         """The codec that turns a body into the handler's argument. None if the handler
-        takes the message, whose body is parsed JSON. Raises ConfigurationError if no
-        codec fits."""
+        takes only the message, whose body is then parsed JSON. Raises
+        ConfigurationError if no codec fits."""
         if self.accepts is None or isinstance(self.accepts, BodyReader):
             return self.accepts
         return codecs.reader(self.accepts)
 
     @property
     def reads(self) -> Sequence[tuple[str, int]] | None:
-        """The message types that the handler reads, each with its version here. None if
-        it takes every body as parsed JSON."""
+        """The message types that the handler reads, each with the version in this code.
+        None if the handler takes every body as parsed JSON."""
         reader = self.reader
         return None if reader is None else reader.reads
 
@@ -141,7 +142,7 @@ class Stage:
 
     @property
     def definition(self) -> TransactionDefinition:
-        """The stage's transaction: its own options, else those of
+        """The stage's transaction: from the stage's own options, or else from
         TRANSACTION_DEFINITION."""
         if self._definition is not None:
             return self._definition
@@ -157,7 +158,8 @@ class Stage:
 
 class CallNext:
     """What a middleware of TXMSG["STAGE_MIDDLEWARE"] must call once: the next
-    middleware, or finally the handler. `stage` is the stage that it belongs to."""
+    middleware, or finally the handler. `stage` is the stage whose message is
+    processed."""
 
     __slots__ = ("_call", "stage")
 
@@ -240,15 +242,15 @@ def stage(
     be a coroutine function; it runs at least once, and what it sends is sent once).
     `using` and `isolation` define the database transaction (default:
     TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency` is
-    the number of threads in each process; `batch` messages share one transaction, each
-    in a savepoint. `timeout`: the seconds that one execution of the handler may take.
-    After that, its running query is cancelled, further queries are refused, and the
-    attempt fails with StageTimedOut. `ordered`: messages of one key run one at a time,
-    in the order in which they left; a dead one blocks its followers ("block") or does
-    not ("skip"). `rate` ("10/s", "900/m"; also h and d) limits how many messages all
-    processes handle together, for each value of the header `per`; messages over the
-    rate wait in the inbox. What the handler returns is the answer, if a flow has asked
-    for one.
+    the number of threads in each process; `batch` is the number of messages that share
+    one transaction, each in a savepoint. `timeout`: the seconds that one execution of
+    the handler may take. After that, its running query is cancelled, further queries
+    are refused, and the attempt fails with StageTimedOut. `ordered`: messages of one
+    key run one at a time, in the order in which they left; a dead one blocks its
+    followers ("block") or does not ("skip"). `rate` ("10/s", "900/m"; also h and d)
+    limits how many messages all processes handle together, for each value of the header
+    that `per` names; messages over the rate wait in the inbox. What the handler returns
+    is the answer, if a flow has asked for one.
 
     `undoes` is the destination of the requests that this stage undoes. If this service
     has processed the request, the handler runs once. If not, it does not run, and the
@@ -331,8 +333,8 @@ def unregister(name: str) -> None:
 
 
 def provide(provider: Callable[[], Iterable[Stage]]) -> None:
-    """Register a function that returns further stages, from settings other than ours;
-    it is called whenever stages are listed."""
+    """Register a function that returns further stages, which other settings than TXMSG
+    declare. The function is called whenever stages are listed."""
     if provider not in _providers:
         _providers.append(provider)
 
@@ -369,7 +371,7 @@ def consumers(destination: str, broker: str) -> list[str]:
 
 
 def _recorded(destination: str, broker: str) -> set[str]:
-    """Return the databases whose inboxes record which messages to a destination were
+    """Return the databases whose inboxes record that a message to this destination was
     processed."""
     return {
         one.definition.using
@@ -409,8 +411,8 @@ def _check_kinds(**given: object) -> None:
 
 
 def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for an option that `@stage` does not have, with the
-    one that was perhaps meant."""
+    """Raise ConfigurationError for an option that `@stage` does not have. The error
+    names the most similar option."""
     name, value = next(iter(unknown.items()))
     meant = _SYNONYMS.get(name, name)
     known = list(stage.__kwdefaults__ or ())

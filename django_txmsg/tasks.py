@@ -1,7 +1,6 @@
-"""Hop 3 for users of Celery beat: the work of the commands, as tasks.
-
-`autodiscover_tasks()` finds them. They may overlap, and run beside `manage.py relay`:
-no message is claimed twice. See docs/how-to/celery.md.
+"""Hop 3 for users of Celery beat: tasks that do the work of the commands.
+`autodiscover_tasks()` finds these tasks. They may overlap, and may run while `manage.py
+relay` runs: no message is claimed twice. See docs/how-to/celery.md.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ def relay_outbox(
 
     `databases` defaults to those that the settings and the stages name. A broker that
     is down, or a destination that takes no messages, is logged and listed under
-    "unavailable". Its messages wait for the next run, and all others are sent.
+    "unavailable". The messages of that broker or destination wait for the next run, and
+    all others are sent.
     """
     using = databases or with_tables()
     # One worker row for all runs: it becomes silent when beat stops.

@@ -1,5 +1,5 @@
 """OpenTelemetry (extra `opentelemetry`): spans where a message is stored, sent and
-processed, with links between them, however long the message waits in between.
+processed. Links connect the spans, however long the message waits in between.
 
 Names and attributes follow the semantic conventions for messaging. Nothing happens, and
 nothing is imported, until the process calls `tracing.install()` (in an AppConfig's
@@ -87,7 +87,8 @@ def created(
     function to call when the message is committed; without that call the span is never
     exported.
 
-    If the caller has set a `traceparent`, it stays, and there is no span.
+    If the caller has set a `traceparent`, the header does not change, and no span
+    begins.
     """
     if _tracer is None or wire.TRACEPARENT in headers:
         return None
@@ -164,7 +165,8 @@ def sending(
 def processing(message: Message, stage: str) -> Iterator[None]:
     """Run a stage within a consumer span, linked to the span that created the message.
 
-    It is also a child of that span, so that one trace shows all messages.
+    The consumer span is also a child of that span, so that one trace shows all
+    messages.
     """
     if _tracer is None:
         yield
@@ -221,7 +223,7 @@ def _origin(headers: Mapping[str, str]) -> Any:
 
 
 def _failed(span: Any, error: BaseException) -> str:
-    """Note an error in a span. Returns its type."""
+    """Record an error in a span. Returns the error's type."""
     trace = _module("trace")
     kind = type(error)
     name = kind.__qualname__

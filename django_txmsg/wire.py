@@ -1,8 +1,8 @@
 """The wire format of a message: the names and meaning of its headers, and the instants,
 destinations and derived ids in them.
 
-It uses only the standard library and has no state, because the Spark jobs import it
-too.
+The module uses only the standard library and has no state, because the Spark jobs
+import it too.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def is_request(headers: Mapping[str, str]) -> bool:
 
 
 def conversation(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return what a message's headers say of the conversation that it is part of."""
+    """Return those headers of a message that belong to its conversation."""
     found = {name: value for name, value in headers.items() if of_conversation(name)}
     for name in (EXPIRES, JMS_REPLY_TO):
         if name in headers and is_request(headers):
@@ -187,7 +187,8 @@ def session_id(service: str, cause: uuid.UUID, stage: str) -> uuid.UUID:
 def foreign_id(service: str, broker_message_id: str) -> uuid.UUID:
     """Return an id for a message that has no `txmsg-id`.
 
-    Weaker than our own ids: a sender that sends twice gets two broker ids.
+    Such an id is weaker than our own ids: if a sender sends a message twice, the broker
+    gives it two ids.
     """
     return uuid.uuid5(NAMESPACE, f"foreign/{service}/{broker_message_id}")
 
@@ -393,7 +394,7 @@ def reserved(name: str) -> bool:
 
 
 def senders(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that the sender wrote and may send again."""
+    """Return the headers that the sender wrote and that may be sent again."""
     return {name: value for name, value in headers.items() if not reserved(name)}
 
 

@@ -1,7 +1,7 @@
 """`manage.py check`: finds what is wrong with the settings, before it costs a message.
 
-An error is a setting that cannot work. A warning is a setting that fails under some
-conditions. Checks open no connection (except with `--database`).
+An error is about a setting that cannot work. A warning is about a setting that fails
+under some conditions. Checks open no connection (except with `--database`).
 docs/reference/checks.md explains each id and what to do.
 """
 

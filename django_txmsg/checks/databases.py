@@ -81,8 +81,8 @@ def relay(alias: str) -> int:
 
 
 def run(alias: str) -> int:
-    """Return how many threads can use a connection at the same time in a process that
-    does the work of both, and prunes."""
+    """Return how many threads can use a connection at the same time in a process of
+    `txmsg run`, which relays, consumes and prunes."""
     shared = 1 + _notifications(alias)  # leases
     return consumer(alias) + relay(alias) - shared + 1
 
@@ -93,7 +93,8 @@ def _timekeeper(alias: str) -> int:
 
 
 def _notifications(alias: str) -> int:
-    """Return how many threads listen in that database, or notify others."""
+    """Return how many threads of a process listen in that database, or send
+    notifications."""
     if not conf.get().NOTIFY or connections[alias].vendor != "postgresql":
         return 0
     return 2 if alias_of(alias) == alias else 1

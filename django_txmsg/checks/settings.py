@@ -167,9 +167,9 @@ def _pipeline() -> Iterator[CheckMessage]:
 
 
 def _middleware() -> Iterator[CheckMessage]:
-    """Return the settings that only the middleware uses, if it is not installed. Other
-    settings need no such check: without the middleware, a send outside a transaction
-    raises an error."""
+    """Return the settings that have no effect because the middleware is not installed.
+    Other settings need no such check, because without the middleware a send outside a
+    transaction raises an error."""
     http = conf.get().HTTP
     needs = [name for name in ("IDEMPOTENCY", "ROLLBACK_ON_4XX") if getattr(http, name)]
     if needs and not any(map(_is_ours, django_settings.MIDDLEWARE)):

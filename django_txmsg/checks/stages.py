@@ -127,8 +127,8 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
 
 
 def _subscription(stage: Stage) -> Iterator[CheckMessage]:
-    """Return what is wrong with a stage's subscription: RabbitMQ keeps it in a queue of
-    the same name."""
+    """Return what is wrong with the name of a stage's subscription. RabbitMQ keeps the
+    subscription in a queue of that name."""
     broker = brokers.find_broker(stage.broker)
     if broker is None or broker.kind != "rabbitmq":
         return
@@ -265,7 +265,8 @@ def _undo(stage: Stage) -> Iterator[CheckMessage]:
 
 
 def _databases() -> Iterator[CheckMessage]:
-    """Check each database that holds messages: what uses it, and its kind."""
+    """Check each database that holds messages: that it is configured, and that its kind
+    is supported."""
     for alias, who in databases.in_use().items():
         if alias not in connections:
             yield Error(

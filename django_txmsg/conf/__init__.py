@@ -37,9 +37,8 @@ def problems() -> list[Problem]:
 
 
 def hide_passwords() -> None:
-    """Hide passwords in the URLs of Django's settings. Django hides a value if its
-    key's name says that it is secret, and does not know that a URL contains a
-    password."""
+    """Hide passwords in the URLs of Django's settings. Django hides a value only if the
+    name of its key looks secret, and so would show a URL with a password."""
     given = getattr(django_settings, "TXMSG", None)
     if not isinstance(given, Mapping):
         return  # nothing to hide; a system check reports what is wrong

@@ -173,8 +173,9 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class AlertSettings:
-    """Alerts that a running relay raises and ends: as rows, as signals and log lines,
-    by mail, and by the webhook whose URL is in an environment variable."""
+    """Alerts that a running relay raises and ends. They are rows, and are reported as
+    signals and log lines, by mail, and by the webhook whose URL is in an environment
+    variable."""
 
     KINDS: tuple[str, ...] = ()
     """Kinds of alarms, as in `message_status --fail-on`, or "bad" for all but warnings.

@@ -64,7 +64,7 @@ _POSITIVE = frozenset(
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in the settings: where it is, what is wrong, and what to do."""
+    """One error in the settings: its place, what is wrong, and what to do."""
 
     path: str
     message: str

@@ -1,8 +1,8 @@
 """Breaking changes of the contract.
 
-Two things may break: new code cannot read messages that are already on their way, or
-the old code of other services and of running processes cannot read new messages. Rows
-may also still wait for a destination or a type that the contract no longer has.
+There are two kinds. New code cannot read messages that are already on their way. Or old
+code, of other services or of running processes, cannot read new messages. Rows may also
+still wait for a destination or a type that the contract no longer has.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
 
 
 def _versions(message: Contract, version: int) -> Iterator[tuple[int, Contract]]:
-    """Yield the versions of a message whose schemas the contract has, the newest
+    """Yield those versions of a message that have a schema in the contract, the newest
     first."""
     schema = schema_of(message)
     if schema is not None:

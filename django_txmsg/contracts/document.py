@@ -69,10 +69,9 @@ Contract = dict[str, Any]
 
 
 def build(committed: Contract | None = None) -> Contract:
-    """Return the contract of all stages and destinations declared here.
-
-    `committed` is the previous contract: comparing with it shows which old versions can
-    read a new one. Raises ConfigurationError for a type that no codec handles.
+    """Return the contract of all stages and destinations declared here. `committed` is
+    the previous contract. The comparison with it shows which old versions can read a
+    new version. Raises ConfigurationError for a type that no codec handles.
     """
     return _Builder(committed or {}).build()
 
@@ -180,7 +179,8 @@ class _Builder:
         self, body: BodyType, schema: Contract | None, older: Contract
     ) -> int:
         """Return the oldest version that can read sent bodies. That is the declared
-        one, or the oldest one with which all changes since are compatible."""
+        version. If none is declared, it is the oldest version since which all changes
+        are compatible."""
         known = self._known(body)
         if not known or declaration(body.cls).readable_from is not None:
             return body.oldest_reader
@@ -208,8 +208,8 @@ def _pointer(*names: str) -> str:
 
 
 def _rooted(schema: Any, within: str, was: str = "#") -> Any:
-    """Return a schema whose references begin at the root of the document, with `within`
-    in place of `was`."""
+    """Return a schema in which the references begin with `within` instead of `was`, so
+    that they begin at the root of the document."""
     if isinstance(schema, dict):
         return {
             key: within + value.removeprefix(was)

@@ -1,4 +1,5 @@
-"""Reports a module of stages that cannot be imported, in a few lines."""
+"""Prints a few lines if a module of stages cannot be imported, instead of a long
+traceback."""
 
 from __future__ import annotations
 
@@ -15,11 +16,10 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def tell_briefly(error: Exception) -> None:
-    """Let a command end with the line that must be mended, if nothing catches `error`,
-    which was raised while Django started.
-
-    Python's whole traceback is still shown with `--traceback`, in servers and tests,
-    and where another tool, such as Sentry, reports uncaught errors.
+    """Shorten the report of `error`, which was raised while Django started. If nothing
+    catches the error, the command ends with the line that must be mended. Python's
+    whole traceback is still shown with `--traceback`, in servers and tests, and if
+    another tool, such as Sentry, reports uncaught errors.
     """
     starts_command = any(
         frame.f_globals.get("__name__") == "django.core.management"

@@ -97,8 +97,8 @@ class Command(BaseCommand):
 
 
 def examine() -> Iterator[Examined]:
-    """Test everything. The settings come first, because nothing else can be tested
-    without them."""
+    """Test everything. The settings are tested first, because all other tests need
+    valid settings."""
     yield _versions()
     yield from _settings()
     if conf.problems():

@@ -1,4 +1,4 @@
-"""Who runs a command, and the audit entry of what they did with it."""
+"""The user who runs a command, and the audit entry about the command's action."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pausing and resuming by name, for the commands that do it."""
+"""Pausing and resuming by name, for several commands."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`manage.py txmsg cancel`, `reschedule`, `stop` and `bulk`: messages that have not
-been sent yet, messages that a handler is processing, and bulk operations."""
+"""`manage.py txmsg cancel`, `reschedule`, `stop` and `bulk`: change messages that have
+not been sent yet, messages that a handler is processing, and bulk operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints instants, and texts that others wrote, on a terminal."""
+"""Prepares instants, and texts from messages, for a terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ AWAY = 3
 
 def require_tables(*aliases: str, waits: bool = False) -> None:
     """Raise CommandError if a database is unknown, does not answer (exit code AWAY), or
-    has not been migrated. If `waits`, a database that does not answer is no error,
+    has not been migrated. With `waits`, a database that does not answer is no error,
     because the command waits for it."""
     for alias in aliases:
         if alias not in connections:

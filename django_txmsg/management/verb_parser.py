@@ -12,8 +12,8 @@ class VerbParser(CommandParser):
     """Accepts --settings, --verbosity and so on after the verb too, like `manage.py
     COMMAND`.
 
-    An option that is not given there keeps the value from before the verb. A verb's own
-    verbs have parsers of this class, too.
+    If an option is not given after the verb, its value from before the verb applies. A
+    verb's own verbs have parsers of this class, too.
     """
 
     def __init__(self, *, parents: Any = (), **options: Any) -> None:

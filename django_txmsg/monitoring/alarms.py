@@ -25,8 +25,8 @@ Tone = Literal["bad", "warn"]
 class Alarm:
     """One problem: `what`, and details.
 
-    `table` is the model's name in whose list the problem is shown, and `query` selects
-    the rows there.
+    `table` is the name of the model whose list shows the problem, and `query` selects
+    the rows in that list.
     """
 
     tone: Tone
@@ -44,7 +44,7 @@ class Alarm:
 
 
 def of(status: Status) -> list[Alarm]:
-    """Return the problems, the worst first."""
+    """Return all problems of a status, the worst first."""
     return [
         replace(alarm, kind=kind) for kind, find in _FINDERS for alarm in find(status)
     ]
@@ -296,7 +296,7 @@ def _dead(status: Status) -> Iterator[Alarm]:
 
 def _in(status: Status) -> str:
     """Return the number of dead letters by database, as text; "" if all are in the
-    outbox's own."""
+    outbox's own database."""
     found: dict[str, int] = {}
     for place in [*status.stages.values(), *status.destinations.values()]:
         if place.dead:
@@ -389,8 +389,8 @@ def _since(waiting: Waiting, now: dt.datetime) -> str:
 
 
 def _late(places: Mapping[str, Waiting]) -> str:
-    """Return the names of places with overdue messages, the place with the most
-    first."""
+    """Return the names of places with overdue messages. The place with the most of them
+    comes first."""
     late = sorted(
         ((one.overdue, name) for name, one in places.items() if one.overdue),
         key=lambda pair: (-pair[0], pair[1]),

@@ -1,9 +1,7 @@
-"""Reports alarms outside the console when they begin and end, once each, whichever
-process does it.
-
-It runs in one thread of each `relay` process. An alert is a row, written before it is
-delivered. The delivery is recorded afterwards, so an alert is delivered at least once,
-with the same id.
+"""Reports the beginning and the end of alarms outside the console, each once, however
+many processes run. It runs in one thread of each `relay` process. An alert is a row.
+First the row is written, then the alert is delivered, then the delivery is recorded. So
+an alert is delivered at least once, each time with the same id.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ MOST_DEAD = 50
 
 
 def wanted(picture: Status, kinds: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the text of each alarm of these kinds, by the alarm's name. Each error at
-    a place is an alarm of its own, so that a new error is reported although an old one
-    is open."""
+    """Return the texts of the alarms of these kinds, by the names of the alarms. Each
+    error at a place is a separate alarm, so that a new error is reported while an old
+    one is open."""
     found = {}
     for alarm in alarms.of(picture):
         bad = alarm.tone == "bad" and BAD in kinds
@@ -91,8 +89,8 @@ class Alerting(TimeLoop):
         return Webhook.from_environment(conf.get().ALERTS.WEBHOOK_ENV)
 
     def _keep(self, using: str) -> float:
-        """Compare alarms and alerts once. Returns the seconds until the next
-        comparison."""
+        """Compare the present alarms with the open alerts once. Returns the seconds
+        until the next comparison."""
         home = router.db_for_write(Alert)
         if using == home and not self.idle:
             self._compare(home)

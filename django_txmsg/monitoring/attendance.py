@@ -34,8 +34,8 @@ class Attendance:
 
     @property
     def lost(self) -> list[Worker]:
-        """The workers that became silent and that no process has replaced. A
-        replacement is of the same kind and runs the same stages. It started after the
+        """The workers that have become silent and were not replaced by another process.
+        A replacement has the same kind and runs the same stages. It started after the
         last heartbeat of the silent worker, or at most REPLACED before that (as in a
         rolling update). Each process replaces only one worker."""
         missing = []
@@ -61,8 +61,9 @@ class Attendance:
 
     @property
     def relayed_services(self) -> set[str]:
-        """The services whose stored messages a running relay sends, as far as this
-        process knows. Only a service itself knows its former names."""
+        """The services whose stored messages a running relay sends. The former names of
+        other services are missing, because only the settings of a service contain its
+        former names."""
         found = {one.service for one in self.living if one.kind == "relay"}
         return found | set(conf.get().FORMER_SERVICES if self.relayed else ())
 
@@ -73,8 +74,8 @@ class Attendance:
 
     @property
     def serving(self) -> Counter[str]:
-        """How many live processes run each stage. A stage whose subscription the broker
-        has refused for long does not count as running."""
+        """How many live processes run each stage. A stage does not count as running if
+        the broker has refused its subscription for a while."""
         return Counter(
             name
             for one in self.living

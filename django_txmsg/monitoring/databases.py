@@ -1,7 +1,6 @@
 """The databases that hold messages, according to the settings and the stages.
 
-Everything that works on all of them uses this module: relay, pruning, bulk operations,
-checks.
+Relay, pruning, bulk operations and checks get the list of databases from this module.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def in_use() -> dict[str, str]:
 
 
 def with_tables() -> list[str]:
-    """Return the databases in use that may have our tables, that of the outbox
+    """Return the databases in use that may have our tables. The outbox's database comes
     first."""
     return [
         alias
@@ -41,8 +40,8 @@ def with_tables() -> list[str]:
 
 
 def left_out() -> list[str]:
-    """Return the other aliases that may have our tables. Any code can store a message
-    there with `using=`, so whether they hold messages cannot be known beforehand."""
+    """Return the other aliases that may have our tables. Whether these databases hold
+    messages is unknown, because any code can store a message there with `using=`."""
     known = {*in_use(), conf.get().LISTEN_DATABASE}  # the last: another route to one
     return [
         alias

@@ -1,4 +1,4 @@
-"""The open dead letters by place and error. All of them are counted.
+"""Counts all open dead letters, by place and error.
 
 The overview, `message_status`, the metrics, the alarms, and the groups and filters of
 the admin use this module only.
@@ -37,8 +37,8 @@ class Dead:
 
     @property
     def place(self) -> str:
-        """The stage that has given up, or the relay that could not send the
-        messages."""
+        """The stage that has given up these messages, or the relay that could not send
+        them."""
         return self.stage or f"relay to {self.destination}"
 
 

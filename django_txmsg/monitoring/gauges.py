@@ -67,8 +67,8 @@ class Gauges:
     def waiting(
         self, kind: str, what: Waiting, now: dt.datetime, /, **labels: str
     ) -> None:
-        """Set how many messages wait, how many of them are overdue, and the age of the
-        oldest."""
+        """Set three gauges: how many messages wait, how many of them are overdue, and
+        the age of the oldest one."""
         age = (now - what.oldest_due).total_seconds() if what.oldest_due else 0.0
         self.set(f"{kind}_waiting", what.count, **labels)
         self.set(f"{kind}_overdue", what.overdue, **labels)

@@ -35,8 +35,9 @@ class Known:
 
 
 def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
-    """Return the outages for the worker's row. Each has the seconds that it had lasted
-    at the heartbeat; with the heartbeat, the database's clock shows when it began."""
+    """Return the outages for the worker's row. Each outage has its duration at the
+    heartbeat. A reader subtracts this from the heartbeat, which is by the database's
+    clock, to get the beginning of the outage."""
     return [
         {
             "kind": one.kind,
@@ -51,7 +52,7 @@ def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
 
 def read(workers: Iterable[Worker]) -> list[Known]:
     """Return the outages of these processes, each once, the longest first. Entries that
-    other code has written, and that are unreadable here, are left out."""
+    this code cannot read, because other code has written them, are left out."""
     found: dict[tuple[str, str], Known] = {}
     for worker in workers:
         for given in worker.outages or ():
@@ -69,8 +70,8 @@ def read(workers: Iterable[Worker]) -> list[Known]:
 
 
 def refused(worker: Worker, now: dt.datetime) -> set[str]:
-    """Return the stages to which a process has not been able to subscribe for
-    `LATE`."""
+    """Return the stages whose subscription the broker has refused to a process for the
+    time `LATE`."""
     return {one.name for one in late(read([worker]), now) if one.kind == SUBSCRIPTION}
 
 

@@ -1,8 +1,8 @@
 """How many messages were stored, dispatched, processed and buried in the last 24 hours.
 
 `relay` and `consume` count finished periods once and store the counts (`PeriodCount`).
-Only later rows are counted live, so that a day of millions of messages costs little.
-Readers write nothing.
+Only rows after the last stored period are counted live, so that a day with millions of
+messages costs little. Readers write nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
 def _not_remembered(
     using: str, since: dt.datetime, now: dt.datetime
 ) -> Counter[tuple[dt.datetime, str]]:
-    """Count the periods whose counts are not stored. A process counts each finished
+    """Count the periods that have no stored counts. A process counts each finished
     period only once."""
     known: Counter[tuple[dt.datetime, str]] = Counter()
     begin, end, counts = _unstored.get(using, (now, now, known))
@@ -87,7 +87,7 @@ def _not_remembered(
 
 
 def forget() -> None:
-    """Forget what this process has counted. For tests."""
+    """Clear the counts that this process has cached. For tests."""
     _unstored.clear()
 
 
@@ -143,7 +143,8 @@ def _remembered(
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
     """Return when each place last dispatched or processed a message in the last 24
-    hours, by series and place. For a stored period, that is the period's end."""
+    hours, by series and place. If the activity is in a stored period, the result is the
+    end of that period."""
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)

@@ -19,8 +19,8 @@ from . import attendance, outages, running
 
 
 class Presence:
-    """Keeps this process's row and heartbeat. Never fails, because a worker goes on
-    even if its row cannot be written."""
+    """Writes this process's row and heartbeats. Never raises, because a worker
+    continues even if its row cannot be written."""
 
     def __init__(
         self, kind: str, using: str, stages: Sequence[str] = (), *, name: str = ""
@@ -57,10 +57,9 @@ class Presence:
         self._quietly(beat)
 
     def refuse_rivals(self) -> None:
-        """Check whether another service runs a stage of the same name in this database,
-        where the inbox tells stages apart only by their names.
-
-        Raises ConfigurationError in the process that started later.
+        """Check whether another service runs a stage of the same name in this database.
+        The inbox distinguishes stages only by their names. Raises ConfigurationError in
+        the process that started later.
         """
         workers = Worker.objects.using(self._using)
         found: list[tuple[Worker, set[str]]] = []

@@ -1,6 +1,7 @@
 """A view for machines that poll: GET only, never cached.
 
-It runs in no transaction, because it must answer when the database does not.
+The view runs in no transaction, because it must also answer when the database does not
+answer.
 """
 
 from __future__ import annotations

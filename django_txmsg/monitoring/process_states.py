@@ -1,8 +1,8 @@
 """The states of this host's worker processes, in one file for each.
 
-A worker writes its own file once a second. `manage.py txmsg alive` reads all files, and
-the parent of `--processes` those of its children. No database is used, because an
-outage of the database must not kill the processes that wait for it.
+A worker writes its own file once a second. `manage.py txmsg alive` reads the files of
+all processes. The parent of `--processes` reads the files of its children. No database
+is used, because an outage of the database must not kill the processes that wait for it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def directory() -> Path:
 
 
 def read(pid: int) -> State | None:
-    """Return the state that a process has written, with its ages as of now; None if the
-    process does not run. The file of a process that was killed is removed."""
+    """Return the state that a process has written, with the ages as of now. If the
+    process does not run any more, remove its file and return None."""
     path = directory() / str(pid)
     try:
         with path.open() as file:

@@ -1,5 +1,4 @@
-"""The latest activity of each destination and stage, as far as the newest rows show
-it."""
+"""The latest activity of each destination and stage. Only the newest rows are read."""
 
 from __future__ import annotations
 

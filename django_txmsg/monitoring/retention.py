@@ -1,9 +1,10 @@
 """Deletes settled rows past TXMSG["RETENTION"].
 
-It deletes in bounded batches, each in a short transaction, by the database's clock.
-Unsettled rows stay whatever their age: pending messages, parked ones, and everything
-about an open dead letter. If TXMSG["LAKE"] is set, `manage.py pipeline archive` deletes
-rows of the message log instead, after proving that they are in the lake.
+It deletes limited batches of rows, each in a short transaction. The age of a row is
+measured by the database's clock. Unsettled rows stay whatever their age: pending
+messages, parked ones, and everything about an open dead letter. If TXMSG["LAKE"] is
+set, `manage.py pipeline archive` deletes rows of the message log instead, after proving
+that they are in the lake.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ OnBatch = Callable[["Kind", int], None]
 class Kind:
     """One table from which settled rows are deleted.
 
-    If there is a column that grows with the primary key, it is `clock`: reading can
-    stop at the first row younger than the cutoff. `by` is the order in which the table
-    is read.
+    `clock` is a column that grows with the primary key, if there is one. Then reading
+    stops at the first row that is younger than the cutoff. `by` is the order in which
+    the table is read.
     """
 
     name: str
@@ -75,8 +76,8 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """Return the tables to prune, and for how long their rows are kept by the present
-    settings."""
+    """Return the tables to prune, each with the time for which the present settings
+    keep its rows."""
     keep = conf.get().RETENTION
     return [
         Kind(
@@ -170,8 +171,8 @@ def prune(
 ) -> int:
     """Delete a kind's settled rows past retention. Returns how many.
 
-    `on_batch` is called after each transaction with the number so far. `stop`, once
-    set, ends it after the current transaction.
+    `on_batch` is called after each transaction with the number so far. When `stop` is
+    set, pruning ends after the current transaction.
     """
     if not prunable(kind):
         return 0
@@ -215,7 +216,7 @@ def _doomed(kind: Kind, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
 
 
 def _delete(doomed: QuerySet[Any], using: str) -> int:
-    """Delete in one transaction, which checks again whether each row is settled."""
+    """Delete rows in one transaction. It checks again whether each row is settled."""
     if doomed.model in (Batch, Run):
         # With its branches; with its steps and its undos.
         return int(doomed.delete()[1].get(doomed.model._meta.label, 0))

@@ -17,8 +17,8 @@ from .waiting import OVERDUE
 
 @dataclass(frozen=True)
 class Timing:
-    """One recurring message. `recurring` is None if this code does not declare it,
-    `row` if no relay has recorded it yet."""
+    """One recurring message. `recurring` is None if this code does not declare the
+    message. `row` is None if no relay has recorded the message yet."""
 
     name: str
     recurring: Recurring | None
@@ -48,7 +48,7 @@ def read() -> list[Timing]:
 
 def in_database(using: str, now: dt.datetime) -> list[Timing]:
     """Return the messages that are declared here for one database. For the outbox's
-    database, add those that only this service's table has."""
+    database, add the messages that are only in this service's table."""
     declared = {one.name: one for one in recurring()}
     home = router.db_for_write(Schedule)
     if using != home and all(one.alias != using for one in declared.values()):

@@ -1,7 +1,7 @@
 """The state of messaging: counts and oldest ages of every state, in few queries.
 
 The overview, `manage.py message_status`, the alarms and the metrics use it for every
-database in use. The health view uses the same functions, and counts less.
+database in use. The health view uses the same functions, but counts fewer things.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def unconsumed(
     consumed: Iterable[str],
     now: dt.datetime,
 ) -> dict[str, str]:
-    """Return the destinations that recently received messages, and that have a consumer
-    neither here nor elsewhere, as far as that is known. Each has the name that was
-    perhaps meant.
+    """Return the destinations that recently received messages, and that have no
+    consumer here, and no known consumer elsewhere. Each has the similar name of a
+    consumed destination that the sender may have meant.
 
     `dispatched` has the last dispatch to each destination, `consumed` the destinations
     of stages here. Without TXMSG["KNOWN_DESTINATIONS"], only names that look misspelt
@@ -82,9 +82,10 @@ def unconsumed(
 
 
 def _letters(name: str) -> str:
-    """Return a key that a name shares with its misspellings, which have the same
-    letters in another order, or another separator. A name with one more letter is
-    another word: "placed" is not "place"."""
+    """Return a key that a name shares with its misspellings, that is, with names that
+    have the same letters in another order, or another separator. A name with an
+    additional letter has a different key, because it may be another word: "placed" is
+    not "place"."""
     return "".join(sorted(filter(str.isalnum, name.lower())))
 
 
@@ -192,7 +193,7 @@ class Status:
 
     @property
     def oldest_dead(self) -> dt.datetime | None:
-        """Since when there have been open dead letters of errors that are not muted."""
+        """When the oldest open dead letter was made, of errors that are not muted."""
         found = (place.oldest_dead for place in self._places if place.oldest_dead)
         return min(found, default=None)
 

@@ -18,9 +18,9 @@ from ..stages import all_stages
 
 @dataclass(frozen=True)
 class Subscription:
-    """One subscriber of a topic. `abandoned` means that it belonged to a stage of this
-    service that no longer exists. Whether another service's stage exists is not known
-    here."""
+    """One subscriber of a topic. `abandoned` means that the subscription belonged to a
+    stage of this service, and that this stage no longer exists. Whether a stage of
+    another service exists is unknown here."""
 
     topic: str
     subscriber: str
@@ -34,7 +34,7 @@ class Subscription:
 
 
 def served(living: Collection[Worker]) -> set[str]:
-    """Return the subscribers that the stages of these processes would be, if they
+    """Return the names of the subscribers under which the stages of these processes
     consume topics."""
     return {f"{one.service}.{stage}" for one in living for stage in one.stages}
 

@@ -1,4 +1,5 @@
-"""Messages of ordered stages that wait for their predecessors: how many, and why."""
+"""Counts the messages of ordered stages that wait for their predecessors, and finds the
+reasons."""
 
 from __future__ import annotations
 
@@ -86,8 +87,8 @@ def lines(using: str) -> dict[str, Line]:
 
 
 def at_least(line: Line) -> str:
-    """Return the size of the waiting messages in words, with a plus if not all were
-    counted."""
+    """Return the size of a line's waiting messages in words, with a plus if not all
+    were counted."""
     return f"{amount(line.size)}{' and more' * (line.count > CAP)}"
 
 
@@ -95,8 +96,8 @@ def held(
     using: str, stages: Collection[str] | None = None, *, after: float | None = None
 ) -> list[HeldKey]:
     """Return the keys whose messages have waited for `after` seconds (by default
-    TXMSG["ORDER_PATIENCE"]), the longest wait first: at most NAMED keys, of these
-    stages or of all."""
+    TXMSG["ORDER_PATIENCE"]), of these stages or of all. The longest wait comes first,
+    and at most NAMED keys are returned."""
     connection: Any = connections[using]
     patience = conf.get().ORDER_PATIENCE if after is None else after
     found: list[tuple[str, str, int, Any]] = []

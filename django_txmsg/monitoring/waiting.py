@@ -1,8 +1,8 @@
-"""Messages that wait for their next step, in the outbox, the inbox and the queues; and
-runs of flows that wait for a deadline.
+"""Counts messages that wait for their next step, in the outbox, the inbox and the
+queues, and runs of flows that wait for a deadline.
 
-Each place is counted separately, up to CAP rows. So counting stays cheap, and a place
-with many messages does not hide another place.
+Each place is counted separately, up to CAP rows. So counting is cheap, and many
+messages at one place do not hide another place.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def total(parts: Iterable[Waiting]) -> Waiting:
 def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
     """Return the pending messages, by destination and by the service that stored them.
 
-    At most `most` rows (by default CAP) of each place are counted, those that are due
-    longest first.
+    At most `most` rows (by default CAP) of each place are counted, beginning with the
+    earliest due time.
     """
     return _by_place(
         using,
@@ -110,7 +110,7 @@ def in_inbox(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
     """Return the messages that wait for another attempt, by stage. Messages that need
-    newer code, and those that wait behind others of their key, do not count. At the
+    newer code, and messages that wait behind others of their key, do not count. At the
     stages in `held`, which an operator has paused, no message counts as due."""
     found = _by_place(
         using,
@@ -213,8 +213,8 @@ def _by_place(
     leased: str,
     most: int | None,
 ) -> list[Waiting]:
-    """Count each place separately, the rows that are due longest first, so that a place
-    with many messages does not change the counts of the others."""
+    """Count the rows of each place separately, beginning with the earliest due time, so
+    that many messages at one place do not change the counts of other places."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1

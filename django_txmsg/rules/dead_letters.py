@@ -1,5 +1,5 @@
-"""The states of a dead letter: `open → redelivered | replaced | discarded`; the bulk
-operations that resolve many of them, and the mute of an error.
+"""The states of a dead letter: `open → redelivered | replaced | discarded`. Also the
+bulk operations that resolve many dead letters, and the mute of an error.
 """
 
 from __future__ import annotations

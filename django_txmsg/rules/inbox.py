@@ -1,5 +1,6 @@
-"""The states of a received message: `received → processed | dead`. Also what it waits
-for between two attempts, and that its recorded attempts are deleted with it."""
+"""The states of a received message: `received → processed | dead`. Also the reasons for
+which a message waits between two attempts, and the deletion of its recorded
+attempts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Conditions on the rows of a table, for use in any SQL statement; and the condition
-for a lease, which rows of several tables have."""
+"""Conditions on the rows of a table, for use in any SQL statement. Also the condition
+for a lease, because rows of several tables have leases."""
 
 from __future__ import annotations
 

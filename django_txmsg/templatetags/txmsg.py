@@ -1,7 +1,7 @@
 """Template tags for counts, ages and states on the operator's pages.
 
-Django imports every app's tags, even if the admin is not installed: so the admin's
-modules are imported only when a tag is used.
+Django imports the tags of every app, even if the admin is not installed. So this module
+imports the admin's modules only when a tag is used.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def ago(instant: Any, now: Any = None) -> Any:
 
 @register.filter
 def focusable(table: str) -> str:
-    """Let the keyboard scroll a list that has no links, and that is wider than a
-    phone's screen."""
+    """Make a table scrollable by the keyboard, because it may be wider than a phone's
+    screen and have no links."""
     return table.replace('<div class="results">', '<div class="results" tabindex="0">')
 
 

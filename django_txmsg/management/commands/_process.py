@@ -3,7 +3,7 @@
 When the process is stopped, it finishes the messages in progress, and ends. A handler
 may take as long as it needs. A thread that waits for a server has `PATIENCE` seconds:
 otherwise a database that does not answer, a lock that is not released or a broker that
-sends no receipts would keep the process for ever. Other processes take over its
+sends no receipts would keep the process from ending. Other processes take over its
 unfinished messages.
 """
 
@@ -109,8 +109,8 @@ def _insist(ended: threading.Event, reading: socket.socket, stderr: Any) -> None
 
 
 def say(stream: Any, text: str) -> None:
-    """Write a line. If the output is closed, do nothing: the terminal may be gone, but
-    the messages are not."""
+    """Write a line. If the output is closed, do nothing, so that the process can still
+    finish its messages."""
     try:
         stream.write(text)
         stream.flush()
@@ -125,9 +125,9 @@ def say(stream: Any, text: str) -> None:
 
 def stay_light() -> None:
     """Exclude everything loaded by now from garbage collection, and collect less often.
-    Traversing it takes a third of the time that a busy relay spends on a message. A
-    batch creates no reference cycles, and searching for them after every 700 objects
-    takes a tenth of the remaining time."""
+    Traversing these objects takes a third of the time that a busy relay spends on a
+    message. A batch creates no reference cycles, but the search for cycles after every
+    700 objects takes a tenth of the remaining time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, *gc.get_threshold()[1:])
@@ -136,9 +136,9 @@ def stay_light() -> None:
 def return_memory() -> None:
     """Return the memory of large bodies to the system as soon as it is free.
 
-    By default, glibc keeps such blocks in each thread after it has freed a few: a
-    consumer of four threads kept 250 MiB. Other C libraries, and a user's own limit,
-    are left alone.
+    By default, glibc keeps such blocks for each thread after the thread has freed a few
+    of them: a consumer with four threads kept 250 MiB. If the C library is another one,
+    or the user has set a limit, nothing is changed.
     """
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         with contextlib.suppress(OSError, AttributeError, TypeError):
@@ -179,7 +179,7 @@ def heartbeat(
 
 
 def _count(using: str) -> None:
-    """Aggregate the counts. If that fails, a later run does it."""
+    """Aggregate the counts. If that fails, a later call will do it."""
     counting = database_health.retry(
         using, f"the charts of database {using!r} are not updated"
     )

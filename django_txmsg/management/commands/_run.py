@@ -140,8 +140,8 @@ class Reloader:
 
 def files() -> Iterator[tuple[str, float]]:
     """Return the project's own Python files, each with its modification time. These are
-    the files of its applications and settings, and other imported modules of the
-    project."""
+    the files of the project's applications, of its settings, and of its other imported
+    modules."""
     found: set[str] = set()
     for root in _roots():
         for folder, folders, names in os.walk(root):
@@ -176,8 +176,9 @@ def _own(path: str) -> bool:
 class Lines:
     """Reports the outcome of each message as it happens: `printing()`.
 
-    `write` takes a line. A message dispatched to a destination in `consumed` is
-    reported only when a stage of this process has processed it.
+    `write` takes a line. If a message goes to a destination in `consumed`, its dispatch
+    prints no line, because a stage of this process will process the message and print a
+    line then.
     """
 
     def __init__(self, write: Any, style: Style, consumed: Collection[str]) -> None:
@@ -186,8 +187,8 @@ class Lines:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Print lines while the block runs. An event that the log prints to the same
-        place is left out."""
+        """Print lines while the block runs. Events that the project's log prints to the
+        same terminal are left out."""
         receivers = (
             (signals.message_dispatched, self._dispatched),
             (signals.message_processed, self._processed),

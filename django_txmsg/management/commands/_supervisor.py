@@ -1,10 +1,10 @@
 """`--processes N`: a parent that starts children, restarts those that end, and forwards
 signals.
 
-It opens no connection, and loads nothing that a child must load again. SIGTERM and
-SIGINT drain and end all children; a second one ends them at once. SIGHUP replaces the
-children one after the other: the next one ends when a working process has replaced the
-one before.
+The parent opens no connection, and imports nothing of the project that a child must
+import again. SIGTERM and SIGINT drain and end all children; a second signal ends them
+at once. SIGHUP replaces the children one after the other. A child is stopped only when
+the replacement of the previous child works.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 @dataclass
 class Slot:
-    """The place of one child, which its replacements take over."""
+    """The place of one child, and of the children that replace it."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -169,8 +169,8 @@ class Supervisor:
         return self._code
 
     def alive(self, within: float) -> str:
-        """Return the child that has not run within that many seconds, if any, in
-        words."""
+        """Return a description of a child whose loops have not turned within that many
+        seconds; "" if there is none."""
         now = time.monotonic()
         for slot in self.slots:
             process = slot.process

@@ -36,11 +36,10 @@ TIMEOUT = 10.0
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Answers for one process, or for the parent of several.
-
+    """Answers HTTP requests for one process, or for the parent of several processes.
     `alive` is called with a number of seconds. It returns the name of a loop that has
-    not run for that long, if any. `folder` is the directory in which several processes
-    count for Prometheus.
+    not turned for that long, or "". `folder` is the directory in which several
+    processes count for Prometheus.
     """
 
     daemon_threads = True
@@ -96,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(404, "There are /alive, /ready and /metrics.")
 
     def do_HEAD(self) -> None:
-        """Answer as a GET, without the body."""
+        """Answer like GET, without the body."""
         self.do_GET()
 
     def log_message(self, format: str, *args: object) -> None:
@@ -220,8 +219,8 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
 
 
 def alive(within: float) -> str:
-    """Return the loop of this process that has not run within that many seconds, if
-    any, in words."""
+    """Return a description of a loop of this process that has not turned within that
+    many seconds; "" if there is none."""
     state = liveness.state()
     if state.silent <= within:
         return ""

@@ -1,6 +1,7 @@
 """`manage.py pipeline JOB`: the data pipeline, configured by this project's settings.
 
-The settings are converted to a job specification; the job itself does not use Django.
+The command converts the settings to a job specification. The job itself does not use
+Django.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def _cli() -> Any:
 def job_spec(alias: str) -> Any:
     """Return the specification from Django's settings and TXMSG.
 
-    The password goes into this process's environment, and only the variable's name into
-    the specification.
+    The password is put into this process's environment. The specification contains only
+    the name of the variable.
     """
     from ...spark.spec import JobSpec, LakeSpec, Subscription
 
@@ -163,7 +164,8 @@ def job_spec(alias: str) -> Any:
 
 
 def _read_by(source: Any, reader: str) -> Any:
-    """Return a service's database with the replica from which its rows are read."""
+    """Return a service's database, together with the replica from which jobs read its
+    rows."""
     if "://" in reader:
         return replace(source, reader_url=reader)
     there = source_spec(reader, f"{source.service}_reader")

@@ -135,8 +135,8 @@ class Command(BaseCommand):
 
 
 def _living() -> list[Worker]:
-    """Return the live processes. Their rows are in the database of the workers, which
-    need not be that of the broker."""
+    """Return the live processes. Their rows are in the database of workers, which may
+    differ from the broker's database."""
     home = router.db_for_write(Worker)
     require_tables(home)
     return attendance.read_living(home, clock(home)).living

@@ -1,7 +1,7 @@
 """`manage.py take_over_outbox_pattern`: migrates from django-outbox-pattern.
 
-It reads that package's tables directly. The package need not be installed. It cannot be
-installed together with our STOMP client, because it needs an older stomp.py.
+It reads that package's tables directly. That package need not be installed. It cannot
+be installed beside our STOMP client, because it requires an older stomp.py.
 """
 
 from __future__ import annotations
