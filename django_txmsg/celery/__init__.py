@@ -1,9 +1,10 @@
-"""Celery through the outbox: use it in place of `from celery import Celery`.
+"""Celery through the outbox: import `Celery` from here in place of `from celery import
+Celery`.
 
-`Celery` stores tasks called inside a transaction as rows of the outbox, which the relay
-sends to Celery's own broker; `TransactionalTask` does so for apps that keep Celery's
-class; an `OnceTask` takes effect once, however often it is delivered. See
-docs/how-to/celery-outbox.md.
+`Celery` stores tasks that are called inside a transaction as rows of the outbox. The
+relay sends these rows to Celery's own broker. `TransactionalTask` does the same for
+apps that keep Celery's class. An `OnceTask` takes effect once, even if its message is
+delivered several times. See docs/how-to/celery-outbox.md.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ log = logging.getLogger("django_txmsg.celery")
 
 
 class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without type hints
-    """A task whose calls inside a transaction leave with its commit.
+    """A task whose calls inside a transaction are sent if the transaction commits.
 
-    For apps that keep Celery's own class: `task_cls` takes the string
-    "django_txmsg.celery:TransactionalTask". But `send_task()` and signatures of tasks
-    that are not registered then bypass the outbox.
+    Use this class for apps that keep Celery's own class, with
+    `task_cls="django_txmsg.celery:TransactionalTask"`. In such an app, `send_task()`
+    and signatures of unregistered tasks bypass the outbox.
     """
 
     def apply_async(
@@ -65,12 +65,12 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         )
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Call the task: its message is sent after the commit, and a crash does not
-        lose it."""
+        """Call the task. The task's message is sent after the commit, and survives a
+        crash."""
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Like `delay_on_commit()`, with the arguments of `apply_async()`. Where no row
+        """Like `delay_on_commit()`, with the arguments of `apply_async()`. If no row
         can be stored (in another database's transaction, or with `task_always_eager`),
         Celery's own method runs."""
         eager = self._get_app().conf.task_always_eager
@@ -83,10 +83,11 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
 class OnceTask(TransactionalTask):
     """A task whose work in the database takes effect once.
 
-    One transaction holds the record that the task is done, its work, and the tasks and
-    messages that it sends. It runs on the database that `using` names, or else the
-    router's. A redelivery returns the first result, so that a chain continues. The task
-    must not be slow, because the transaction is open while it runs.
+    One transaction contains the work of the task, the record that the task is done, and
+    the tasks and messages that it sends. The transaction is on the database that
+    `using` names, by default the router's database. A redelivery returns the first
+    result, so that a chain continues. The task must be fast, because the transaction is
+    open while the task runs.
     """
 
     #: Acknowledged after the commit, so that a worker that dies leaves the message with
@@ -97,7 +98,7 @@ class OnceTask(TransactionalTask):
 
     @classmethod
     def careless(cls) -> list[str]:
-        """Return what is wrong with options under which the task could be lost."""
+        """Return a description of each option with which the task could be lost."""
         return [
             f"the OnceTask {cls.name!r} has {option}=False: if its worker dies, the "
             "task is lost."
@@ -107,7 +108,8 @@ class OnceTask(TransactionalTask):
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        """Log options under which the task could be lost, when it is registered."""
+        """Log each option with which the task could be lost. Celery calls this when it
+        registers the task."""
         super().on_bound(app)
         for careless in cls.careless():
             log.error("%s", careless)
@@ -128,20 +130,21 @@ class OnceTask(TransactionalTask):
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Retry like Celery does, but raise Retry whatever `throw` says, because the
-        work must be rolled back before it is repeated. Raises InvalidMessage for
-        another broker than the app's, which Celery would turn into a Reject."""
+        """Retry like Celery does, and always raise Retry, even with `throw=False`, so
+        that the work is rolled back before the retry. Raises InvalidMessage for a
+        connection to another broker than the app's."""
         leads = (options.get(name) for name in ("connection", "producer", "publisher"))
         refuse_another_broker(self._get_app(), self.name, *leads)
         return super().retry(args, kwargs, exc, True, *rest, **options)
 
 
 class Celery(celery.Celery):  # type: ignore[misc]  # published without type hints
-    """A Celery app whose tasks, called inside a transaction, are sent after its commit.
+    """A Celery app. Tasks that are called inside a transaction are sent after its
+    commit.
 
-    Outside a transaction they are sent to the broker at once, as with Celery, unless
-    TXMSG["CELERY"]["REQUIRE_ATOMIC"] is set. Its tasks are `TransactionalTask`s, unless
-    `task_cls` names another class.
+    Outside a transaction, tasks are sent to the broker at once, as in Celery. With
+    TXMSG["CELERY"]["REQUIRE_ATOMIC"], such a call raises an error. Tasks of this app
+    are `TransactionalTask`s, unless `task_cls` names another class.
     """
 
     def __init__(self, *args: Any, task_cls: Any = None, **options: Any) -> None:

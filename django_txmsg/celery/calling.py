@@ -1,9 +1,10 @@
-"""Hop 1 for Celery: a task is called, and its message becomes a row of the outbox.
+"""Hop 1 for Celery: the call of a task stores the task's message as a row of the
+outbox.
 
-Celery creates the message as usual, with its routing, canvas and ids. A producer in
-place of kombu's keeps what Celery would publish. Neither broker nor result backend is
-contacted. Messages that continue a running task are sent, not stored: a row would be
-rolled back together with the task.
+Celery creates the message as usual, with its routing, canvas and ids. A replacement for
+kombu's producer keeps the message that Celery would publish. Neither broker nor result
+backend is contacted. Messages that continue a running task are sent to the broker. They
+are not stored, because a failing task would roll back their rows.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from ..dead_letters import masking
 
 @dataclass
 class Run:
-    """One execution of a task. When its transaction has ended, the messages in `later`
-    are sent to the broker. Once it has `ended`, further calls are sent at once."""
+    """One execution of a task. The messages in `later` are sent to the broker after the
+    end of the task's transaction. When the execution has `ended`, further calls are
+    sent at once."""
 
     later: list[Publication] = field(default_factory=list)
     ended: bool = False
@@ -54,17 +56,17 @@ _run: ContextVar[Run | None] = ContextVar("django_txmsg_celery_run", default=Non
 
 
 def current_run() -> Run | None:
-    """Return the execution that is open in this context."""
+    """Return the current execution of a task in this context, or None."""
     return _run.get()
 
 
 def enter(run: Run | None) -> None:
-    """Set the execution that is open in this context, or None."""
+    """Set the current execution of a task in this context."""
     _run.set(run)
 
 
 def without_asking(app: Any) -> None:
-    """In this thread, contact the app's result backend only when a caller waits for a
+    """Let this thread contact the app's result backend only when a caller waits for a
     result."""
     backend = app.backend
     if getattr(backend, "is_async", False) and not hasattr(backend, "txmsg"):
@@ -72,7 +74,8 @@ def without_asking(app: Any) -> None:
 
 
 class _Patience:
-    """Replaces four methods of one result backend."""
+    """Replaces four methods of a result backend, so that a call of a task does not
+    contact it."""
 
     def __init__(self, backend: Any) -> None:
         self._call = backend.on_task_call
@@ -86,13 +89,13 @@ class _Patience:
         backend.iter_native = self.iter_native
 
     def on_task_call(self, producer: Any, task_id: str) -> Any:
-        """Handle the call of a task. It is stored as a row only if Celery passes the
-        producer that stands for our outbox."""
+        """Do nothing if the task's message is kept for the outbox. Otherwise call the
+        backend's own method."""
         return {} if hasattr(producer, "published") else self._call(producer, task_id)
 
     def add_pending_result(self, result: Any, **options: Any) -> Any:
-        """Watch a result; Celery calls this for each result of a group. Inside a block,
-        the backend is contacted only once a caller waits."""
+        """Watch a result. Celery calls this for each result of a group. Inside a
+        transaction, the backend is contacted only when a caller waits for a result."""
         if not any(map(in_block, connections.all(initialized_only=True))):
             return self._add(result, **options)
         number, results = id(result), self._results
@@ -129,8 +132,8 @@ _NOTHING = dict.fromkeys(("callbacks", "errbacks", "chain", "chord"))
 # to monitors. The arguments themselves are in the body, which is masked where it is
 # shown.
 def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
-    """Return Celery's options that show the masked texts of a call's arguments. Without
-    a mask there are none."""
+    """Return Celery's options that replace the displayed arguments of a call by masked
+    texts. Return no options if the settings have no mask."""
     if conf.get().MASK is None:
         return {}
     args, kwargs = arguments
@@ -160,12 +163,13 @@ class StoringProducer:
         self.published: list[Publication] = []
 
     def publish(self, body: Any, **given: Any) -> None:
-        """Keep what Celery would publish."""
+        """Keep the message that Celery would publish."""
         self.published.append(Publication.make(body, given))
 
     @property
     def connection(self) -> StoringProducer:
-        """Stands for a connection, which Celery uses only to translate errors."""
+        """Return this object in place of a connection, which Celery needs only to
+        translate errors."""
         return self
 
     def _reraise_as_library_errors(self) -> Any:
@@ -173,8 +177,8 @@ class StoringProducer:
 
 
 def stands_in(producer: Any) -> bool:
-    """Return whether published messages are kept, so that the caller's connection is
-    not used."""
+    """Return whether the producer only keeps messages, so that the caller's connection
+    is unused."""
     return isinstance(producer, StoringProducer)
 
 
@@ -190,11 +194,11 @@ def call(
     using: str | None,
     nesting: int,
 ) -> Any:
-    """Call `send(task_id, producer)`, and store what it publishes if a transaction is
-    open. Returns its result.
+    """Call `send(task_id, producer)`, and return its result. If a transaction is open,
+    store the message that `send` publishes.
 
-    `leads` are connections and producers that the caller passed. Raises InvalidMessage
-    if a stored message was meant for another broker than the app's.
+    `leads` are the caller's own connections and producers. Raises InvalidMessage if a
+    message to store would go to another broker than the app's.
     """
     if stands_in(producer) or not apps.models_ready:
         return send(task_id, producer)
@@ -230,17 +234,17 @@ def call(
 
 
 def stores(using: str | None) -> bool:
-    """Return whether a task that is called now is stored."""
+    """Return whether a task that is called now would be stored as a row."""
     return in_block(connections[_alias(using)])
 
 
 def requires(app: Any) -> bool:
-    """Return whether calling a task that cannot be stored is an error."""
+    """Return whether the call of a task outside a transaction is an error."""
     return conf.get().CELERY.REQUIRE_ATOMIC and not in_worker(app)
 
 
 def _alias(using: str | None) -> str:
-    """Return the database whose transaction a call belongs to."""
+    """Return the alias of the database in whose transaction a call is stored."""
     from ..models import OutboxMessage
     from ..sending.scope import current_scope
 
@@ -250,22 +254,21 @@ def _alias(using: str | None) -> str:
 
 
 def _has_its_own(producer: Any) -> bool:
-    """Return whether the caller passes its own producer, like beat; a group's producer,
-    from the app's pool, does not count."""
+    """Return whether the caller passes its own producer, as beat does. A group's
+    producer comes from the app's pool, and does not count."""
     return producer is not None and "release" not in vars(producer)
 
 
 def in_worker(app: Any) -> bool:
-    """Return whether a task is running in this thread, or this process is a worker: a
-    worker's main process calls the links of a task that ran out of time."""
+    """Return whether a task is running in this thread, or this process is a worker.
+    After a hard time limit, the main process of a worker calls the task's links."""
     worker = getattr(app.loader, "worker_initialized", False)
     return bool(worker) or get_current_worker_task() is not None
 
 
 def _continues(task_id: str | None, nesting: int) -> bool:
-    """Return whether a call continues the running task. Three kinds of calls do: a
-    retry and a replacement, which have the task's id, and a call after the task's end,
-    which is nested deeper."""
+    """Return whether a call continues the running task. This is true for a retry, for a
+    replacement, and for a call after the end of the task's execution."""
     run = current_run()
     if run is not None and run.ended:
         return True
@@ -280,7 +283,8 @@ def _continues(task_id: str | None, nesting: int) -> bool:
 def _send_later(
     send: Send, app: Any, task_id: str | None, run: Run, masked: dict[str, str]
 ) -> Any:
-    """Send when the transaction of the running OnceTask has ended."""
+    """Keep the message of a call, to send it after the end of the OnceTask's
+    transaction. Return the result of `send`."""
     stand_in = StoringProducer()
     without_asking(app)
     result = send(task_id, stand_in, **masked)
@@ -289,8 +293,8 @@ def _send_later(
 
 
 def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
-    """Raise InvalidMessage if a connection, or a producer's connection, leads to
-    another broker than the app's: a row names only the app."""
+    """Raise InvalidMessage if a connection, or the connection of a producer, leads to
+    another broker than the app's. A row can name only the app."""
     given = [one for one in leads if one is not None]
     if not given:
         return
@@ -322,8 +326,8 @@ def _place(connection: kombu.Connection) -> tuple[Any, ...]:
 
 
 def _derived(current: Scope) -> uuid.UUID:
-    """Return the id of a task called by a stage or a OnceTask. It is the same at each
-    run."""
+    """Return the id of a task that a stage or a OnceTask calls. The id is the same in
+    each run of the stage or OnceTask."""
     assert current.cause is not None
     service = conf.get().SERVICE
     ordinal = next(current.ordinals)
@@ -383,14 +387,13 @@ _NO_NAME = re.compile(r"^[^A-Za-z0-9_]|[^A-Za-z0-9_.\-]")
 
 
 def place(name: str) -> str:
-    """Return the destination, or the stage, under which a task is shown, which is the
-    task's name."""
+    """Return the task's name in a form that is valid for a destination and a stage."""
     return _NO_NAME.sub("_", name)[:255]
 
 
 def identity(task_id: str, nesting: int = 0) -> uuid.UUID:
-    """Return a task's id as a UUID. A task that replaces itself keeps Celery's id, but
-    its replacement is another message with another UUID."""
+    """Return a task's id as a UUID. The replacement of a task has the same id in
+    Celery, and gets another UUID here, because the replacement is another message."""
     try:
         if not nesting:
             return uuid.UUID(task_id)
@@ -400,7 +403,8 @@ def identity(task_id: str, nesting: int = 0) -> uuid.UUID:
 
 
 def broker_of(app: Any) -> str:
-    """Return the alias of the broker with this app. Raises ConfigurationError."""
+    """Return the alias of the broker for this app. Raises ConfigurationError if
+    TXMSG["BROKERS"] has no such entry."""
     app = getattr(app, "_get_current_object", lambda: app)()
     for alias, broker in of_kind("celery").items():
         if broker.app is app:

@@ -1,8 +1,8 @@
-"""The messages that a OnceTask sends after its commit: its own, its links, the rest of
-its chain.
+"""Sends the messages of a OnceTask after its commit: its own messages, its links, and
+the rest of its chain.
 
-If they cannot be sent, the task's message goes back to its queue. Its next delivery
-sends them, without running the task again.
+If these messages cannot be sent, the task's message goes back to its queue. The next
+delivery sends them, without running the task again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _open = threading.local()
 
 def publish(app: Any, publications: Sequence[Publication]) -> None:
     """Send messages to the app's broker. Raises BrokerError if the broker has not
-    confirmed all of them; some may have been sent."""
+    confirmed all messages. Some messages may have been sent in this case."""
     left = [
         Outgoing(
             one.headers.get("task", ""),
@@ -59,7 +59,8 @@ def publish(app: Any, publications: Sequence[Publication]) -> None:
 
 
 def close() -> None:
-    """Close this thread's session, unless it belongs to the parent process."""
+    """Close this thread's session. A session that was inherited through a fork is only
+    dropped."""
     kept, _open.kept = getattr(_open, "kept", None), None
     if kept is not None and kept[0][0] == os.getpid():
         kept[1].close()
@@ -81,17 +82,17 @@ def _session(app: Any) -> tuple[CelerySession, bool]:
 # Celery creates the id of a link when it calls the link: a copy of the task would call
 # it under another id, and the link's work would be done twice.
 def cause_of(request: Any) -> str:
-    """Return the value from which the ids of a request's links are derived. It differs
-    between a task and its replacement, which has the same id."""
+    """Return the value from which the ids of a request's links are derived. A task and
+    its replacement have the same id, and different values here."""
     return f"celery/{request.id}/{request.replaced_task_nesting or 0}"
 
 
 def identified(calls: Iterable[Any] | Mapping[str, Any] | None, cause: str) -> Any:
-    """Return copies of signatures in which each task has an id: the caller's, or one
-    derived from `cause` and the task's place.
+    """Return copies of signatures in which each task has an id. The id is the caller's,
+    or is derived from `cause` and the place of the task.
 
-    Groups keep no id of their own: a chord counts its tasks for each call, and its
-    tasks and its body have the same ids in each.
+    A group gets no derived id, because a chord counts its tasks separately for each
+    call. The tasks and the body of a chord have the same ids in each call.
     """
     if not calls:
         return []
@@ -137,9 +138,10 @@ HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupErro
 def go_on(task: Any, result: Any) -> None:
     """Call the task's links and the rest of its chain. Raises Reject if that fails.
 
-    Celery itself would call them when the task returns. If its broker were away, or the
-    backend that a chord needs, Celery would treat the task as failed and acknowledge
-    it: its work would be committed and its chain lost.
+    Without this function, Celery would call them after the task returns. If the broker
+    or a chord's backend were unavailable at that moment, Celery would treat the task as
+    failed and acknowledge its message. The work of the task would be committed, and its
+    chain would be lost.
     """
     request, app = task.request, task.app
     cause = cause_of(request)
@@ -179,8 +181,8 @@ def identify_errbacks(request: Any) -> None:
 
 def send(task: Any, later: list[Publication]) -> None:
     """Send to Celery's broker the messages that continue the task (links, chain). If
-    that fails, raises Reject: the task's message is then delivered again, and the
-    messages are sent at that delivery."""
+    that fails, raises Reject. The task's message is then redelivered, and that delivery
+    sends the messages."""
     if not later:
         return
     try:

@@ -2,9 +2,9 @@
 
 The steps are: record (if the task is done, return its result) → begin → run the task,
 which calls and sends → store its result → commit → send its retry or its replacement,
-or its links and the rest of its chain. Celery settles the delivery by what is returned
-or raised. If the worker is killed between two of these steps, the next delivery goes on
-from there.
+or its links and the rest of its chain. Celery acknowledges or rejects the delivery
+according to the returned value or the exception. If the worker is killed between two
+steps, the next delivery continues with the step that is missing.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _NOTE, _ENCODING = "celery", "content-encoding"
 def written(
     task: Any, result: Any, later: Sequence[Publication], ignored: Ignore | None
 ) -> dict[str, Any]:
-    """Return the columns that record the result. There are none if a copy has nothing
-    to return or send."""
+    """Return the columns in which a row records the task's result. Return none if a
+    copy of the message would have nothing to return or send."""
     if result is None and ignored is None and not later:
         return {}
     note: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def written(
 
 
 class Memo:
-    """The stored values of a row."""
+    """The stored result of a task, and its messages to send."""
 
     def __init__(self, headers: Mapping[str, str], body: bytes) -> None:
         self._headers, self._body = headers, body
@@ -102,12 +102,12 @@ class Memo:
 
 
 def run_once(task: Any, args: Any, kwargs: Any) -> Any:
-    """Run a task whose request is open, and return its result, or that of an earlier
-    delivery.
+    """Run the task of the current request, and return its result. If an earlier
+    delivery has done the task, return the result of that delivery.
 
-    Raises the task's exception, with everything rolled back; Reject, to have the
-    message delivered again, while the database or Celery's broker is away, or refuses a
-    statement of the package.
+    Raises the task's exception after a rollback. Raises Reject, so that the broker
+    redelivers the message, if the database or Celery's broker is unavailable, or if the
+    database refuses a statement of this package.
     """
     once = _Once(task, args, kwargs)
     try:
@@ -135,7 +135,7 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Once:
-    """One delivery."""
+    """One delivery of a task's message."""
 
     def __init__(self, task: Any, args: Any, kwargs: Any) -> None:
         self.task, self.args, self.kwargs = task, args, kwargs
@@ -152,7 +152,7 @@ class _Once:
         self._inbox_record: InboxRecord | None = None
 
     def process(self) -> Any:
-        """Process the delivery, from its record to its result."""
+        """Record the delivery, run the task if necessary, and return its result."""
         record, begun = self._record()
         if record.processed:
             return self._again(record)
@@ -206,7 +206,8 @@ class _Once:
         return self._inbox_record, begun
 
     def take_back(self) -> None:
-        """Subtract the attempt, because its failure is not the task's fault."""
+        """Subtract this attempt from the counted attempts, because the task did not
+        cause its failure."""
         if self._inbox_record is None:
             return
         row = self.inbox.filter(
@@ -232,7 +233,8 @@ class _Once:
                     ignored.append(error)
 
         def finish(result: Any, late: bool) -> None:
-            """Store what a copy must return and send, in the task's own row."""
+            """Store in the task's row the result that a copy must return, and the
+            messages that it must send."""
             if late:
                 self.inbox.finish([record.id])
             kept = written(
@@ -270,8 +272,9 @@ class _Once:
         )
 
     def _again(self, record: InboxRecord) -> Any:
-        """Send for a copy what the first delivery should have sent after its commit, in
-        case its worker was killed before."""
+        """Return the stored result to a copy of the message. Send the stored messages
+        again, because the worker of the first delivery may have been killed before it
+        sent them."""
         row = self.inbox.filter(pk=record.id).values("headers", "body").first()
         signals.announce(
             signals.message_duplicate,
@@ -286,9 +289,8 @@ class _Once:
         return done.result()
 
     def _fail(self, record: InboxRecord, error: BaseException) -> bool:
-        """Record a failure, which Celery reports by its own means. Returns False if the
-        work is done in spite of the failure: by a copy, or by this attempt, which has
-        committed."""
+        """Record a failure, which Celery reports to its users. Return False if the work
+        is committed in spite of the failure, by a copy or by this attempt."""
         if in_block(connections[self.using]):
             return True
         text = Failure.of(error).exception

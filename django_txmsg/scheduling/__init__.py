@@ -1,1 +1,1 @@
-"""Hop 1 at given times: recurring messages, each stored once per tick."""
+"""Hop 1 on a schedule: recurring messages, stored once at each tick."""

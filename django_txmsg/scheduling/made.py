@@ -1,7 +1,7 @@
-"""Recurring messages made at run time: by code, on a page, or by command.
+"""Recurring messages that code, an admin page or a command creates at run time.
 
-Each is a row of `Schedule` whose column `made` has its arguments. If `every()` or the
-settings declare the same name, the declared message takes its place.
+Each such message is a row of `Schedule`, whose column `made` contains the arguments. A
+message that `every()` or the settings declare under the same name takes precedence.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def make_recurring(
     unique: str | None = None,
     unique_until: UniqueUntil = "left",
 ) -> None:
-    """Make a recurring message, or change the one that was made with this name. Its
-    ticks count from now on.
+    """Create a recurring message, or change the message that was created with this
+    name. Ticks count from now on.
 
-    It is stored in a row, in the open transaction if there is one. Relays notice it
-    within a minute, and catch up the ticks since then as `missed` says. The arguments
-    are those of `every()`; the body must be JSON.
+    The message is stored as a row, in the open transaction if there is one. Relays read
+    the row within a minute, and catch up the ticks since its creation according to
+    `missed`. The arguments are the same as for `every()`. The body must be JSON.
 
-    Raises ConfigurationError for an invalid expression, time zone or name;
-    InvalidMessage for a message that cannot be sent, and for a name that this project
-    declares.
+    Raises ConfigurationError for an invalid expression, time zone or name. Raises
+    InvalidMessage for a message that cannot be sent, and for a name that the project's
+    code or settings declare.
     """
     if any(one.name == name for one in recurring()):
         raise InvalidMessage(
@@ -85,13 +85,13 @@ def make_recurring(
 
 
 def said(name: str, expression: str, destination: str) -> str:
-    """Return the text of the audit's entry."""
+    """Return the text for the audit log about a created recurring message."""
     return f"Made recurring message {name}: {expression} to {destination}."
 
 
 def remove_recurring(name: str) -> bool:
-    """Remove a recurring message that was made at run time. Returns False if there is
-    none."""
+    """Remove a recurring message that was created at run time. Return False if no
+    message has this name."""
     return bool(_rows().unmake(conf.get().SERVICE, name))
 
 
@@ -100,8 +100,8 @@ def _rows() -> Any:
 
 
 def read(rows: Iterable[Schedule]) -> dict[str, Recurring]:
-    """Return the messages among these rows that were made at run time, by name. A row
-    that this code cannot read is logged and left out."""
+    """Return the recurring messages of those rows that were created at run time, by
+    name. Log and skip a row that this code cannot read."""
     declared = {one.name for one in recurring()}
     found: dict[str, Recurring] = {}
     for row in rows:

@@ -1,5 +1,5 @@
-"""The loop that stores what has become due: recurring messages, and deadlines of flows.
-It runs in one thread of each `relay` process."""
+"""The loop that stores due rows: recurring messages, and time-outs of flows. Each loop
+runs in one thread of each `relay` process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AFTER_REFUSAL = 1.0
 
 
 class TimeLoop(ABC):
-    """Stores what is due in the databases `using`, until stopped."""
+    """Stores due messages in the databases `using`, until stopped."""
 
     #: Longest time, in seconds, between two checks.
     longest_wait: ClassVar[float]
@@ -33,20 +33,21 @@ class TimeLoop(ABC):
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Whether nothing can become due in these databases."""
+        """Whether no message can become due in these databases."""
 
     @abstractmethod
     def _keep(self, using: str) -> float:
-        """Store what is due in a database. Returns the seconds until the next check: 0
-        if more is due. Raises database errors."""
+        """Store the messages that are due in a database. Return the seconds until the
+        next check, or 0 if more messages are due. Raises database errors."""
 
     def stop(self) -> None:
-        """Finish the current transaction. Callable from any thread or signal."""
+        """Stop the loop after the current transaction. Any thread or signal handler may
+        call this."""
         self._stop.set()
 
     def run(self) -> None:
-        """Store what is due until stopped. Statements that the database refuses are
-        tried again."""
+        """Store due messages until stopped. Retry statements that the database
+        refuses."""
         while not self._stop.is_set():
             wait = self.longest_wait
             for using in self._using:
@@ -58,7 +59,7 @@ class TimeLoop(ABC):
             self._stop.wait(wait)
 
     def tick(self) -> None:
-        """Store what is due now. Raises database errors."""
+        """Store all messages that are due now. Raises database errors."""
         for using in self._using:
             while not self._stop.is_set() and self._keep(using) <= 0:
                 pass
@@ -71,8 +72,8 @@ class TimeLoop(ABC):
 
 @contextmanager
 def keeping_time(loops: Sequence[TimeLoop], stop: Callable[[], None]) -> Iterator[None]:
-    """Run the loops for the duration of the block. If one fails, calls `stop`, and
-    raises its error."""
+    """Run the loops while the block runs. If a loop fails, call `stop`, and raise the
+    error of the loop."""
     group = ThreadGroup(stop)
     for loop in loops:
         loop.add_to(group)

@@ -1,7 +1,8 @@
 """Stores recurring messages when they are due, in one thread of each `relay` process.
 
-Any number of processes may run this. One of them advances the row of a tick and stores
-the tick's message in the same transaction, so each tick has one message.
+Any number of processes may run this. For each tick, only one process advances the
+message's row, and stores the tick's message in the same transaction. So each tick has
+one message.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ AHEAD = dt.timedelta(minutes=1)
 class Timekeeper(TimeLoop):
     """Stores due messages in the databases `using`, until stopped.
 
-    `now` returns the present instant of a database, by its alias.
+    `now` returns the current time of a database, for its alias.
     """
 
     longest_wait = LONGEST_WAIT
@@ -62,13 +63,13 @@ class Timekeeper(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether no message can recur in these databases. In the database of the
-        outbox, a message may be made to recur at any time."""
+        """Whether no recurring message can exist in these databases. In the database of
+        the outbox, a recurring message may be created at any time."""
         aliases = {one.alias for one in recurring()}
         return not aliases | {router.db_for_write(Schedule)} & set(self._using)
 
     def _keep(self, using: str) -> float:
-        """Store due ticks. Returns the seconds until the next one."""
+        """Store the messages of due ticks. Return the seconds until the next tick."""
         own = {one.name: one for one in recurring() if one.alias == using}
         service = conf.get().SERVICE
         rows = Schedule.objects.using(using).filter(
@@ -97,8 +98,8 @@ class Timekeeper(TimeLoop):
     def _store_due(
         self, one: Recurring, row: Schedule, began: dt.datetime, now: dt.datetime
     ) -> float:
-        """Store the ticks of one message up to now. Returns the seconds until its next
-        tick."""
+        """Store one recurring message for each tick up to now. Return the seconds until
+        its next tick."""
         cron, after = one.cron, row.last_tick
         rows = Schedule.objects.db_manager(one.alias)
         if row.paused_at is None:

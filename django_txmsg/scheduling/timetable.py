@@ -32,13 +32,13 @@ from ..sending.unique import check_recorded, check_until
 
 Missed = Literal["latest", "all"]
 
-#: The longest name that the tables can store, and the header with a message's tick.
+#: The header with the time of a message's tick.
 SCHEDULED_FOR = "scheduled-for"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recurring:
-    """A message that is stored at each tick of its expression."""
+    """A message that is stored at each tick of a cron expression."""
 
     name: str
     expression: str
@@ -61,12 +61,12 @@ class Recurring:
 
     @property
     def alias(self) -> str:
-        """The database in which it is stored."""
+        """The alias of the database in which the message is stored."""
         return self.using or router.db_for_write(Schedule)
 
     @property
     def makes_up_all(self) -> bool:
-        """Whether every missed tick is caught up, not only the latest."""
+        """Whether all missed ticks are caught up, or only the latest."""
         return (self.missed or conf.get().MISSED_TICKS) == "all"
 
     def check_timing(self) -> None:
@@ -84,8 +84,9 @@ class Recurring:
         assert self.cron
 
     def check(self) -> None:
-        """Raise ConfigurationError or InvalidMessage if its messages could not be
-        stored. Queries no database, and does not compare it with other messages."""
+        """Raise ConfigurationError or InvalidMessage if the message could not be
+        stored. Query no database. Do not check whether another message has the same
+        name."""
         self.check_timing()
         if self.broker not in conf.get().BROKERS:
             raise InvalidMessage(
@@ -101,7 +102,8 @@ class Recurring:
             check_recorded(str(self.destination), self.broker, self.alias)
 
     def message_id(self, tick: dt.datetime) -> uuid.UUID:
-        """Return the id of a tick's message, which is the same in every process."""
+        """Return the id of the message of a tick. The id is the same in every
+        process."""
         return wire.tick_id(conf.get().SERVICE, self.name, tick)
 
     def arguments(self, tick: dt.datetime) -> dict[str, Any]:
@@ -140,18 +142,20 @@ def every(
     unique: str | None = None,
     unique_until: UniqueUntil = "left",
 ) -> Recurring:
-    """Send a message at each tick of a cron expression, once over all processes.
+    """Declare a message that is sent at each tick of a cron expression, once over all
+    processes.
 
     Call it in an app's `stages` module: `every("*/5 * * * *", "reports.refresh", {})`.
-    Ticks are counted by `name` (default: the destination): keep it. `tz` is the time
-    zone of the expression, by default settings.TIME_ZONE. `missed`: of the ticks that
-    passed while no relay ran, send the "latest" or "all" (default:
-    TXMSG["MISSED_TICKS"]). The header `scheduled-for` is the tick. A tick whose
-    `unique` key is held by an earlier message is skipped; `unique_until="processed"`:
-    until that one was processed. Everything else is as for `send_message()`.
+    The database stores the last tick under `name` (default: the destination), so keep
+    the name. `tz` is the time zone of the expression, by default settings.TIME_ZONE.
+    `missed` says which ticks are caught up after a time without a relay: "latest" or
+    "all" (default: TXMSG["MISSED_TICKS"]). The header `scheduled-for` is the time of
+    the tick. A tick is skipped while an earlier message holds its `unique` key. With
+    `unique_until="processed"`, the earlier message holds the key until it was
+    processed. The other arguments are the same as for `send_message()`.
 
-    Raises ConfigurationError for an invalid expression or time zone, and for a name
-    that is taken; InvalidMessage for an invalid destination.
+    Raises ConfigurationError for an invalid expression or time zone, or if another
+    message has this name. Raises InvalidMessage for an invalid destination.
     """
     found = Recurring(
         name=name or str(destination),
@@ -183,8 +187,8 @@ def forget(name: str) -> None:
 
 
 def recurring() -> list[Recurring]:
-    """Return all recurring messages, by name. Entries of TXMSG["SCHEDULE"] replace
-    those of the code with the same name."""
+    """Return all declared recurring messages, sorted by name. An entry of
+    TXMSG["SCHEDULE"] replaces a message of the code with the same name."""
     found = dict(_declared)
     for name, given in conf.get().SCHEDULE.items():
         values = {key.lower(): value for key, value in given.items()}

@@ -1,4 +1,4 @@
-"""A backend for django.tasks: `enqueue()` stores in the running transaction.
+"""A backend for django.tasks: `enqueue()` stores a task in the open transaction.
 
 TASKS = {"default": {"BACKEND": "django_txmsg.tasks_backend.TransactionalBackend"}}
 

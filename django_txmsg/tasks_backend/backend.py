@@ -47,7 +47,7 @@ from .results import name_it, result_of
 
 @dataclass(frozen=True)
 class Options:
-    """OPTIONS of a backend in the TASKS setting."""
+    """The OPTIONS of a backend in the TASKS setting."""
 
     TRANSACTION: Literal["outbox", "none"] = "outbox"
     """"outbox": a task and its result commit together, once. "none": a task runs
@@ -70,7 +70,7 @@ class Options:
     imports them. None: any package that this process has imported."""
 
     def allows(self, path: str) -> bool:
-        """Return whether this backend accepts the task of this path."""
+        """Return whether this backend accepts the task with this dotted path."""
         return self.MODULES is None or self.names(path)
 
     def names(self, path: str) -> bool:
@@ -79,7 +79,7 @@ class Options:
 
 
 def problems(given: object) -> Iterator[tuple[str, str]]:
-    """Yield the name of each invalid option, and why."""
+    """Yield the name of each invalid option, and the reason."""
     if not isinstance(given, Mapping):
         yield "", f"must be a dict, not {type(given).__name__}"
         return
@@ -127,10 +127,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 
 
 class TransactionalBackend(BaseTaskBackend):
-    """Tasks that are enqueued if and only if the transaction around them commits.
+    """Enqueues a task if and only if the transaction around the call commits.
 
-    QUEUES works as for other backends: an empty list allows any name. For OPTIONS see
-    `options.Options`.
+    QUEUES has the same meaning as in other backends: an empty list allows any name. For
+    OPTIONS see the class `Options`.
     """
 
     supports_defer = True
@@ -139,7 +139,7 @@ class TransactionalBackend(BaseTaskBackend):
 
     @property
     def supports_priority(self) -> bool:  # type: ignore[override]  # by the settings
-        """Whether tasks of higher priority run first, as they do with the embedded
+        """Whether tasks of higher priority run first. They do only with the embedded
         broker."""
         broker = find_broker(self._given.BROKER)
         return broker is not None and broker.kind == "database"
@@ -160,11 +160,11 @@ class TransactionalBackend(BaseTaskBackend):
     def enqueue(  # type: ignore[override]  # of any task
         self, task: AnyTask, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> AnyResult:
-        """Store a task in the running transaction. If none is open, store it in a
-        transaction of its own.
+        """Store a task in the open transaction. If no transaction is open, store the
+        task in a new transaction.
 
-        Raises InvalidMessage for arguments that are larger than a message may be, and
-        InvalidTask for a task of a module that is not one of MODULES.
+        Raises InvalidMessage if the arguments are too large for a message. Raises
+        InvalidTask if the task's module is not in MODULES.
         """
         self.validate_task(task)
         if not self.runs(task.module_path):
@@ -194,15 +194,16 @@ class TransactionalBackend(BaseTaskBackend):
         return result
 
     def get_result(self, result_id: str) -> AnyResult:
-        """Return the result of a task, for as long as the outbox keeps it.
+        """Return the result of a task. The result exists as long as the outbox keeps
+        the task's row.
 
         The task's module is imported if necessary. Raises TaskResultDoesNotExist.
         """
         return self.find_result(result_id, trusted=True)
 
     def find_result(self, result_id: str, *, trusted: bool) -> AnyResult:
-        """Return the result of a stored task, whose module is imported if the row is
-        `trusted`. Raises TaskResultDoesNotExist."""
+        """Return the result of a stored task. If `trusted`, import the task's module if
+        necessary. Raises TaskResultDoesNotExist."""
         try:
             message_id = uuid.UUID(str(result_id))
         except ValueError:
@@ -221,12 +222,13 @@ class TransactionalBackend(BaseTaskBackend):
         return self._given.allows(path)
 
     def imports(self, path: str) -> bool:
-        """Return whether MODULES include this task's module, which is then imported if
-        necessary."""
+        """Return whether MODULES names the module of this task, so that it may be
+        imported."""
         return self._given.names(path)
 
     def _warn_of(self, path: str) -> None:
-        """Warn, once, that workers may not know the module of an enqueued task."""
+        """Log once for each package that workers may not import the module of an
+        enqueued task."""
         package = path.partition(".")[0]
         if package in _warned or self.imports(path) or package in _of_project():
             return
@@ -242,13 +244,13 @@ class TransactionalBackend(BaseTaskBackend):
             yield self.stage(self.destination(queue))
 
     def destination(self, queue: str) -> str:
-        """Return the destination of a queue's tasks; a single one if any queue name is
-        allowed."""
+        """Return the destination of a queue's tasks. If any queue name is allowed, all
+        queues have the same destination."""
         base = _base(self.alias)
         return f"{base}.{queue}" if self.queues else base
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield each invalid setting of the backend, and why."""
+        """Yield each invalid setting of the backend, and the reason."""
         where = f'TASKS["{self.alias}"]'
         for name, why in problems(self.options):
             yield f'{where}["OPTIONS"]' + (f'["{name}"]' if name else ""), why
@@ -263,7 +265,7 @@ class TransactionalBackend(BaseTaskBackend):
                 )
 
     def stage(self, destination: str) -> Stage:
-        """Return the stage of one queue."""
+        """Return the stage that runs the tasks of one queue."""
         given = self._given
         outbox = given.TRANSACTION == "outbox"
         stage = Stage(
@@ -313,8 +315,8 @@ class TransactionalBackend(BaseTaskBackend):
 
 
 def _of_project() -> set[str]:
-    """Return the packages that each process of the project imports: those of its apps
-    and of its settings."""
+    """Return the packages of the installed apps and of the settings, which each process
+    of the project imports."""
     names = [app.name for app in apps.get_app_configs()]
     names.append(os.environ.get("DJANGO_SETTINGS_MODULE", ""))
     return {name.partition(".")[0] for name in names}

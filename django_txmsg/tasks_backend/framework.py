@@ -1,4 +1,4 @@
-"""The framework whose tasks these are: Django's own from 6.0 on, or its backport.
+"""Imports the tasks framework: `django.tasks` of Django 6.0 or later, or its backport.
 
 They differ in the names of two exceptions.
 """

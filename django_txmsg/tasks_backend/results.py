@@ -1,5 +1,5 @@
-"""A task's result, made of rows of the outbox, the inbox, the attempts and the runs of
-tasks."""
+"""Makes a task's result from rows of the outbox, the inbox, the attempts and the runs
+of tasks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ NO_EXCEPTION = "django_txmsg.errors.TxmsgError"
 
 
 class Backend(Protocol):
-    """The methods of a task's backend that are needed here."""
+    """The interface of a task backend that this module uses."""
 
     alias: str
 
     def runs(self, path: str) -> bool:
-        """Return whether this backend runs the task of this path."""
+        """Return whether this backend runs the task with this dotted path."""
         ...
 
     def imports(self, path: str) -> bool:
@@ -48,7 +48,7 @@ class Backend(Protocol):
         ...
 
     def stage(self, destination: str) -> Stage:
-        """Return the stage of one queue."""
+        """Return the stage that runs the tasks of one queue."""
         ...
 
 
@@ -57,8 +57,8 @@ def result_of(
 ) -> AnyResult:
     """Return the result of the task in an outbox row.
 
-    Raises TaskResultDoesNotExist if its function no longer exists, or the row is not a
-    task.
+    Raises TaskResultDoesNotExist if the row is not a task, or if the task's function no
+    longer exists.
     """
     try:
         args, kwargs = arguments(serializers.decode(bytes(row.body), row.content_type))
@@ -127,10 +127,11 @@ def _status(
 def task_of(
     backend: Backend, headers: Mapping[str, str], *, trusted: bool = False
 ) -> AnyTask:
-    """Return the task that headers name, as it was enqueued. Raises InvalidTask.
+    """Return the task that the headers name, with the options with which it was
+    enqueued. Raises InvalidTask if there is no such task.
 
-    Headers that came over a wire are not `trusted`: they cannot make this process
-    import a package that it does not use.
+    Headers from a broker are not `trusted`, so they cannot make this process import a
+    package that it has not imported already.
     """
     path = headers.get(wire.TASK, "")
     if not backend.runs(path):
@@ -178,7 +179,8 @@ def name_it(alias: str, path: str) -> str:
 
 
 def arguments(body: object) -> tuple[list[Any], dict[str, Any]]:
-    """Return a task's arguments. Raises DecodeError."""
+    """Return the arguments in a task's body. Raises DecodeError if the body has another
+    form."""
     if isinstance(body, dict):
         args, kwargs = body.get("args"), body.get("kwargs")
         if isinstance(args, list) and isinstance(kwargs, dict):
@@ -187,20 +189,20 @@ def arguments(body: object) -> tuple[list[Any], dict[str, Any]]:
 
 
 def attempts(message_id: uuid.UUID, stage: Stage) -> list[Attempt]:
-    """Return the failed attempts at a task, in order."""
+    """Return the failed attempts to run a task, in order."""
     rows = Attempt.objects.using(stage.definition.using)
     return list(rows.filter(message_id=message_id, stage=stage.name).order_by("pk"))
 
 
 def workers_of(tried: Sequence[Attempt], count: int) -> list[str]:
-    """Return the workers of the first `count` attempts. A worker that was lost, or that
-    is still running, is ""."""
+    """Return the names of the workers of the first `count` attempts. The name is "" for
+    a worker that was lost or that is still running."""
     known = {one.number: one.worker for one in tried}
     return [known.get(number, "") for number in range(1, count + 1)]
 
 
 def error_of(attempt: Attempt) -> TaskError:
-    """Return an attempt's failure in the framework's form."""
+    """Return the failure of an attempt as the framework's `TaskError`."""
     path = attempt.exception.partition("\n")[0].partition(": ")[0]
     if "." not in path:
         path = f"builtins.{path}"

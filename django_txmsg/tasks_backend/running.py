@@ -1,8 +1,8 @@
-"""Hop 8 for a task: its function is called, and its return value stored.
+"""Hop 8 for a task: calls the task's function and stores the return value.
 
-In mode "outbox" the value is stored together with the task's work, in the stage's
-transaction. In mode "none" there is no transaction. Then a finished task is not run
-again, but a task whose worker was lost is.
+In mode "outbox", the stage's transaction contains the task's work and the return value.
+In mode "none" the task runs without a transaction. In this mode, a task whose worker
+was lost runs again, and a finished task does not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _failed = threading.local()
 
 @dataclass(frozen=True)
 class Handler:
-    """The handler of a queue's stage."""
+    """The handler of the stage that runs the tasks of a queue."""
 
     backend: Backend
     transactional: bool
@@ -125,9 +125,9 @@ class Handler:
 
 
 def _query(using: str, query: Callable[[], T]) -> T:
-    """Query the database before or after a task. If the connection was closed while it
-    was idle, query once more. Raises BrokerUnavailable if there is no answer: the task
-    has not failed then, and its message is delivered again."""
+    """Query the database before or after a task. Query once more if the idle connection
+    was closed. Raises BrokerUnavailable if the database does not answer. The task's
+    message is then redelivered, without a failed attempt."""
     for tries in (1, 2):
         try:
             return query()
@@ -141,8 +141,8 @@ def _query(using: str, query: Callable[[], T]) -> T:
 
 
 def call(result: AnyResult) -> Any:
-    """Call a task's function; return its result as a JSON value. Raises ValueError for
-    NaN and infinities."""
+    """Call the function of a task, and return its return value as a JSON value. Raises
+    ValueError for NaN and infinities."""
     task: AnyTask = result.task
     args: list[Any] = [TaskContext(task_result=result)] if task.takes_context else []
     value = normalize_json(task.call(*args, *result.args, **result.kwargs))
@@ -158,7 +158,8 @@ def call(result: AnyResult) -> Any:
 
 
 def tell_failed(backend: Backend, result: AnyResult, error: str) -> None:
-    """Log that a task has failed for good, and was buried with this error."""
+    """Send the signal `task_finished` for a task that has failed for good with this
+    error."""
     last = getattr(_failed, "last", None)
     _failed.last = None
     raised: BaseException = TxmsgError(error)

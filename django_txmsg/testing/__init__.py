@@ -1,6 +1,5 @@
-"""For the tests of projects: `drain()`, and a STOMP broker that follows a script.
-
-Names resolve lazily, and the broker needs no Django.
+"""Helpers for the tests of projects: `drain()`, and a STOMP broker that follows a
+script. The names of this package are imported on first use. The broker needs no Django.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State shared by the scripted broker's connections: script, store, loop and
+"""The state that all connections of the scripted broker share: script, store, loop and
 settings."""
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from .store import Store, StoredMessage
 
 @dataclass(frozen=True, slots=True)
 class ReceivedFrame(Frame):
-    """A frame as received: on which connection, and when (monotonic)."""
+    """A received frame, with the number of its connection and the monotonic time of its
+    arrival."""
 
     connection: int = 0
     at: float = field(default_factory=time.monotonic)
 
 
 class Record:
-    """Every received frame, and waits with a deadline."""
+    """Records every received frame, and lets a test wait for frames with a deadline."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -44,7 +45,8 @@ class Record:
         self.errors: list[Exception] = []
 
     def failed(self, error: Exception) -> None:
-        """Store an error for a waiting test; with the lock held."""
+        """Store an error of the broker's thread, and wake the waiting test. The caller
+        holds the lock."""
         self.errors.append(error)
         self.changed.notify_all()
 
@@ -62,7 +64,8 @@ class Record:
         destination: str | None = None,
         where: Callable[[ReceivedFrame], bool] | None = None,
     ) -> list[ReceivedFrame]:
-        """The frames of that command received so far; "*" is every command."""
+        """Return the frames with this command that have arrived so far. The command "*"
+        matches every frame."""
         with self.changed:
             return [
                 frame for frame in self.frames
@@ -80,9 +83,11 @@ class Record:
         destination: str | None = None,
         where: Callable[[ReceivedFrame], bool] | None = None,
     ) -> list[ReceivedFrame]:
-        """Wait for `count` such frames, and return all that were received by then.
+        """Wait until `count` matching frames have arrived, and return all matching
+        frames.
 
-        Raises ``AssertionError`` that lists the frames that did arrive.
+        Raises ``AssertionError`` after the timeout. Its text counts the frames that
+        have arrived.
         """
 
         def found() -> list[ReceivedFrame]:
@@ -96,10 +101,12 @@ class Record:
     def wait_until(
         self, condition: Callable[[], bool], timeout: float = 30.0, what: str = ""
     ) -> None:
-        """Wait for a condition on the broker; it is checked after every event.
+        """Wait until a condition on the broker is true. The condition is checked after
+        every event.
 
-        Raises ``AssertionError`` that describes what did happen, or the exception of a
-        function of the test in the broker's thread.
+        Raises ``AssertionError`` after the timeout, with a description of the events.
+        If a function of the test has failed in the broker's thread, raises the
+        exception of that function.
         """
         deadline = time.monotonic() + timeout
         with self.changed:
@@ -117,7 +124,7 @@ class Record:
                 self.changed.wait(min(left, 0.05))
 
     def describe(self) -> str:
-        """Describe what has happened so far, for the text of a failure."""
+        """Return a description of all events so far, for the text of a failure."""
         counts = Counter(frame.command for frame in self.frames)
         frames = ", ".join(f"{n} {command}" for command, n in counts.items())
         return (
@@ -125,7 +132,7 @@ class Record:
         )
 
     def record(self, connection: int, frame: Frame) -> None:
-        """Record a received frame; with the lock held."""
+        """Record a received frame. The caller holds the lock."""
         self.frames.append(
             ReceivedFrame(frame.command, frame.headers, frame.body, connection)
         )
@@ -134,14 +141,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How written bytes are split, with a pause after each piece."""
+    """How the broker splits the bytes that it writes, with a pause after each piece."""
 
     every: int | None = None
     at: tuple[int, ...] = ()
     pause: float = 0.0
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """Split bytes written together."""
+        """Return the pieces of bytes that the broker writes at once."""
         if self.every:
             return [data[i : i + self.every] for i in range(0, len(data), self.every)]
         borders = [0, *(b for b in sorted(self.at) if 0 < b < len(data)), len(data)]
@@ -149,7 +156,7 @@ class Split:
 
 
 class BrokerState(Record):
-    """The broker without its sockets; used only with the lock held."""
+    """The broker without its sockets. Use it only with the lock held."""
 
     def __init__(
         self,
@@ -171,14 +178,16 @@ class BrokerState(Record):
         self.silent = False
 
     def is_topic(self, headers: Mapping[str, str]) -> bool:
-        """Whether a frame's destination is a topic, according to the profile."""
+        """Return whether the profile's broker treats the destination of a frame as a
+        topic."""
         if not self.profile.routes_by_header:
             return headers.get("destination", "").startswith("/topic/")
         routing = headers.get("destination-type", headers.get("subscription-type"))
         return routing != "ANYCAST"
 
     def store_message(self, message: StoredMessage) -> None:
-        """Put a message into its destination."""
+        """Store a message in its queue, or in the queues of its topic's
+        subscriptions."""
         if self.is_topic({**message.headers, "destination": message.destination}):
             self.store.publish(message)
         else:

@@ -1,9 +1,9 @@
-"""One client's conversation with the scripted broker: how each frame is handled and
-answered.
+"""Handles and answers the frames of one client of the scripted broker.
 
-Each frame is recorded. Then the script decides about it, or else the profile: the frame
-is executed and receipted, or refused as the imitated broker would refuse it. The
-commands are in ``commands.py``.
+Each frame is recorded. If a rule of the script selects the frame, the rule decides how
+the frame is handled. Otherwise the profile decides: the frame is executed and gets a
+receipt, or is refused in the way of the imitated broker. ``COMMANDS`` maps each STOMP
+command to its function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Transaction:
-    """The effects of COMMIT: messages stored, others settled, frames replayed."""
+    """The work for COMMIT: messages to store, deliveries to settle, frames to
+    replay."""
 
     sends: list[StoredMessage] = field(default_factory=list)
     settles: list[tuple[Subscription, str]] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Transaction:
     spoilt: bool = False
 
     def keep(self, frame: Frame, rule: Rule | None) -> None:
-        """Keep a frame unread until COMMIT, which then handles it outside any
+        """Keep a frame until COMMIT. The frame is then handled as if it had no
         transaction."""
         headers = {k: v for k, v in frame.headers.items() if k != "transaction"}
         self.kept.append(Kept(Frame(frame.command, headers, frame.body), rule))
@@ -47,7 +48,7 @@ class Session:
     """The agreed version, subscriptions and open transactions of a client."""
 
     def __init__(self, peer: Peer) -> None:
-        """Wait for CONNECT."""
+        """Create a session that waits for CONNECT."""
         self.peer = peer
         self.broker = peer.broker
         self.profile = peer.broker.profile
@@ -65,8 +66,8 @@ class Session:
         self.replay: list[Kept] = []
 
     def ended(self) -> None:
-        """End the session: abort open transactions, and release unacknowledged messages
-        to other clients."""
+        """End the session: abort open transactions, and make unacknowledged messages
+        available to other clients."""
         self.transactions.clear()
         subscriptions, self.subscriptions = self.subscriptions, {}
         for subscription in [*subscriptions.values(), *self.ended_subscriptions]:
@@ -85,7 +86,8 @@ _NOT_PASSED_ON = frozenset(
 
 
 class RefusedError(Exception):
-    """The broker refuses a frame; the text goes into the ERROR frame."""
+    """The broker refuses a frame. The ERROR frame contains the text of this
+    exception."""
 
 
 def _connect(talk: Session, frame: Frame) -> None:
@@ -252,8 +254,8 @@ def _reject(talk: Session, frame: Frame) -> None:
 
 
 def _find_delivered(talk: Session, frame: Frame) -> list[tuple[Subscription, str]]:
-    """Find the delivery of an ACK or NACK; each STOMP version identifies it
-    differently."""
+    """Find the deliveries that an ACK or NACK covers. Each STOMP version identifies a
+    delivery differently."""
     wanted = frame.headers.get("id" if talk.version == "1.2" else "message-id", "")
     in_transactions = {one[1] for t in talk.transactions.values() for one in t.settles}
     for subscription in talk.subscriptions.values():
@@ -307,7 +309,7 @@ def _abort(talk: Session, frame: Frame) -> None:
 
 
 def _disconnect(talk: Session, frame: Frame) -> None:
-    """Do nothing before the receipt; after it the conversation hangs up."""
+    """Do nothing. The conversation closes the connection after the receipt."""
 
 
 COMMANDS: dict[str, Callable[[Session, Frame], None]] = {
@@ -326,10 +328,10 @@ COMMANDS: dict[str, Callable[[Session, Frame], None]] = {
 
 
 class Conversation(Session):
-    """Takes each frame of a client, and answers."""
+    """Answers each frame of a client."""
 
     def arrive(self, frame: Frame) -> None:
-        """Record a frame, and answer it as the script or the profile says."""
+        """Record a frame, and answer it according to the script or the profile."""
         rule = self.broker.script.rule_for(frame)
         if rule is not None and rule.verb is Verb.STALL:
             self.peer.put_back(frame)
@@ -344,7 +346,8 @@ class Conversation(Session):
             self.handle(frame, rule)
 
     def handle(self, frame: Frame, rule: Rule | None = None) -> None:
-        """Handle a frame by the profile, with its answer modified by the rule."""
+        """Handle a frame according to the profile. The rule, if any, modifies the
+        answer."""
         transaction = self.transactions.get(frame.transaction or "")
         replays = self.profile.replays_transactions
         refused = rule is not None and rule.verb is Verb.REJECT and not rule.at_commit
@@ -391,7 +394,8 @@ class Conversation(Session):
             self.peer.hang_up()
 
     def _receipt(self, frame: Frame, rule: Rule | None) -> None:
-        """Send the receipt a frame asked for, or hold, drop or repeat it."""
+        """Send the receipt for which a frame asked. A rule may hold, drop or repeat the
+        receipt."""
         if frame.receipt is None or frame.command in {"CONNECT", "STOMP"}:
             return
         answer = Frame("RECEIPT", {"receipt-id": frame.receipt})
@@ -425,7 +429,8 @@ class Conversation(Session):
         names_receipt: bool | None = None,
         closes: bool | None = None,
     ) -> None:
-        """Answer a frame with ERROR, by default as the profile does."""
+        """Answer a frame with ERROR. The profile decides about the receipt id and the
+        end of the connection, unless the caller does."""
         if names_receipt is None:
             names_receipt = self.profile.error_names_receipt
         if closes is None:
@@ -443,8 +448,8 @@ class Conversation(Session):
             self.peer.hang_up()
 
     def protest(self, what: str) -> None:
-        """Report a violation of the protocol to the client and the test; then hang
-        up."""
+        """Report a violation of the protocol to the client and to the test. Then close
+        the connection."""
         self.broker.violations.append(f"connection {self.peer.number}: {what}")
         self.peer.send(Frame("ERROR", {"message": what}))
         self.peer.hang_up()

@@ -1,9 +1,9 @@
-"""For tests of projects: processes every message to its end, in the test itself.
+"""For tests of projects: processes all messages in the test's own thread.
 
-In the test's own thread and connection, `drain()` does the work of `manage.py relay`
-and `manage.py consume`: it dispatches the outbox and runs the stages until nothing is
-left. So it works inside a `TestCase`, whose rows no other process sees. Only the broker
-differs: the embedded one is used, whatever TXMSG["BROKERS"] says.
+`drain()` does the work of `manage.py relay` and `manage.py consume` in the thread and
+the database connection of the test. It dispatches the outbox and runs the stages until
+no message is left. So it works inside a `TestCase`, whose rows no other process sees.
+Only the broker differs: `drain()` uses the embedded broker instead of TXMSG["BROKERS"].
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ _UNSENT = "django_txmsg.testing.unsent.Unsent"
 class Drained:
     """The result of `drain()`: counts, and the exceptions that handlers raised.
 
-    `tasks` are rows for Celery's workers. They are stored, and not executed.
+    `tasks` is the number of stored rows for Celery's workers. Their tasks are not
+    executed.
     """
 
     dispatched: int = 0
@@ -84,7 +85,7 @@ class Drained:
             raise
 
     def note(self, outcome: Outcome) -> None:
-        """Count one outcome of a stage."""
+        """Count the outcome of one message at a stage."""
         match outcome:
             case Processed():
                 self.processed += 1
@@ -102,16 +103,16 @@ def drain(
     raises: bool = True,
     limit: int = 1000,
 ) -> Drained:
-    """Dispatch stored messages and run the stages until nothing is left.
+    """Dispatch stored messages and run the stages until no message is left.
 
-    `stages` names the stages to run (default: all). With `ahead`, delays, redeliveries
-    and deadlines of flows that are due within that time happen now, as if it had
-    passed. With `raises`, the first exception of a handler is raised at the end, except
-    Refuse and Redeliver, which are decisions of the handler. More than `limit` outcomes
-    count as an endless loop, and raise AssertionError.
+    `stages` names the stages to run (default: all). With `ahead`, delayed messages,
+    redeliveries and deadlines of flows that are due within that time happen now. With
+    `raises`, the first exception of a handler is raised at the end. Refuse and
+    Redeliver are never raised, because they are decisions of the handler. More than
+    `limit` outcomes of a stage count as an endless loop, and raise AssertionError.
 
-    A `TestCase` never commits, so on_commit hooks of handlers do not run. Wrap the call
-    in `captureOnCommitCallbacks(execute=True)` if they matter.
+    A `TestCase` never commits, so on_commit hooks of handlers do not run. To run these
+    hooks, wrap the call in `captureOnCommitCallbacks(execute=True)`.
     """
     drained = Drained()
     with ExitStack() as stack:
@@ -157,7 +158,8 @@ def drain(
 def outbox_messages(
     destination: str | None = None, *, using: str | None = None
 ) -> list[Message]:
-    """Return the messages stored so far, dispatched or not, in the order of storing."""
+    """Return the messages that are stored in the outbox, dispatched or not, in the
+    order of storing."""
     rows = OutboxMessage.objects.using(using or router.db_for_read(OutboxMessage))
     if destination is not None:
         rows = rows.filter(destination=destination)
@@ -165,7 +167,8 @@ def outbox_messages(
 
 
 class _Hurry(threading.Event):
-    """The pause of blocking redelivery, which a test does not wait for."""
+    """Replaces the event on which blocking redelivery waits, so that a test does not
+    wait."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return at once."""
@@ -173,7 +176,7 @@ class _Hurry(threading.Event):
 
 
 class _Outside:
-    """The middlewares around a stage's transaction, whose errors are recorded too."""
+    """Runs the middlewares around a stage's transaction, and records their errors."""
 
     def __init__(self, chain: Chain, drained: Drained) -> None:
         self._chain, self._drained = chain, drained
@@ -186,7 +189,7 @@ class _Outside:
 
 
 class _Worker:
-    """One stage, run in this thread. The exceptions of its handler are recorded."""
+    """Runs one stage in this thread, and records the exceptions of its handler."""
 
     def __init__(self, stage: Stage, drained: Drained) -> None:
         def handler(message: Message) -> None:
@@ -220,7 +223,8 @@ class _Worker:
             yield
 
     def work(self, limit: int) -> int:
-        """Process everything that has arrived for the stage."""
+        """Process all messages that have arrived for the stage. Return the number of
+        outcomes."""
         before = self._outcomes
         rows = InboxMessage.objects.db_manager(self.using)
         while deliveries := self._receive():
@@ -269,12 +273,12 @@ class _Worker:
 
 @contextmanager
 def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
-    """Use the embedded broker in place of those of TXMSG["BROKERS"], and dispatch
-    nothing after a commit, or as `dispatch_on_commit` says. Other processes are not
-    notified.
+    """Use the embedded broker in place of the brokers of TXMSG["BROKERS"] while the
+    block runs. `dispatch_on_commit` replaces the setting; by default, no message is
+    dispatched after a commit. Other processes are not notified.
 
-    A Celery app keeps its broker: a task that is called is stored as a row, and not
-    sent.
+    The broker of a Celery app is replaced by `Unsent`: the call of a task stores a row,
+    and nothing is sent.
     """
     brokers = {}
     for alias, options in conf.get().BROKERS.items():
@@ -311,7 +315,8 @@ def _lane(using: str, broker: str) -> Iterator[Lane]:
 
 
 def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
-    """Make everything due that becomes due within that time, in the same order."""
+    """Make all rows due that become due within the time `ahead`, and keep their
+    order."""
     for alias in aliases:
         later = Q(due_at__gt=Now(), due_at__lte=until)
         earlier = F("due_at") - ahead
@@ -333,9 +338,9 @@ Reply = TypeVar("Reply")
 def answers(
     destination: Destination[Body, Reply], reply: Reply | Exception
 ) -> Iterator[list[Body]]:
-    """Answer each request to a destination with `reply` while the block runs, in place
-    of its stage. If `reply` is an exception, raise it. Yields a list of the requests
-    that came. Call `drain()` inside the block."""
+    """Replace the stage of a destination while the block runs. The replacement answers
+    each request with `reply`, or raises `reply` if it is an exception. Yield a list, to
+    which each received request is appended. Call `drain()` inside the block."""
     real = [one for one in stages.all_stages() if one.destination == destination.name]
     for one in real:
         stages.unregister(one.name)

@@ -1,9 +1,9 @@
 """Encodes and decodes STOMP 1.0, 1.1 and 1.2 frames for the scripted broker, without
 any I/O.
 
-For tests only, and deliberately not the client's own codec: a mistake made on both
-sides would cancel out. As strict as the specification requires of a server: an unknown
-escape or a missing NUL is an error.
+This codec is only for tests. It is separate from the client's codec, because a mistake
+in a shared codec would not be found. The codec is as strict as the specification
+requires of a server: an unknown escape or a missing NUL is an error.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class FrameError(Exception):
-    """The bytes are not a frame of this version; nothing after them can be read."""
+    """The bytes are not a frame of this STOMP version. The rest of the stream cannot be
+    read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame: its command, its headers (the first of a repeated one), its body."""
+    """One frame: its command, its headers and its body. Of a repeated header, only the
+    first value counts."""
 
     command: str
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
 
     def __getitem__(self, header: str) -> str:
-        """Return a header's value; ``KeyError`` names the one that is missing."""
+        """Return the value of a header. Raises ``KeyError`` with the name of a missing
+        header."""
         return self.headers[header]
 
     @property
@@ -47,22 +50,22 @@ class Frame:
 
     @property
     def destination(self) -> str:
-        """The destination header, empty when there is none."""
+        """The destination header, or "" if there is none."""
         return self.headers.get("destination", "")
 
     @property
     def receipt(self) -> str | None:
-        """The id of the receipt asked for, if one is."""
+        """The id of the receipt for which the frame asks, if any."""
         return self.headers.get("receipt")
 
     @property
     def transaction(self) -> str | None:
-        """The name of the transaction the frame belongs to, if any."""
+        """The name of the frame's transaction, if any."""
         return self.headers.get("transaction")
 
 
 def encode(frame: Frame, version: str = "1.2") -> bytes:
-    """Write a frame as bytes, its headers escaped as the version requires."""
+    """Return a frame as bytes, with headers escaped according to the STOMP version."""
     escapes = {} if frame.command in _UNESCAPED else _ESCAPES[version]
     lines = [frame.command]
     for name, value in frame.headers.items():
@@ -75,11 +78,11 @@ def _escape(text: str, escapes: Mapping[str, str]) -> str:
 
 
 class Decoder:
-    """Turns bytes in any split into frames; set ``version`` once the version is
-    agreed."""
+    """Turns bytes, in pieces of any size, into frames. Set ``version`` when client and
+    broker have agreed on a STOMP version."""
 
     def __init__(self, version: str = "1.2") -> None:
-        """Start at a frame border."""
+        """Start between two frames."""
         self.version = version
         #: End-of-line bytes seen between frames: the client's heart-beats.
         self.heartbeats = 0
@@ -89,7 +92,8 @@ class Decoder:
     def feed(self, data: bytes) -> list[Frame]:
         """Return the frames that these bytes complete.
 
-        Raises ``FrameError`` when they cannot be read; the decoder is then of no use.
+        Raises ``FrameError`` if the bytes are not a frame. The decoder cannot be used
+        after that.
         """
         self._buffer += data
         found: list[Frame] = []

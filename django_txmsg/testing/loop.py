@@ -1,7 +1,8 @@
-"""The scripted broker's only thread: readiness of sockets, and timers.
+"""The only thread of the scripted broker, which waits for sockets and timers.
 
-Everything it calls runs with the broker's lock held, so a test that takes the lock (as
-every public method does) never sees a half-handled frame.
+The thread holds the broker's lock while it handles a frame or a timer. Every public
+method of the broker takes this lock, so a test never sees a frame that is only partly
+handled.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ class Channel(Protocol):
     sock: socket.socket
 
     def wanted(self) -> int:
-        """Return what to wait for: READ, WRITE, both or 0."""
+        """Return the events to wait for: READ, WRITE, both or 0."""
 
     def ready(self, events: int) -> None:
         """Read or write without blocking."""
 
 
 class Loop:
-    """Waits on channels and timers in a thread of its own."""
+    """Waits for channels and timers in a separate thread."""
 
     def __init__(
         self, lock: threading.Condition, on_error: Callable[[Exception], None]
     ) -> None:
-        """Share the broker's lock; ``start`` begins. Exceptions of a test's function
-        are passed to ``on_error``, and the loop goes on."""
+        """Create a loop that uses the broker's lock. Call ``start`` to run the loop.
+        After an exception of a test's function, the loop calls ``on_error`` and
+        continues."""
         self._lock = lock
         self._on_error = on_error
         self._channels: set[Channel] = set()
@@ -56,16 +58,17 @@ class Loop:
         )
 
     def start(self) -> None:
-        """Start to serve."""
+        """Start the thread."""
         self._thread.start()
 
     def add(self, channel: Channel) -> None:
-        """Watch a channel, with the lock held."""
+        """Watch a channel. The caller holds the lock."""
         self._channels.add(channel)
         self.wake()
 
     def remove(self, channel: Channel) -> None:
-        """Stop watching a channel before its socket is closed, with the lock held."""
+        """Stop watching a channel. The caller holds the lock, and closes the socket
+        afterwards."""
         self._channels.discard(channel)
         if channel.sock.fileno() in self._selector.get_map():
             self._selector.unregister(channel.sock)
@@ -77,14 +80,14 @@ class Loop:
         self.wake()
 
     def wake(self) -> None:
-        """Make the loop check now what its channels want."""
+        """Make the loop call ``wanted()`` of all channels now."""
         if threading.current_thread() is not self._thread:
             # If the pipe's buffer is full, it has been woken often enough.
             with contextlib.suppress(BlockingIOError):
                 self._alarm.send(b"!")
 
     def stop(self) -> None:
-        """End the thread and close every channel; without the lock held."""
+        """End the thread and close every channel. The caller must not hold the lock."""
         if not self._running:
             return
         self._running = False

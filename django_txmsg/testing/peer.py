@@ -1,7 +1,8 @@
-"""One client's socket on the scripted broker: bytes in and out, and every way to end.
+"""The scripted broker's socket to one client: reads and writes bytes, and ends the
+connection.
 
-Reads and writes without blocking in the broker's loop, over TCP or TLS; splits writes
-as the script says; sends heartbeats, or none.
+The broker's loop calls this module, which reads and writes over TCP or TLS without
+blocking. The script decides how writes are split, and whether heartbeats are sent.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class FrameHandler(Protocol):
         """Handle the next frame."""
 
     def protest(self, what: str) -> None:
-        """Report a violation of the protocol, and hang up."""
+        """Report a violation of the protocol, and close the connection."""
 
     def ended(self) -> None:
-        """Clean up: the connection has ended."""
+        """Clean up after the end of the connection."""
 
 
 class Peer:
@@ -47,9 +48,10 @@ class Peer:
         handler: Callable[[Peer], FrameHandler],
         on_end: Callable[[Peer], None],
     ) -> None:
-        """Take an accepted socket; ``number`` counts connections from 1.
+        """Use an accepted socket. ``number`` is the number of the connection, from 1.
 
-        ``handler`` creates the handler of frames, ``on_end`` is called at the end.
+        ``handler`` creates the handler of frames. ``on_end`` is called at the end of
+        the connection.
         """
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
@@ -80,12 +82,12 @@ class Peer:
 
     @property
     def heartbeats(self) -> int:
-        """Heartbeats that the client has sent."""
+        """The number of heartbeats that the client has sent."""
         return self.decoder.heartbeats
 
     @property
     def ending(self) -> bool:
-        """Whether frames of the client are no longer handled."""
+        """Whether the connection is ending, so that the client's frames are ignored."""
         return self.closed or self._leaving
 
     # -- calls of the loop, with the lock held -------------------------------------
@@ -99,7 +101,7 @@ class Peer:
         return reads | writes
 
     def ready(self, events: int) -> None:
-        """Read or write what is possible."""
+        """Read or write as many bytes as possible without blocking."""
         try:
             if self._handshaking:
                 self._shake_hands()
@@ -146,7 +148,8 @@ class Peer:
         self.broker.changed.notify_all()
 
     def work(self) -> None:
-        """Handle the frames that have arrived, until one of them stops the handling."""
+        """Handle the frames that have arrived, until a frame stalls or ends the
+        connection."""
         while self._backlog and not (self.stalled or self.ending):
             self.conversation.arrive(self._backlog.popleft())
 
@@ -176,7 +179,7 @@ class Peer:
     # -- calls of the conversation and the script, with the lock held --------------
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame, split as the script says."""
+        """Queue a frame. The script decides how its bytes are split."""
         self.write(encode(frame, self.decoder.version))
 
     def write(self, data: bytes) -> None:
@@ -186,7 +189,8 @@ class Peer:
             self.broker.loop.wake()
 
     def agree_heartbeats(self, wish: str) -> tuple[int, int]:
-        """Agree on heartbeats with the client (milliseconds), and use them."""
+        """Agree with the client on the intervals of heartbeats, and start the timers.
+        Return the two intervals in milliseconds."""
         client_sends, client_wants = (int(part) for part in wish.split(","))
         sends, wants = self.broker.heart_beat or (client_wants, client_sends)
         if sends and client_wants:
@@ -215,7 +219,7 @@ class Peer:
         self.broker.loop.call_later(self._beats_due, self._check_beats)
 
     def stall(self, *, write: bool = True) -> None:
-        """Read no more; with ``write=False``, write no more either."""
+        """Stop reading. With ``write=False``, also stop writing."""
         self.stalled, self.frozen = True, not write
 
     def resume(self) -> None:
@@ -226,7 +230,7 @@ class Peer:
         self.broker.loop.wake()
 
     def cut(self, *, reset: bool = False) -> None:
-        """End the connection: with ``reset``, by RST at once; otherwise after writing
+        """End the connection. With ``reset``, send RST at once. Otherwise, first write
         the queued bytes."""
         if reset or self.frozen or self._handshaking:
             self.end("cut by the script", reset=reset)
@@ -234,7 +238,7 @@ class Peer:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Write what is queued, then end the connection."""
+        """Write the queued bytes, then end the connection."""
         if not self.ending:
             self._leaving = True
             self.broker.loop.call_later(2.0, lambda: self.end("it took too long"))
@@ -252,7 +256,7 @@ class Peer:
             self._over()
 
     def end(self, reason: str, *, reset: bool = False) -> None:
-        """End the connection now; what is not written is lost."""
+        """End the connection now. Queued bytes are lost."""
         if self.closed:
             return
         logger.debug("connection %d ends: %s", self.number, reason)

@@ -1,8 +1,8 @@
-"""The differences between STOMP brokers, as the scripted broker imitates them.
+"""The differences between STOMP brokers that the scripted broker imitates.
 
-ActiveMQ Classic and RabbitMQ as measured on 5.17 and 3.10; Artemis as its sources and
-test suites describe it: it was not run. Derive a profile of your own with
-``dataclasses.replace``.
+The profiles of ActiveMQ Classic and RabbitMQ were measured on the versions 5.17 and
+3.10. The profile of Artemis comes from its source code and test suites, and Artemis was
+not run. Derive your own profile with ``dataclasses.replace``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The behaviour of one broker; the values here are ActiveMQ Classic's."""
+    """The behaviour of one broker. The defaults describe ActiveMQ Classic."""
 
     name: str = "classic"
     #: The ``server`` header of CONNECTED.

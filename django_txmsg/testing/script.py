@@ -1,9 +1,9 @@
 """A test's instructions for the frames that the scripted broker receives.
 
-A rule selects frames (``broker.on("SEND", nth=3)``) and one verb says what happens to
-them (``.reject("quota")``). Every rule counts every matching frame; the first rule that
-selects a frame and has not run out decides about it. Without a rule the profile
-decides.
+A rule selects frames (``broker.on("SEND", nth=3)``), and one verb says what happens to
+these frames (``.reject("quota")``). Every rule counts every matching frame. If several
+rules select a frame, the first rule that has uses left decides. Without a rule the
+profile decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .frames import Frame
 
 
 class Verb(Enum):
-    """What can happen to a selected frame."""
+    """The ways in which a rule can treat a selected frame."""
 
     HANDLE = auto()
     HOLD = auto()
@@ -33,7 +33,7 @@ class Verb(Enum):
 
 
 class Client(Protocol):
-    """The connection, for a test's own function."""
+    """The interface of a connection, for a function of a test."""
 
     def send(self, frame: Frame) -> None:
         """Send a frame to the client."""
@@ -46,14 +46,14 @@ class Client(Protocol):
 
 
 class Talk(Protocol):
-    """The conversation, for a test's own function."""
+    """The interface of a conversation, for a function of a test."""
 
     @property
     def peer(self) -> Client:
         """The client's connection."""
 
     def handle(self, frame: Frame) -> None:
-        """Handle a frame by the profile."""
+        """Handle a frame according to the profile."""
 
     def refuse(self, frame: Frame, message: str, detail: str = "") -> None:
         """Answer a frame with ERROR."""
@@ -61,14 +61,15 @@ class Talk(Protocol):
 
 @dataclass(slots=True)
 class Held:
-    """A frame whose receipt, or whose handling, waits for ``release``."""
+    """A frame that was not handled, or whose receipt was not sent, until ``release`` is
+    called."""
 
     frame: Frame
     let_go: Callable[[], None]
 
 
 class Rule:
-    """Selects frames; one of its verbs says what happens to them."""
+    """Selects frames. The rule's verb says what happens to these frames."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Rule:
         self._seen = 0
 
     def matches(self, frame: Frame) -> bool:
-        """Return whether the frame matches the rule; counts it if so."""
+        """Return whether the rule selects the frame. Count the frame if it matches."""
         if self._command not in (frame.command, "*"):
             return False
         if self._destination is not None and frame.destination != self._destination:
@@ -113,8 +114,8 @@ class Rule:
         return self._nth is None or self._seen == self._nth
 
     def decides(self) -> bool:
-        """Return whether the rule applies to this frame; if so, count one use of the
-        rule."""
+        """Return whether the rule decides about a selected frame. If so, count one use
+        of the rule."""
         if self.verb is Verb.HANDLE or self._left == 0:
             return False
         if self._left is not None:
@@ -124,29 +125,31 @@ class Rule:
     # -- the verbs ----------------------------------------------------------------
 
     def hold_receipt(self) -> Rule:
-        """Handle the frame; keep its receipt until ``broker.release()``."""
+        """Handle the frame, and hold back its receipt until ``broker.release()``."""
         return self._do(Verb.HOLD)
 
     def park(self) -> Rule:
-        """Handle the frame only at ``broker.release()``; later frames overtake it.
+        """Handle the frame only at ``broker.release()``. Later frames are handled
+        before it.
 
-        ActiveMQ does this to a producer of a full queue.
+        ActiveMQ treats the frames of a producer in this way while a queue is full.
         """
         return self._do(Verb.PARK)
 
     def drop_receipt(self) -> Rule:
-        """Handle the frame; never send its receipt."""
+        """Handle the frame, and never send its receipt."""
         return self._do(Verb.DROP)
 
     def duplicate_receipt(self, copies: int = 2) -> Rule:
-        """Handle the frame; send its receipt that often."""
+        """Handle the frame, and send its receipt ``copies`` times."""
         self.copies = copies
         return self._do(Verb.DUPLICATE)
 
     def permute_receipts(self, window: int, *, seed: int = 0) -> Rule:
-        """Send receipts in windows of ``window``, each window shuffled.
+        """Hold back receipts until there are ``window`` of them, then send them in
+        random order.
 
-        An incomplete last window waits for ``broker.release()``.
+        A last group of fewer receipts waits for ``broker.release()``.
         """
         self.window = window
         self.order = random.Random(seed)  # noqa: S311  # to be repeatable
@@ -161,35 +164,39 @@ class Rule:
         closes: bool | None = None,
         at_commit: bool = False,
     ) -> Rule:
-        """Do not handle the frame; answer ERROR, by default as the profile does.
+        """Answer the frame with ERROR, without handling it. The profile provides the
+        defaults.
 
-        ``names_receipt``: with or without receipt-id. ``closes``: hang up afterwards.
-        ``at_commit``: reject a transaction's frame only in the replay, after COMMIT was
-        receipted and a part is stored, as RabbitMQ does for a header that it does not
-        read earlier.
+        ``names_receipt``: whether the ERROR has a receipt-id. ``closes``: whether the
+        connection ends afterwards. ``at_commit``: reject a frame of a transaction only
+        in the replay, when COMMIT has its receipt and a part of the transaction is
+        stored. RabbitMQ does this for a header that it reads only then.
         """
         self.message, self.detail, self.at_commit = message, detail, at_commit
         self.names_receipt, self.closes = names_receipt, closes
         return self._do(Verb.REJECT)
 
     def cut(self, *, reset: bool = False) -> Rule:
-        """End the connection before the frame is handled (``reset``: by RST)."""
+        """End the connection before the frame is handled. With ``reset``, end it by
+        RST."""
         self.reset = reset
         return self._do(Verb.CUT)
 
     def cut_after(self, *, answered: bool = False, reset: bool = False) -> Rule:
-        """Handle the frame, then end the connection, its receipt sent or not."""
+        """Handle the frame, then end the connection. ``answered`` says whether the
+        receipt is sent first."""
         self.answers, self.reset = answered, reset
         return self._do(Verb.CUT_AFTER)
 
     def stall(self) -> Rule:
-        """Read neither this frame nor any later one until ``broker.resume()``."""
+        """Stop reading, from this frame on, until ``broker.resume()``."""
         return self._do(Verb.STALL)
 
     def call_with(self, function: Callable[[Talk, Frame], object]) -> Rule:
-        """Let the test's function decide; it may call ``conversation.handle(frame)``.
+        """Call a function of the test with the conversation and the frame. The function
+        may call ``conversation.handle(frame)``.
 
-        It runs in the broker's thread and must not wait.
+        The function runs in the broker's thread and must not wait.
         """
         self.call = function
         return self._do(Verb.CALL)
@@ -200,7 +207,8 @@ class Rule:
 
 
 class Script:
-    """The rules in force and what they hold back; used with the broker's lock held."""
+    """The current rules, and the frames that the rules hold back. Use it only with the
+    broker's lock held."""
 
     def __init__(self) -> None:
         """Start without rules."""
@@ -208,12 +216,13 @@ class Script:
         self.held: list[Held] = []
 
     def rule_for(self, frame: Frame) -> Rule | None:
-        """The rule that decides over the frame, if any does."""
+        """Return the rule that decides about the frame, or None."""
         picking = [rule for rule in self.rules if rule.matches(frame)]
         return next((rule for rule in picking if rule.decides()), None)
 
     def hold(self, rule: Rule, held: Held) -> None:
-        """Keep what the rule holds back, or release a full window, shuffled."""
+        """Hold back a frame or receipt. When the rule's window is full, release the
+        window in random order."""
         self.held.append(held)
         if rule.window:
             rule.group.append(held)
@@ -225,7 +234,8 @@ class Script:
                     one.let_go()
 
     def release(self, count: int | None, order: Sequence[int] | random.Random) -> int:
-        """Release the first ``count`` held frames, in the order given."""
+        """Release the first ``count`` held frames in this order. Return the number of
+        released frames."""
         taken = self.held[:count]
         if isinstance(order, random.Random):
             order.shuffle(taken)

@@ -1,9 +1,10 @@
 """A STOMP broker in the test's own process, controlled by the test.
 
-It listens on a real socket, so the test uses the real client over a real connection.
-Without a script it behaves like the broker of its profile. With a script it holds,
-permutes, drops and doubles receipts, refuses, stalls, splits and cuts. It records
-everything that it receives, and every ``wait_…`` has a deadline.
+The broker listens on a real socket, so the test uses the real client over a real
+connection. Without a script, the broker behaves like the broker of its profile. A
+script can hold back, reorder, drop and repeat receipts, refuse frames, stop reading,
+split writes and end connections. The broker records every received frame. Every
+``wait_…`` method has a deadline.
 
     with ScriptedBroker(RABBITMQ) as broker:
         broker.on("SEND", nth=3).cut()
@@ -39,7 +40,8 @@ class Listener:
         port: int,
         receive_buffer: int | None,
     ) -> None:
-        """Listen at once; port 0 takes a free one, to be found in ``port``."""
+        """Listen at once. Port 0 means any free port, which the attribute ``port`` then
+        contains."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -52,7 +54,7 @@ class Listener:
         self._accepted = accepted
 
     def wanted(self) -> int:
-        """Wait for clients."""
+        """Return READ, to wait for clients."""
         return READ
 
     def ready(self, events: int) -> None:
@@ -64,14 +66,14 @@ class Listener:
         self._accepted(client)
 
     def close(self, loop: Loop) -> None:
-        """Refuse clients from now on; with the broker's lock held."""
+        """Stop listening. The caller holds the broker's lock."""
         if self.sock.fileno() >= 0:
             loop.remove(self)
             self.sock.close()
 
 
 class ScriptedBroker(BrokerState):
-    """A scripted STOMP broker; use it as a context manager."""
+    """A scripted STOMP broker. Use it as a context manager."""
 
     def __init__(
         self,
@@ -86,12 +88,13 @@ class ScriptedBroker(BrokerState):
         receive_buffer: int | None = None,
         strict: bool = True,
     ) -> None:
-        """Listen at once; ``port`` 0 takes a free one.
+        """Listen at once. ``port`` 0 means any free port.
 
-        ``users``: passwords by user name; None accepts all. ``heart_beat``: what the
-        broker offers and requests, in milliseconds; None: the same as the client.
-        ``receive_buffer``: bytes that a stalled broker's socket still accepts.
-        ``strict``: leaving the ``with`` block fails if a client has violated STOMP.
+        ``users``: passwords by user name; None accepts all users. ``heart_beat``: the
+        two intervals that the broker offers and requests, in milliseconds; None means
+        the client's intervals. ``receive_buffer``: the number of bytes that a stalled
+        broker's socket still accepts. ``strict``: the end of the ``with`` block raises
+        an error if a client has violated STOMP.
         """
         super().__init__(
             PROFILES[profile] if isinstance(profile, str) else profile,
@@ -113,7 +116,7 @@ class ScriptedBroker(BrokerState):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
+        """The host and the port on which the broker listens."""
         return self._host, self.port
 
     @property
@@ -133,11 +136,13 @@ class ScriptedBroker(BrokerState):
         destination: str | None = None,
         where: Callable[[Frame], bool] | None = None,
     ) -> Rule:
-        """Select frames for one of the rule's verbs; "*" is every command.
+        """Create a rule that selects frames, and return the rule. Call one of the
+        rule's verbs. The command "*" selects every command.
 
-        ``nth``: only the n-th (from 1) of those that match from now on, whatever other
-        rules do to them. ``times``: most frames that it decides about. Rules apply in
-        the order in which they were created.
+        ``nth``: select only the n-th (from 1) frame that matches from now on. Frames
+        count also if another rule decides about them. ``times``: the maximum number of
+        frames that the rule decides about. Rules apply in the order in which they were
+        created.
         """
         rule = Rule(command, nth=nth, times=times, destination=destination, where=where)
         with self.changed:
@@ -145,17 +150,18 @@ class ScriptedBroker(BrokerState):
         return rule
 
     def forget_rules(self) -> None:
-        """Behave normally from now on; held frames stay held."""
+        """Remove all rules. Held frames stay held."""
         with self.changed:
             self.script.rules.clear()
 
     def release(
         self, count: int | None = None, *, order: Sequence[int] | random.Random = ()
     ) -> int:
-        """Release the first ``count`` (default: all) held frames; return how many there
-        were.
+        """Release the first ``count`` (default: all) held frames. Return the number of
+        released frames.
 
-        ``order``: their indices in the order of release, or a ``random.Random``.
+        ``order``: the indices of the frames in the order of release, or a
+        ``random.Random``.
         """
         with self.changed:
             released = self.script.release(count, order)
@@ -163,19 +169,21 @@ class ScriptedBroker(BrokerState):
             return released
 
     def stall(self) -> None:
-        """Stop reading from the open connections, as RabbitMQ does on an alarm."""
+        """Stop reading from the open connections, like RabbitMQ during an alarm."""
         with self.changed:
             for peer in self.peers:
                 peer.stall()
 
     def freeze(self) -> None:
-        """Neither read nor write, like a host that hangs: its sockets stay open."""
+        """Stop reading and writing, and keep the sockets open, like a host that
+        hangs."""
         with self.changed:
             for peer in self.peers:
                 peer.stall(write=False)
 
     def resume(self) -> None:
-        """Read and write again after a stall or freeze, also after one of a rule."""
+        """Read and write again after a stall or freeze, also if a rule has stalled the
+        connection."""
         with self.changed:
             for peer in list(self.peers):
                 peer.resume()
@@ -184,36 +192,39 @@ class ScriptedBroker(BrokerState):
     def split_writes(
         self, *, every: int | None = None, at: Sequence[int] = (), pause: float = 0.002
     ) -> None:
-        """Split what is written into pieces of ``every`` bytes, or at ``at``
-        offsets."""
+        """Split written bytes into pieces of ``every`` bytes, or at the offsets
+        ``at``."""
         with self.changed:
             self.split = Split(every, tuple(at), pause if every or at else 0.0)
 
     def silence_heartbeats(self, *, silent: bool = True) -> None:
-        """Send no heartbeats (or send them again); frames are still sent."""
+        """Stop sending heartbeats, or with ``silent=False`` send them again. Frames are
+        still sent."""
         with self.changed:
             self.silent = silent
 
     def write(self, data: bytes) -> None:
-        """Write raw bytes, frames or not, to every connection."""
+        """Write raw bytes, which need not be a frame, to every connection."""
         with self.changed:
             for peer in self.peers:
                 peer.write(data)
 
     def cut(self, *, reset: bool = False) -> None:
-        """End every connection at once (``reset``: by RST instead of FIN)."""
+        """End every connection at once. With ``reset``, end them by RST instead of
+        FIN."""
         with self.changed:
             for peer in list(self.peers):
                 peer.cut(reset=reset)
 
     def stop(self) -> None:
-        """Go down: end every connection and refuse new ones."""
+        """End every connection and refuse new connections."""
         with self.changed:
             self._listener.close(self.loop)
             self.cut()
 
     def restart(self) -> None:
-        """Start again on the same port, with only the persistent messages."""
+        """Stop, drop the messages that are not persistent, and listen again on the same
+        port."""
         self.stop()
         with self.changed:
             self.store.lose_volatile()
@@ -240,7 +251,8 @@ class ScriptedBroker(BrokerState):
         return list(self.peers)
 
     def stored(self, destination: str) -> list[StoredMessage]:
-        """The messages waiting in a queue, without those delivered but not settled."""
+        """Return the messages that wait in a queue. Delivered messages are not
+        included."""
         with self.changed:
             return list(self.store.queue(destination).messages)
 
@@ -250,7 +262,7 @@ class ScriptedBroker(BrokerState):
         body: bytes | str,
         headers: Mapping[str, str] | None = None,
     ) -> StoredMessage:
-        """Store a message like another client's SEND, and deliver it."""
+        """Store and deliver a message, like the SEND of another client."""
         data = body.encode() if isinstance(body, str) else body
         message = StoredMessage(
             destination, {"persistent": "true", **(headers or {})}, data
@@ -277,14 +289,14 @@ class ScriptedBroker(BrokerState):
     def close(self) -> None:
         """Stop for good and free the port.
 
-        Raises the exception of one of the test's own functions, in a rule, if any.
+        If a function of the test has failed in a rule, raise its exception.
         """
         self.stop()
         self.loop.stop()
         self.check()
 
     def __enter__(self) -> ScriptedBroker:
-        """Return the broker, which listens already."""
+        """Return the broker, which is already listening."""
         return self
 
     def __exit__(
@@ -293,7 +305,7 @@ class ScriptedBroker(BrokerState):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop; raise ``AssertionError`` if a client has violated STOMP."""
+        """Stop the broker. Raises ``AssertionError`` if a client has violated STOMP."""
         try:
             self.close()
         except Exception:

@@ -1,8 +1,8 @@
 """The scripted broker's queues, subscriptions and messages, in memory.
 
-A queue keeps the order of its messages, and gives each subscription no more than its
-prefetch. An unacknowledged message returns to its old place, marked as redelivered. A
-topic consists of the queues of its subscriptions.
+A queue keeps the order of its messages. A subscription gets at most its prefetch of
+unacknowledged messages. An unacknowledged message returns to its old place in the
+queue, marked as redelivered. A topic consists of the queues of its subscriptions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _numbers = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class StoredMessage:
-    """A message at the broker; ``number`` is its place among all of them."""
+    """A message at the broker. ``number`` is its place in the order of all messages."""
 
     destination: str
     headers: dict[str, str]
@@ -32,7 +32,7 @@ class StoredMessage:
 
     @property
     def persistent(self) -> bool:
-        """Whether it outlives a restart of the broker."""
+        """Whether the message survives a restart of the broker."""
         return self.headers.get("persistent") == "true"
 
     @property
@@ -42,7 +42,8 @@ class StoredMessage:
 
 
 class Subscription:
-    """One client's subscription: its deliveries, and those it has not acknowledged."""
+    """The subscription of one client, with the deliveries that the client has not
+    acknowledged."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class Subscription:
         *,
         prefetch_in_bytes: bool = False,
     ) -> None:
-        """``prefetch`` None means no limit; ``deliver`` writes the MESSAGE frame."""
+        """``prefetch`` is the limit of unacknowledged messages; None means no limit.
+        ``deliver`` writes the MESSAGE frame."""
         self.name = name
         self.queue = queue
         self.ack = ack
@@ -64,7 +66,7 @@ class Subscription:
         self._in_bytes = prefetch_in_bytes
 
     def has_room(self) -> bool:
-        """Whether it may be given another message."""
+        """Return whether the prefetch allows another delivery."""
         if self._prefetch is None or self.ack == "auto":
             return True
         pending = self.pending.values()
@@ -72,7 +74,8 @@ class Subscription:
         return used < self._prefetch
 
     def give(self, message: StoredMessage) -> None:
-        """Deliver one message, to be acknowledged unless the mode is ``auto``."""
+        """Deliver one message. The client must acknowledge the message unless the mode
+        is ``auto``."""
         ack_id = f"{self.name}:{next(_numbers)}"
         message.deliveries += 1
         if self.ack != "auto":
@@ -80,29 +83,30 @@ class Subscription:
         self._deliver(self, ack_id, message)
 
     def start(self) -> None:
-        """Take messages from the queue."""
+        """Start receiving messages from the queue."""
         self.queue.subscriptions.append(self)
         self.queue.dispatch()
 
     def stop(self) -> None:
-        """Take no more messages. Unacknowledged messages stay unacknowledged."""
+        """Stop receiving messages. Unacknowledged messages stay unacknowledged."""
         if self in self.queue.subscriptions:
             self.queue.subscriptions.remove(self)
 
     def give_back(self) -> None:
-        """Make unacknowledged messages available again."""
+        """Put unacknowledged messages back into the queue."""
         unacknowledged = list(self.pending.values())
         self.pending.clear()
         self.queue.put_back(unacknowledged)
 
     def settle(self, ack_id: str) -> StoredMessage:
-        """Record a message as acknowledged, which makes room for the next."""
+        """Remove an acknowledged message, and deliver further messages."""
         message = self.pending.pop(ack_id)
         self.queue.dispatch()
         return message
 
     def covered(self, ack_id: str) -> list[str]:
-        """The ids covered by an acknowledgement: in ``client`` mode all before, too."""
+        """Return the ids that an acknowledgement covers. In ``client`` mode these
+        include all earlier ids."""
         if ack_id not in self.pending:
             return []
         if self.ack != "client":
@@ -112,17 +116,19 @@ class Subscription:
 
 
 class Queue:
-    """Messages in order, and their subscriptions."""
+    """A queue: messages in order, and the subscriptions that receive them."""
 
     def __init__(self, name: str, *, temporary: bool = False) -> None:
-        """A temporary queue belongs to a topic subscription that is not durable."""
+        """Create an empty queue. A temporary queue belongs to a topic subscription that
+        is not durable."""
         self.name = name
         self.temporary = temporary
         self.messages: deque[StoredMessage] = deque()
         self.subscriptions: deque[Subscription] = deque()
 
     def put(self, message: StoredMessage) -> None:
-        """Append a message, and deliver messages to subscriptions that have room."""
+        """Append a message, and deliver messages to subscriptions whose prefetch allows
+        it."""
         self.messages.append(message)
         self.dispatch()
 
@@ -135,7 +141,7 @@ class Queue:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Deliver messages, in turn, to subscriptions that have room."""
+        """Deliver messages in turn to the subscriptions whose prefetch allows it."""
         while self.messages:
             taker = next((s for s in self.subscriptions if s.has_room()), None)
             if taker is None:
@@ -148,7 +154,7 @@ class Queue:
 
 
 class Store:
-    """All queues of the broker, by destination."""
+    """All queues and topics of the broker, by destination."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -156,18 +162,18 @@ class Store:
         self._topics: dict[str, dict[str, Queue]] = {}
 
     def queue(self, destination: str) -> Queue:
-        """The queue of that name, created on first use."""
+        """Return the queue with this name. Create it on first use."""
         return self.queues.setdefault(destination, Queue(destination))
 
     def topic_queue(self, topic: str, subscription: str, *, durable: bool) -> Queue:
-        """The queue of a subscription's copies of a topic's messages."""
+        """Return the queue that holds a subscription's copies of a topic's messages."""
         queues = self._topics.setdefault(topic, {})
         if subscription not in queues:
             queues[subscription] = Queue(subscription, temporary=not durable)
         return queues[subscription]
 
     def forget(self, topic: str, subscription: str) -> None:
-        """Drop a topic's subscription and its waiting messages."""
+        """Delete a subscription of a topic, with its waiting messages."""
         self._topics.get(topic, {}).pop(subscription, None)
 
     def publish(self, message: StoredMessage) -> None:
@@ -180,7 +186,8 @@ class Store:
             queue.put(copy)
 
     def lose_volatile(self) -> None:
-        """Drop the messages that a restart loses: those that are not persistent."""
+        """Drop all messages that are not persistent, and all subscriptions that are not
+        durable."""
         for topic in self._topics.values():
             for name in [n for n, queue in topic.items() if queue.temporary]:
                 del topic[name]

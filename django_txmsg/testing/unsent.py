@@ -1,4 +1,5 @@
-"""Replaces Celery's broker in tests: a task that is called is stored as a row."""
+"""Replaces Celery's broker in tests: the call of a task stores a row, and nothing is
+sent."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from ..errors import BrokerUnavailable
 
 
 class Unsent(CeleryBroker):
-    """Sends nothing, so that tasks stored for Celery's workers stay pending."""
+    """A broker that refuses every connection, so that stored tasks stay pending."""
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None

@@ -1,4 +1,5 @@
-"""The promises of a broker, as tests: if yours passes, relay and consumer work with it.
+"""Tests of a broker class. If your class passes the tests, relay and consumer work with
+it.
 
 Needs pytest. A class in your tests creates the broker:
 
@@ -32,8 +33,8 @@ __all__ = ["SOON", "BrokerSuite", "bodies", "take"]
 
 
 class BrokerSuite(Capabilities, Sending, Receiving, Together, Transactions, Topics):
-    """The contract of `django_txmsg.brokers.Broker` and `.Session`, as tests.
-    `broker()` creates a new broker at each call, also from several threads."""
+    """The contract of `django_txmsg.brokers.Broker` and `.Session`, as tests. Your
+    method `broker()` must create a new broker at each call, also in several threads."""
 
     @pytest.fixture
     def destination(self) -> str:

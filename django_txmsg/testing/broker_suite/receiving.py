@@ -1,5 +1,5 @@
-"""What the consumer relies on: nothing is lost, and acknowledged messages do not
-return."""
+"""Tests for the consumer: no message is lost, and acknowledged messages are not
+redelivered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .talk import Talk, bodies, numbered, numbers, take
 
 
 class Receiving(Talk):
-    """Messages that arrive, and their contents."""
+    """Tests of received messages and their contents."""
 
     def test_what_is_acknowledged_never_comes_again(self, destination: str) -> None:
         self.send(*numbered(destination, 10))
@@ -255,8 +255,9 @@ class Topics(Talk):
     def test_a_delayed_message_comes_when_its_time_has_come(
         self, destination: str
     ) -> None:
-        """A long delay before a short one delays neither. In a transacted session,
-        delayed messages are not part of the transaction."""
+        """A message with a long delay must not delay a later message with a short
+        delay. In a transacted session, delayed messages are not part of the
+        transaction."""
         with self.open(transacted=True) as session:
             sent = time.monotonic()
             delayed = [
@@ -283,7 +284,7 @@ T = TypeVar("T")
 
 
 class Together(Talk):
-    """Several sessions in threads of their own, and a session that is slow."""
+    """Tests of several sessions in separate threads, and of a slow session."""
 
     #: How many sessions send, or receive, at once.
     sessions = 4
@@ -292,8 +293,8 @@ class Together(Talk):
     held_for = 40.0
 
     def at_once(self, work: Callable[[int, threading.Barrier], T]) -> list[T]:
-        """Call `work(number, start)` in that many threads. Each waits for `start`
-        before it begins."""
+        """Call `work(number, start)` in `sessions` threads at once, and return the
+        results. Each thread should wait for the barrier `start` before it works."""
         start = threading.Barrier(self.sessions)
 
         def run(number: int) -> T:
@@ -359,8 +360,8 @@ class Together(Talk):
     def test_what_a_slow_session_holds_comes_to_nobody_else(
         self, destination: str
     ) -> None:
-        """While a handler runs, nobody calls the session, so a lease needs a thread
-        that renews it."""
+        """While a handler runs, no code calls the session, so a separate thread must
+        renew leases."""
         self.send(*numbered(destination, 1))
         with self.consumer(destination, prefetch=1) as slow:
             [delivery] = take(slow, 1)

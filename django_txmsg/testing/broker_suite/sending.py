@@ -1,4 +1,4 @@
-"""What the relay relies on: every outcome is a proof."""
+"""Tests for the relay: every outcome of a send must be true."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sending(Talk):
     def test_what_is_proven_is_there_while_its_sender_goes_on(
         self, destination: str
     ) -> None:
-        """A receipt proves that the message is stored already."""
+        """A receipt must prove that the message is already stored."""
         with self.open() as session:
             assert session.send(numbered(destination, 3)) == [None] * 3
             assert self.rest(destination) == numbers(3)
@@ -99,9 +99,9 @@ class Sending(Talk):
         assert self.rest(destination) == [b"0", b"1", b"3", b"5"]
 
     def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
-        """Return a context manager in which the destination takes no messages, because
-        it is full or forbidden, while other destinations do. Return None if your broker
-        has no such state."""
+        """Return a context manager. Inside it, this destination accepts no messages,
+        because the destination is full or forbidden. Other destinations must still
+        accept messages. Return None if your broker has no such state."""
         return None
 
     def test_a_destination_that_takes_nothing_says_so_and_others_go_on(
@@ -136,8 +136,8 @@ class Sending(Talk):
         assert self.rest(destination) == [b"again"]
 
     def refused(self, destination: str) -> Outgoing | None:
-        """Return a message to `destination` that the broker refuses, or on which it
-        hangs up. The next test uses it."""
+        """Return a message to `destination` that the broker refuses, or on which the
+        broker closes the connection. The next test sends this message."""
         return None
 
     def test_isolated_messages_show_on_which_one_a_broker_hangs_up(
@@ -168,7 +168,7 @@ class Sending(Talk):
 
 
 class Transactions(Talk):
-    """Sends and acknowledgements that belong together."""
+    """Tests of transactions, which contain sends and acknowledgements."""
 
     def test_a_transaction_sends_and_acknowledges_together(
         self, destination: str
@@ -204,8 +204,8 @@ class Transactions(Talk):
     def test_a_message_can_be_acknowledged_alone_after_a_rollback(
         self, destination: str
     ) -> None:
-        """The consumer does this with a failed message after the database has stored
-        it."""
+        """After a failed message is stored in the database, the consumer acknowledges
+        the message in this way."""
         self.send(*numbered(destination, 2))
         with self.consumer(destination, transacted=True, prefetch=1) as session:
             for _ in range(2):

@@ -1,5 +1,5 @@
-"""How the suite uses a broker: sessions that are closed at the end of their test, and
-helpers for messages."""
+"""Helpers of the suite: sessions that are closed at the end of their test, and
+functions for messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Talk:
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> Session:
-        """Return a session that is closed at the end of the test, if not before."""
+        """Return a session. The end of the test closes the session if the test did
+        not."""
         session = self.broker().open(transacted=transacted, subscriber=subscriber)
         return self.stack.enter_context(session)
 
@@ -58,13 +59,14 @@ class Talk:
         return session
 
     def send(self, *messages: Outgoing) -> None:
-        """Send with a new session, and fail unless each message has a receipt."""
+        """Send messages with a new session. Fail unless the broker confirms each
+        message."""
         with self.broker().open() as session:
             assert session.send(messages) == [None] * len(messages)
 
     def rest(self, destination: str) -> list[bytes]:
-        """Receive and acknowledge all waiting messages. A last message, sent by this
-        function, marks the end."""
+        """Receive, acknowledge and return all waiting messages. This function first
+        sends a message that marks the end."""
         end = uuid.uuid4().bytes
         self.send(Outgoing(destination, {}, end))
         found: list[bytes] = []
@@ -81,8 +83,8 @@ class Talk:
 
     @contextmanager
     def held_elsewhere(self, destination: str) -> Iterator[None]:
-        """Let another process receive two messages and hold them; kill the process at
-        the end."""
+        """Let another process receive two messages without acknowledging them. Kill the
+        process at the end of the block."""
         broker = self.broker()
         kind = type(broker)
         code = _HOLDER.format(soon=SOON)
@@ -103,7 +105,7 @@ class Talk:
 
 
 def take(session: Session, count: int) -> list[Delivery]:
-    """Receive that many, or fail."""
+    """Receive and return `count` deliveries, or fail."""
     found: list[Delivery] = []
     for _ in range(count):
         delivery = session.receive(SOON)
@@ -113,17 +115,17 @@ def take(session: Session, count: int) -> list[Delivery]:
 
 
 def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
-    """The bodies of these messages."""
+    """Return the bodies of these deliveries."""
     return [delivery.body for delivery in deliveries]
 
 
 def numbered(destination: str, count: int) -> list[Outgoing]:
-    """Messages with their numbers as bodies."""
+    """Return `count` messages, each with its number as its body."""
     return [Outgoing(destination, {}, str(number).encode()) for number in range(count)]
 
 
 def numbers(count: int) -> list[bytes]:
-    """The bodies of that many numbered messages."""
+    """Return the bodies of `count` numbered messages."""
     return [str(number).encode() for number in range(count)]
 
 
@@ -131,7 +133,7 @@ def numbers(count: int) -> list[bytes]:
 
 
 class Capabilities(Talk):
-    """The attributes that the package reads."""
+    """Tests of the attributes by which a broker declares its abilities."""
 
     def test_its_capabilities_are_of_their_types(self) -> None:
         broker = self.broker()
@@ -142,8 +144,9 @@ class Capabilities(Talk):
     def test_what_is_stored_in_a_database_belongs_to_its_transaction(
         self, destination: str
     ) -> None:
-        """A session that is about to commit stores its control message in its own
-        transaction, because nothing else would dispatch its messages."""
+        """Messages that are sent inside a transaction of the broker's database must be
+        stored if the transaction commits, and must be discarded if it rolls back. The
+        HTTP outbox stores its control message in this way."""
         alias = self.broker().stored_in
         if alias is None:
             return
