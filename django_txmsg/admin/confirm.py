@@ -39,7 +39,7 @@ class ConfirmPages:
         self._admin = admin
 
     def page(self, request: HttpRequest) -> HttpResponse:
-        """Ask for confirmation (GET), or start (POST)."""
+        """Show the confirmation page (GET), or start the operation (POST)."""
         given = request.POST if request.method == "POST" else request.GET
         if given.get("kind") not in BulkKind.values:
             return self._admin.led_to_list(request)

@@ -36,16 +36,17 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
 class CappedList(ChangeList):
     """A list that shows when it has not counted all of its rows.
 
-    Its pages end at the cap. The next pages begin after the last of those rows, found
-    by its id, so that reaching the oldest row costs no more than reaching the newest.
+    Its pages end at the cap. A link leads to further pages, which begin after the last
+    counted row. The row is found by its id, so the oldest rows cost no more than the
+    newest.
     """
 
     #: The address of the next pages, "" if all rows are on these.
     older = ""
 
     def get_filters_params(self, params: Any = None) -> Any:
-        """Return the filters' parameters, without the one that says where the list
-        begins."""
+        """Return the parameters of the filters, without the parameter for the beginning
+        of the list."""
         found = super().get_filters_params(params)
         found.pop(OLDER, None)
         return found
@@ -61,8 +62,8 @@ class CappedList(ChangeList):
         return rows.filter(pk__lt=int(begins))
 
     def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
-        """Return the address's query, without the start of the list: if a filter
-        changes, the list begins with the newest row."""
+        """Return the query of an address, without the parameter for the beginning of
+        the list. So if a filter changes, the list begins with the newest row."""
         if not new_params or not new_params.keys() & {OLDER, PAGE_VAR}:
             remove = [*(remove or ()), OLDER]
         return super().get_query_string(new_params, remove)

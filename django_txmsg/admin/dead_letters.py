@@ -268,8 +268,8 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="stage")
     def place(self, letter: Any) -> SafeString:
-        """The stage that gave up, and the destination, if that is not the stage's
-        own."""
+        """The stage that gave up, and the message's destination, if that is not the
+        stage's destination."""
         place = letter.stage
         if letter.stage != letter.destination:
             place = f"{letter.stage or '(relay)'} of {letter.destination}"

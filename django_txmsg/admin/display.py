@@ -105,8 +105,8 @@ def mono(text: object, title: object = "") -> SafeString:
 
 
 def short_id(message_id: Any) -> SafeString:
-    """Return the end of a message id, which differs from that of other messages; the
-    first characters of ids stored in the same minutes are the same."""
+    """Return the last characters of a message id. They differ from those of other ids,
+    while ids made in the same minutes begin with the same characters."""
     text = str(message_id)
     return mono(f"…{text[-12:]}", text)
 

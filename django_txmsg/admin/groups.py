@@ -101,7 +101,8 @@ class GroupPages:
 
 def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     """Return the open dead letters by fingerprint, each with an example and the note.
-    The largest groups come first, or the latest; muted ones come last."""
+    The largest groups come first, or with `latest` the newest. Muted groups come
+    last."""
     groups: dict[str, dict[str, Any]] = {}
     for one in dead.by_error(using):
         group = groups.setdefault(

@@ -1,7 +1,7 @@
 """A message's page: facts, timeline, attempts, headers, body, and related messages.
 
-A message may be stored, received and dead here, in three tables; it has one page, whose
-address contains its id.
+A message may have rows in three tables: stored, received and dead. It has a single
+page, whose address contains its id.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Node:
 def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node]:
     """Return the tree of a message, causes before their effects.
 
-    A message that started a tree has no correlation id; the others then have its
-    message id as theirs.
+    The message that started a tree has no correlation id. The other messages have its
+    message id as their correlation id.
     """
     name = correlation_id or str(message_id)
     same = Q(correlation_id=name)
@@ -409,8 +409,9 @@ def _reason(request: HttpRequest, most: int) -> tuple[str, str]:
 
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
-    """Return the state of the message: the worst state that it has in a table, or else
-    the latest."""
+    """Return the state of a message that may have rows in several tables. An open dead
+    letter counts first, then a row that was not dispatched, then a parked row, then the
+    last row of the inbox."""
     if any(letter.resolution == "open" for letter in letters):
         return "dead"
     for row in outbox:

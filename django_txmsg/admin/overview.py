@@ -113,7 +113,8 @@ def _address(request: HttpRequest, alarm: Alarm) -> str:
 
 
 def _in_order(places: dict[str, Place]) -> tuple[list[Place], list[Place]]:
-    """Return the places with something to see, the worst first, and then all others."""
+    """Return the places, the worst first. Places without waiting or dead messages come
+    last."""
     ordered = sorted(
         places.values(), key=lambda one: (-one.waiting.overdue, -one.dead, one.name)
     )

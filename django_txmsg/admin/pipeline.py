@@ -30,7 +30,8 @@ class PipelineRunAdmin(ReadOnlyAdmin):
 
     @admin.display(description="outcome")
     def outcome(self, run: PipelineRun) -> str:
-        """How the run ended. A run that was killed could not record that."""
+        """How the run ended. A killed run cannot record its end, so its lock is
+        checked."""
         return "interrupted" if run.interrupted else run.get_state_display()
 
     @admin.display(description="rows")

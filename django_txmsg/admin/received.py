@@ -1,5 +1,5 @@
-"""The state that pages show for a received message. It depends on the inbox, the stage
-and the dead letter."""
+"""The state that pages show for a received message. It depends on the message's inbox
+row, its stage and its dead letter."""
 
 from __future__ import annotations
 
