@@ -32,8 +32,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A built-in broker's class, URL schemes and client library, without an import of
-    the client."""
+    """A built-in broker: its class path, URL schemes and client library. Nothing is
+    imported yet."""
 
     #: Its class, below this package.
     path: str

@@ -1,5 +1,5 @@
-"""Hops 4 to 6 in the abstract: the interface of a broker for the relay and the
-consumer.
+"""Hops 4 to 6: the abstract interface of a broker, which the relay and the consumer
+use.
 
 A Broker is the address of a message server. A Session is one connection to that server,
 owned by one thread. Every broker class must pass `django_txmsg.testing.broker_suite`.
@@ -109,8 +109,8 @@ class Session(abc.ABC):
         """Acknowledge deliveries without waiting for a receipt. If an acknowledgement
         is lost, the only consequence is a duplicate.
 
-        This uses a separate transaction in a transacted session, so call it there only
-        while no message is enlisted.
+        A transacted session acknowledges in a separate transaction, so call ack() there
+        only while no message is enlisted.
         """
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
@@ -205,7 +205,7 @@ class Broker(abc.ABC):
         """Return a new Session. Raises BrokerUnavailable if the broker does not answer.
 
         `subscriber` names a durable subscriber of topics. Some brokers need this name
-        at the time of the connection.
+        when the session connects.
         """
 
     def hurried(self, timeout: float) -> Broker:
@@ -217,7 +217,7 @@ class Broker(abc.ABC):
     @abc.abstractmethod
     def shares_topics(self) -> bool | None:
         """Return whether several sessions can share one subscription to a topic. Return
-        None if only a connection could show that."""
+        None if the answer requires a connection."""
 
     @abc.abstractmethod
     def unsubscribe(self, topic: str, subscriber: str) -> None:

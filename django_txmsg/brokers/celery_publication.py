@@ -123,9 +123,9 @@ class Publication:
 
     @property
     def has_a_queue(self) -> bool:
-        """Whether the publication names a queue. Such a message must not be lost if the
-        queue is missing. A message to a plain exchange may reach any number of queues,
-        or none."""
+        """Whether the publication names a queue. If that queue is missing, publishing
+        must fail, because the message would be lost. A message to a plain exchange may
+        reach no queue."""
         return not self.exchange or any(
             isinstance(one, Queue) for one in self.entities()
         )

@@ -42,8 +42,9 @@ _PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
 
 
 def read_headers(written: str) -> tuple[dict[str, str], str]:
-    """Return a row's headers as text, and a description of their fault, or "". The
-    column may hold any JSON, for example in a row that a person has inserted."""
+    """Return a row's headers as text, and a description of their fault, or "" if they
+    are valid. The column may contain any JSON, because a person may have inserted the
+    row."""
     try:
         given = json.loads(written)
         if not isinstance(given, dict):
@@ -61,8 +62,8 @@ def read_headers(written: str) -> tuple[dict[str, str], str]:
 
 
 def priority(outgoing: Outgoing) -> dict[str, int]:
-    """Return the value of the column `priority`. Return no value if the message is not
-    a task, or if the task has the default priority."""
+    """Return the value for the column `priority` in a dict. The dict is empty if the
+    message is not a task, or if the task has the default priority."""
     given = outgoing.headers.get(wire.TASK_PRIORITY, "")
     if not wire.is_task(outgoing.destination) or not _PRIORITY.fullmatch(given):
         return {}
@@ -81,7 +82,7 @@ ROOM_WAIT = 0.1
 
 
 class DatabaseBroker(Broker):
-    """Stores queues in tables of the database with one alias."""
+    """A broker whose queues are tables in one of Django's databases."""
 
     kind = "database"
 

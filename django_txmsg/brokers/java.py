@@ -1,4 +1,5 @@
-"""Converts messages to JMS clients on ActiveMQ, and messages from Java programs.
+"""Converts messages that are sent to JMS clients on ActiveMQ or received from Java
+programs.
 
 ActiveMQ turns a SEND with a content-length into a BytesMessage, unless a header
 requests a TextMessage. The method `getText()` of a TextMessage throws on characters
@@ -50,8 +51,8 @@ def text_for_java(content_type: str, body: bytes) -> bytes | None:
 def from_java(
     headers: Mapping[str, str], body: bytes
 ) -> tuple[Mapping[str, str], bytes]:
-    """Return the original headers and body. Removes the copies of headers without
-    hyphens, and joins Java's surrogate pairs into single characters."""
+    """Return the original headers and body of a received message. The copies of headers
+    without hyphens are removed. Java's surrogate pairs become single characters."""
     if KIND in headers or not wire.TWIN_NAMES.isdisjoint(headers):
         given = headers
         headers = {

@@ -187,7 +187,7 @@ HANG_UPS = 3
 
 
 class StompBroker(Broker):
-    """A STOMP server. Each session has a connection of its own."""
+    """A STOMP server. Each session has its own connection."""
 
     def __init__(self, alias: str, url: str) -> None:
         super().__init__(alias, url)
@@ -381,9 +381,9 @@ class StompSession(Session):
         return self._session.link.dialect.message_ids_stay
 
     def _broker_id(self, message: jms.Message) -> str:
-        """Return an id that a redelivery of the message shares. If the broker's own id
-        may change, use the sender's AMQP id with a digest of the content, because a
-        sender may use the same id for two messages."""
+        """Return an id of the message that stays the same at a redelivery, if possible.
+        If the broker's own id may change, use the sender's AMQP id with a digest of the
+        content, because a sender may use the same id for two messages."""
         headers = message.raw_headers
         given = headers.get("amqp-message-id")
         if self._ids_stay or given is None:

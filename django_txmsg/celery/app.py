@@ -1,5 +1,5 @@
-"""The Celery app. Every way to call a task ends in its `send_task()`, even for tasks
-that are not registered here."""
+"""The Celery app and its task classes. Every call of a task ends in the app's
+`send_task()`, even if the task is not registered in this process."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Like `delay_on_commit()`, with the arguments of `apply_async()`. If no row
-        can be stored (in another database's transaction, or with `task_always_eager`),
-        Celery's own method runs."""
+        """Call the task like `delay_on_commit()`, with the arguments of
+        `apply_async()`. If no row can be stored (in another database's transaction, or
+        with `task_always_eager`), Celery's own method runs."""
         eager = self._get_app().conf.task_always_eager
         if eager or not (stores(kwargs.get("using")) or requires(self._get_app())):
             super().apply_async_on_commit(*args, **kwargs)
@@ -85,9 +85,9 @@ class OnceTask(TransactionalTask):
 
     One transaction contains the work of the task, the record that the task is done, and
     the tasks and messages that it sends. The transaction is on the database that
-    `using` names, by default the router's database. A redelivery returns the first
-    result, so that a chain continues. The task must be fast, because the transaction is
-    open while the task runs.
+    `using` names, by default the router's database. A redelivery returns the result of
+    the first delivery, so that a chain continues. The task must be fast, because the
+    transaction is open while the task runs.
     """
 
     #: Acknowledged after the commit, so that a worker that dies leaves the message with

@@ -2,9 +2,9 @@
 outbox.
 
 Celery creates the message as usual, with its routing, canvas and ids. A replacement for
-kombu's producer keeps the message that Celery would publish. Neither broker nor result
-backend is contacted. Messages that continue a running task are sent to the broker. They
-are not stored, because a failing task would roll back their rows.
+kombu's producer keeps the message that Celery would publish. The call contacts neither
+the broker nor the result backend. Messages that continue a running task are sent to the
+broker instead of being stored, because a failing task would roll back their rows.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def without_asking(app: Any) -> None:
 
 
 class _Patience:
-    """Replaces four methods of a result backend, so that a call of a task does not
-    contact it."""
+    """Replaces four methods of a result backend, so that the call of a task does not
+    contact the backend."""
 
     def __init__(self, backend: Any) -> None:
         self._call = backend.on_task_call

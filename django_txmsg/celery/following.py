@@ -83,7 +83,7 @@ def _session(app: Any) -> tuple[CelerySession, bool]:
 # it under another id, and the link's work would be done twice.
 def cause_of(request: Any) -> str:
     """Return the value from which the ids of a request's links are derived. A task and
-    its replacement have the same id, and different values here."""
+    its replacement have the same id, and this value differs between them."""
     return f"celery/{request.id}/{request.replaced_task_nesting or 0}"
 
 
@@ -138,8 +138,8 @@ HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupErro
 def go_on(task: Any, result: Any) -> None:
     """Call the task's links and the rest of its chain. Raises Reject if that fails.
 
-    Without this function, Celery would call them after the task returns. If the broker
-    or a chord's backend were unavailable at that moment, Celery would treat the task as
+    Celery itself would call them after the task has returned. If the broker or a
+    chord's backend were unavailable at that moment, Celery would treat the task as
     failed and acknowledge its message. The work of the task would be committed, and its
     chain would be lost.
     """

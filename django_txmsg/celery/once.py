@@ -52,8 +52,8 @@ _NOTE, _ENCODING = "celery", "content-encoding"
 def written(
     task: Any, result: Any, later: Sequence[Publication], ignored: Ignore | None
 ) -> dict[str, Any]:
-    """Return the columns in which a row records the task's result. Return none if a
-    copy of the message would have nothing to return or send."""
+    """Return the columns in which a row records the task's result. Return an empty dict
+    if a copy of the message would have nothing to return or send."""
     if result is None and ignored is None and not later:
         return {}
     note: dict[str, Any] = {}
@@ -272,7 +272,7 @@ class _Once:
         )
 
     def _again(self, record: InboxRecord) -> Any:
-        """Return the stored result to a copy of the message. Send the stored messages
+        """Return the stored result for a copy of the message. Send the stored messages
         again, because the worker of the first delivery may have been killed before it
         sent them."""
         row = self.inbox.filter(pk=record.id).values("headers", "body").first()

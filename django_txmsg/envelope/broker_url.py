@@ -73,8 +73,8 @@ def _read_query(parts: SplitResult) -> dict[str, str]:
 
 
 def read_url(url: str) -> tuple[SplitResult, dict[str, str]]:
-    """Return the parts of a URL, and the options of its query. Raises ValueError, whose
-    text contains no secret."""
+    """Return the parts of a URL, and the options of its query. Raises ValueError for a
+    malformed URL. The error's text contains no secret."""
     try:
         parts = split_url(url)
         return parts, _read_query(parts)
@@ -84,7 +84,8 @@ def read_url(url: str) -> tuple[SplitResult, dict[str, str]]:
 
 
 def check_option(name: str, known: Collection[str]) -> None:
-    """Raise ValueError for an unknown option, with the most similar known option."""
+    """Raise ValueError for an unknown option. The error suggests the most similar known
+    option."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -109,7 +110,8 @@ def hurry(url: str, timeout: float) -> str:
 
 
 def read_address(text: str, default_port: int) -> tuple[str, int]:
-    """Return the host name and the port of one host in a URL. Raises ValueError."""
+    """Return the host name and the port of one host in a URL. Raises ValueError if the
+    text is not a host and port."""
     host, bracket, port = text.rpartition("]")
     if bracket:
         host, port = host.removeprefix("["), port.removeprefix(":")

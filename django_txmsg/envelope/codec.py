@@ -1,7 +1,7 @@
 """The interface of codecs, which convert JSON to objects of a user's classes and back.
 
-Pure: no Django, no I/O. The package's own codec uses pydantic (`pydantic_codec`);
-codecs that TXMSG["CODECS"] names take precedence.
+Pure: no Django, no I/O. The built-in codec uses pydantic (`pydantic_codec`). Codecs in
+TXMSG["CODECS"] take precedence.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ MAX_PATH = 200
 
 
 class Misfit(TxmsgError):
-    """A body does not fit its type. Each item of `errors` is a path in the body and the
-    kind of the error. No item contains a value of the body, which may be personal data.
+    """A body does not fit its type.
+
+    Each item of `errors` is a path in the body and the kind of the error. No item
+    contains a value of the body, which may be personal data.
     """
 
     def __init__(self, errors: Sequence[tuple[str, str]]) -> None:
@@ -50,8 +52,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, annotation: Any, value: Any) -> bytes:
-        """Return JSON text in UTF-8 that `decode()` reads. Raises Misfit for a value
-        that `decode()` would not read."""
+        """Return the value as JSON text in UTF-8 that `decode()` can read. Raises
+        Misfit for a value that `decode()` would not read."""
 
     def decode_value(self, annotation: Any, value: Any) -> Any:
         """Return the object for a parsed body, whose fractional numbers are Decimals.

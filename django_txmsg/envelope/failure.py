@@ -57,8 +57,8 @@ class Failure:
     @classmethod
     def because(cls, reason: str, detail: str) -> Failure:
         """Return a failure without an exception, for a decision of this package or of
-        the broker. The fingerprint combines the reason with the text without numbers
-        and ids, which is the same in all refusals of one kind."""
+        the broker. The fingerprint combines the reason with the text, in which numbers
+        and ids are left out. So all refusals of one kind have the same fingerprint."""
         same = _VARIABLE.sub("#", _clean(detail)[:MAX_EXCEPTION].lower())
         digest = hashlib.sha256(f"2|{reason}|{same}".encode()).hexdigest()
         return cls(_cut(_clean(detail), MAX_EXCEPTION), "", digest[:16])

@@ -28,8 +28,8 @@ Comparison = Callable[[Any, Any], Found]
 
 
 class FieldName(str):
-    """A step of a path, to a field of a class. A field's name is not a value, whereas a
-    dict's key is one."""
+    """A step of a path to a field of a class. Error texts may contain a field's name,
+    and must not contain a dict's key, which is a value."""
 
     __slots__ = ()
 
@@ -70,9 +70,9 @@ def _is_model(kind: type) -> bool:
 
 
 def _replaces_its_value(sent: Any) -> bool:
-    """Return whether a value that is an enum's member behaves like the member's own
-    value. Members of Django's choices, IntEnum and StrEnum do. `str()` of other members
-    contains their name."""
+    """Return False if the value is an enum's member that differs from the member's own
+    value, as text shows. Members of Django's choices, IntEnum and StrEnum behave like
+    their values."""
     if not isinstance(sent, enum.Enum) or isinstance(sent, int):
         return True
     return isinstance(sent, str) and str(sent) == sent.value

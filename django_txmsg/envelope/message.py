@@ -1,4 +1,4 @@
-"""Message: the immutable envelope that passes through all nine hops.
+"""The class Message: the immutable envelope that passes through all nine hops.
 
 Pure: no Django, no I/O. `outbound()` validates a message before the message is stored.
 It refuses a message that a broker could not carry.
@@ -108,8 +108,9 @@ def _rebuild(values: dict[str, Any]) -> Message:
 
 
 def check_destination(destination: object) -> str:
-    """Return the destination unchanged. Raises InvalidMessage if some broker could not
-    carry its name.
+    """Return the destination unchanged.
+
+    Raises InvalidMessage if some broker could not carry its name.
     """
     if not isinstance(destination, str) or not destination:
         raise InvalidMessage(
@@ -138,7 +139,8 @@ def _checked(destination: str) -> str:
 
 
 def check_key(key: object) -> str:
-    """Return the ordering key, or "" for None. Raises InvalidMessage."""
+    """Return the ordering key, or "" for None. Raises InvalidMessage if the key is
+    invalid."""
     if key is None:
         return ""
     if not isinstance(key, str) or not key:
@@ -209,10 +211,12 @@ def check_duration(name: str, value: object) -> dt.timedelta | None:
 
 
 def new_id() -> uuid.UUID:
-    """Return a UUID of version 7 (RFC 9562). The UUID begins with the time, so that an
-    index on UUIDs grows at one end. The random part comes from the operating system. A
-    forked process would copy the state of a generator in the process, and not every
-    forking server lets Python reset that state.
+    """Return a UUID of version 7 (RFC 9562).
+
+    The UUID begins with the time, so that an index on UUIDs grows at one end. The
+    random part comes from the operating system. A forked process would copy the state
+    of a generator in the process, and not every forking server lets Python reset that
+    state.
     """
     value = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
     value = value & ~(0xF << 76) | 0x7 << 76

@@ -1,4 +1,5 @@
-"""Encodes bodies as bytes and decodes them: values as JSON, bytes unchanged.
+"""Encodes bodies as bytes, and decodes bytes to bodies. Values are sent as JSON, and
+bytes are sent unchanged.
 
 Decimals, dates, times, durations and UUIDs become the JSON strings that Django's JSON
 encoder writes. The receiver gets these strings. No body is ever unpickled.

@@ -37,9 +37,10 @@ def check_mode(mode: str) -> None:
 
 @dataclass(frozen=True)
 class TransactionDefinition:
-    """The database alias and the isolation level of a stage's transaction. If
-    `isolation` is None, the transaction has the isolation level of the connection, READ
-    COMMITTED by default.
+    """The database alias and the isolation level of a stage's transaction.
+
+    If `isolation` is None, the transaction has the isolation level of the connection,
+    READ COMMITTED by default.
     """
 
     using: str = "default"

@@ -44,9 +44,10 @@ class TypeHeader:
     @classmethod
     @lru_cache(1000)
     def parse(cls, text: str) -> TypeHeader:
-        """Parse the header `txmsg-type`. Ignore parameters that a later release may
-        add. Raises DecodeError, reason `invalid_body`, if the name or the version is
-        invalid.
+        """Parse the header `txmsg-type`.
+
+        Ignore parameters that a later release may add. Raises DecodeError, reason
+        `invalid_body`, if the name or the version is invalid.
         """
         name, *parts = (part.strip() for part in text.split(";"))
         given = dict(part.partition("=")[::2] for part in parts)

@@ -1,5 +1,6 @@
-"""The flow `Batches`, which has one run for each flow batch of this service. Importing
-this module declares the flow. The app's `ready()` imports this module if
+"""The flow `Batches`, which has one run for each flow batch of this service.
+
+Importing this module declares the flow. The app's `ready()` imports this module if
 `FLOWS["BATCHES"]` is set.
 """
 
@@ -19,7 +20,7 @@ class Batches(
     name=f"{conf.get().SERVICE}.batches",
     within=None,
 ):
-    """The flow that has the runs of all flow batches of this service."""
+    """The flow whose runs are the flow batches of this service."""
 
     @step
     def start(self, body: BatchEnded) -> Next[BatchEnded | Cancelled]:

@@ -1,5 +1,4 @@
-"""`batch()`: sends a group of messages, and one message after all of them were
-processed.
+"""`batch()` sends a group of messages, and one more message after their processing.
 
 Each batch is a run of this package's flow `Batches`. So deadlines, cancelling and
 retention work the same as for other runs.

@@ -34,8 +34,7 @@ class Deadlines(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether this process has no flow for these databases, and so nothing to
-        do."""
+        """Whether this process declares no flow for these databases."""
         return not any(one.using in self._using for one in declarations())
 
     def _keep(self, using: str) -> float:

@@ -1,4 +1,4 @@
-"""Continues a run by one message, in one transaction, by one step.
+"""Continues a run: one message calls one step in one transaction.
 
 The stage's inbox drops copies of a message. Each message names a turn of its run, and
 continues the run only if this is the run's current turn. If several messages name the
@@ -288,8 +288,8 @@ class Going:
         return None
 
     def signalled(self, result: Any) -> None:
-        """Apply the result of a signal's method. After None, the run waits for the same
-        message as before."""
+        """Apply the result of a signal's method. If the method has returned None, the
+        run continues to wait as before."""
         if result is None:
             return self.store()
         if self._turn is not None:

@@ -1,6 +1,7 @@
-"""The API for users: the class `Flow`, and the decorators of its methods. A flow
-declares two stages. `NAME` receives the messages that start runs. `NAME.steps` receives
-the messages that continue runs.
+"""The API for users: the class `Flow`, and the decorators of its methods.
+
+A flow declares two stages. `NAME` receives the messages that start runs. `NAME.steps`
+receives the messages that continue runs.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def _marked(method: Any, *, is_signal: bool, was: str | tuple[str, ...]) -> Any:
 
 
 class Flow(Generic[In, Out]):
-    """A conversation of several steps between services. No process waits while it is
-    open.
+    """A conversation of several steps between services. No process waits for its
+    answers.
 
     `class Checkout(Flow[PlaceOrder, Answer], name="orders.checkout")` declares a flow.
     A PlaceOrder starts a run by the step `start`, and the caller gets an Answer. The
@@ -196,7 +197,7 @@ class Flow(Generic[In, Out]):
         """Send a request to a stage or a flow, and continue with the answer.
 
         If the run fails and the request was executed, the destination `undo` gets the
-        same body once. The step `otherwise` gets TimedOut if the deadline commits
+        same body once. The step `otherwise` gets TimedOut if the deadline is committed
         before the answer, and Dead if the request is given up. Without `otherwise`, the
         run fails in these cases. Raises ConfigurationError if `then` is not a step, if
         no deadline is declared, or if the stage of `undo` is declared to undo other

@@ -57,8 +57,8 @@ class UnreadReader(BodyReader):
 
 
 class StartReader(BodyReader):
-    """Reads the bodies that start runs. The run's row may exist already, and its state
-    may also need newer code."""
+    """Reads the bodies that start runs. The run's row may exist already, and the state
+    in this row may need newer code."""
 
     def __init__(
         self, annotation: Any, reads: Callable[[], Sequence[tuple[str, int]]]

@@ -1,7 +1,8 @@
 """The values that a step returns to say how its run continues. Creating such a value
 has no effect.
 
-Two values with the same content are equal, so a step can be tested by calling it.
+Two values with the same content are equal, so a test can call a step and compare its
+result.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Reply = TypeVar("Reply")
 @message_type("txmsg.TimedOut")
 @dataclass(frozen=True)
 class TimedOut:
-    """The argument of `otherwise` if the deadline committed before the answer."""
+    """The argument of `otherwise` if the deadline was committed before the answer."""
 
 
 @message_type("txmsg.Cancelled")
@@ -78,7 +79,7 @@ class Ask(Continuation):
 
 @dataclass(frozen=True)
 class Request(Generic[Reply]):
-    """One request of a gather."""
+    """One of the requests that a gather sends."""
 
     destination: Destination[Any, Reply]
     body: Any

@@ -1,4 +1,4 @@
-"""`FlowView`: returns a run as JSON, for a page that waits for it."""
+"""`FlowView` returns a run as JSON, for a web page that waits for the run."""
 
 from __future__ import annotations
 

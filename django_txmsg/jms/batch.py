@@ -1,12 +1,12 @@
 """Sends many messages, each with proof, in the fastest way that the broker allows.
 
 Hop 4 of a message: the relay sends in this way. ActiveMQ syncs its journal once per
-transaction. So the frames go there in one transaction, without receipts. A barrier
-checks that ActiveMQ has accepted all frames; then COMMIT asks for a receipt. RabbitMQ
-confirms each message when it has stored the message. So every frame asks for a receipt
-there, and many frames wait for their receipts at once. If the broker refuses a
-transaction, it stores none of the messages. Then every message is sent separately, so
-that only the bad message is rejected.
+transaction. So the client sends the frames to ActiveMQ in one transaction, without
+receipts. A barrier checks that ActiveMQ has accepted all frames. Then COMMIT asks for a
+receipt. RabbitMQ confirms each message when it has stored the message. So every frame
+to RabbitMQ asks for a receipt, and many frames wait for their receipts at once. If the
+broker refuses a transaction, it stores none of the messages. Then every message is sent
+separately, so that only the bad message is rejected.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def _unspoilt(
 def _parts(
     session: SendingSession, encoded: list[tuple[int, Encoded]], *, one_by_one: bool
 ) -> Iterator[list[tuple[int, Encoded]]]:
-    """Split the messages into parts that fit the window in messages and bytes."""
+    """Split the messages into parts that fit the session's window, by number and by
+    bytes."""
     most = 1 if one_by_one else max(session.max_in_flight, 1000)
     part: list[tuple[int, Encoded]] = []
     size = 0

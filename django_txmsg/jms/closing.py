@@ -41,7 +41,7 @@ class Whole:
     """
 
     def __init__(self, lose: Callable[[str], None]) -> None:
-        """`lose` ends the link; it is called with the reason."""
+        """`lose` is a function that ends the link. Its argument is the reason."""
         self._lose = lose
 
     def __enter__(self) -> None:

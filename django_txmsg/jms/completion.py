@@ -83,8 +83,8 @@ class _Callables:
 
 
 def as_listener(listener: object) -> CompletionListener:
-    """Return a completion listener. ``listener`` may be one already, or a pair
-    ``(on_completion, on_exception)`` of callables.
+    """Return a completion listener for ``listener``, which is a completion listener or
+    a pair ``(on_completion, on_exception)`` of callables.
 
     Raises ``ValueError`` for anything else, including ``None``.
     """
@@ -160,6 +160,6 @@ class CompletionFuture(Future["Message"]):
             return super().exception(timeout)
 
     def __await__(self) -> Generator[Any, None, Message]:
-        """Wait on the running event loop, without blocking it."""
+        """Wait for the outcome without blocking the running event loop."""
         self._refuse_own_callback()
         return asyncio.wrap_future(self).__await__()

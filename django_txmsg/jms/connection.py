@@ -1,9 +1,9 @@
 """A connection to a broker, for applications: it opens sessions until it is closed.
 
 Hops 4 and 6 of a message. A factory reads a URL, and connects to the first host that
-accepts a connection. A connection is started when it is created. A context is a
-connection and one session as one object, with producers in a fluent style, as in
-Jakarta Messaging's simplified API: ::
+accepts a connection. A new connection delivers messages without a call of ``start``. A
+context is one object for a connection and its only session. It has producers in a
+fluent style, like Jakarta Messaging's simplified API: ::
 
     context.create_producer().set_async(listener).set_priority(4).send("orders", "text")
 """
@@ -36,7 +36,7 @@ class Connection(Liveness):
     and close it."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
-        """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the
+        """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the
         time-out."""
         self._sessions: list[Session] = []
         super().__init__(address, options)
@@ -125,7 +125,7 @@ class ContextProducer:
     producer."""
 
     def __init__(self, context: Context) -> None:
-        """Begin with the default delivery options, and with synchronous sends."""
+        """Set the default delivery options and synchronous sends."""
         self._context = context
         self._producer = context.session.create_producer()
         self._listener: CompletionListener | None = None
@@ -134,7 +134,8 @@ class ContextProducer:
     def set_async(
         self, listener: CompletionListener | tuple[object, object] | None
     ) -> ContextProducer:
-        """Set the listener of later sends; ``None`` makes them synchronous again."""
+        """Set the listener of later sends. ``None`` makes later sends synchronous
+        again."""
         if listener is None:
             self._listener = self._given = None
         else:
@@ -144,11 +145,11 @@ class ContextProducer:
         return self
 
     def get_async(self) -> CompletionListener | tuple[object, object] | None:
-        """Return the listener as it was given; ``None`` while sends are synchronous."""
+        """Return the listener that was set, or ``None`` if sends are synchronous."""
         return self._given
 
     def set_delivery_mode(self, mode: DeliveryMode) -> ContextProducer:
-        """Set whether the broker keeps messages through its restart."""
+        """Set whether messages survive a restart of the broker."""
         return self._deliver(mode=mode)
 
     def set_priority(self, priority: int) -> ContextProducer:
@@ -156,11 +157,11 @@ class ContextProducer:
         return self._deliver(priority=priority)
 
     def set_time_to_live(self, time_to_live: timedelta) -> ContextProducer:
-        """Set how long the broker keeps a message; ``None`` means without an end."""
+        """Set how long the broker keeps a message. ``None`` means for ever."""
         return self._deliver(time_to_live=time_to_live)
 
     def set_delivery_delay(self, delay: timedelta) -> ContextProducer:
-        """Set how long the broker holds a message back."""
+        """Set the time that the broker waits before it delivers a message."""
         return self._deliver(delay=delay)
 
     def _deliver(self, **chosen: Any) -> ContextProducer:
@@ -168,14 +169,14 @@ class ContextProducer:
         return self
 
     def set_property(self, name: str, value: str) -> ContextProducer:
-        """Add a header to every later message that does not have it."""
+        """Add a header to every later message that does not have this header."""
         self._producer.properties[name] = value
         return self
 
     def send(
         self, destination: str | Destination, body: Any, *, timeout: float | None = None
     ) -> ContextProducer:
-        """Send a body or a ``Message``, asynchronously if there is a listener."""
+        """Send a body or a ``Message``. If a listener is set, send asynchronously."""
         message = _message(body)
         if self._listener is None:
             self._producer.send(message, destination=destination, timeout=timeout)
@@ -188,7 +189,7 @@ class ContextProducer:
     def submit(
         self, destination: str | Destination, body: Any, *, timeout: float | None = None
     ) -> CompletionFuture:
-        """Send a body or a ``Message`` and return a future of its outcome."""
+        """Send a body or a ``Message``, and return a future of the outcome."""
         return self._producer.submit(
             _message(body), destination=destination, timeout=timeout
         )
@@ -200,7 +201,7 @@ class Context(Closing):
     def __init__(
         self, connection: Connection, *, transacted: bool, ack_mode: AckMode
     ) -> None:
-        """Open the one session."""
+        """Open the only session of the connection."""
         self.connection = connection
         self.session = connection.create_session(transacted, ack_mode)
 
@@ -211,11 +212,12 @@ class Context(Closing):
     def create_consumer(
         self, destination: str | Destination, **options: Any
     ) -> MessageConsumer:
-        """Subscribe. The options are those of ``session.create_consumer``."""
+        """Subscribe to the destination. The options are the same as for
+        ``session.create_consumer``."""
         return self.session.create_consumer(destination, **options)
 
     def acknowledge(self, message: Message) -> None:
-        """Acknowledge this message and no other."""
+        """Acknowledge only this message."""
         self.session.acknowledge(message)
 
     def commit(self) -> None:
@@ -227,11 +229,11 @@ class Context(Closing):
         self.session.rollback()
 
     def recover(self) -> None:
-        """Receive unacknowledged messages again."""
+        """Make the consumers receive unacknowledged messages again."""
         self.session.recover()
 
     def start(self) -> None:
-        """Let consumers receive again."""
+        """Let the consumers receive again after ``stop``."""
         self.connection.start()
 
     def stop(self) -> None:
@@ -239,7 +241,7 @@ class Context(Closing):
         self.connection.stop()
 
     def close(self) -> None:
-        """Let outstanding sends complete, then close session and connection."""
+        """Let outstanding sends complete, then close the session and the connection."""
         self.connection.close()
 
 
@@ -251,7 +253,7 @@ class ConnectionFactory:
     """Opens connections to the first host that accepts one."""
 
     def __init__(self, url: str, **options: Any) -> None:
-        """Read the URL; keyword options override those in its query.
+        """Read the URL. Keyword options override the options in the URL's query.
 
         Raises ``ValueError`` for a malformed URL or an unknown option, and ``OSError``
         or ``ssl.SSLError`` if a certificate file cannot be read.
@@ -266,10 +268,9 @@ class ConnectionFactory:
     def create_connection(
         self, user: str | None = None, password: str | None = None
     ) -> Connection:
-        """Connect to the first host that answers.
-
-        Raises ``ConnectionFailedError`` with every host's reason if none does, and
-        ``ValueError`` for a user or password with a line break.
+        """Connect to the first host that accepts the connection. Raises
+        ``ConnectionFailedError`` with the reason of every host if no host accepts.
+        Raises ``ValueError`` if the user or password contains a line break.
         """
         options = self.options
         if user is not None:
@@ -289,7 +290,7 @@ class ConnectionFactory:
     def create_context(
         self, *, transacted: bool = False, ack_mode: AckMode = AckMode.INDIVIDUAL
     ) -> Context:
-        """Open a connection with one session, as one object."""
+        """Open a connection and one session, and return both as one ``Context``."""
         connection = self.create_connection()
         return Context(connection, transacted=transacted, ack_mode=ack_mode)
 

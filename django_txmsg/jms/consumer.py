@@ -1,7 +1,8 @@
-"""Receives from one destination. The caller fetches one message at a time.
+"""Receives messages from one destination. The caller fetches one message at a time.
 
-Hop 6 of a message. The broker has at most ``prefetch`` unacknowledged deliveries
-outstanding, so the local buffer is bounded, and the reader thread only appends to it.
+Hop 6 of a message. The broker sends at most ``prefetch`` deliveries ahead of their
+acknowledgements, which limits the local buffer. The reader thread only appends to this
+buffer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ logger = logging.getLogger("django_txmsg.jms.consumer")
 
 
 class AckMode(Enum):
-    """Whether the application or the consumer acknowledges a received message."""
+    """The choice whether the application or the consumer acknowledges a received
+    message."""
 
     #: By ``session.acknowledge(message)``, one by one, once its outcome is stored.
     INDIVIDUAL = "client-individual"
@@ -151,8 +153,10 @@ class MessageConsumer(Closing):
             yield message
 
     def settle(self, message: Message) -> None:
-        """Record that a message is being acknowledged. Raises ``IllegalStateError`` if
-        the message was acknowledged before, or was taken back into the buffer.
+        """Record that a message is being acknowledged.
+
+        Raises ``IllegalStateError`` if the message was acknowledged before, or was
+        taken back into the buffer.
         """
         with self.arrived:
             if self._closed:
@@ -167,8 +171,8 @@ class MessageConsumer(Closing):
             del self._unsettled[message.ack_id]
 
     def forget(self, message: Message) -> None:
-        """Drop a message from the unacknowledged ones, after a committed transaction
-        has acknowledged the message."""
+        """Stop counting a message as unacknowledged, because a committed transaction
+        has acknowledged it."""
         with self.arrived:
             self._unsettled.pop(message.ack_id, None)
 

@@ -106,7 +106,7 @@ class Dialect:
         return True
 
     def expiry_headers(self, now_ms: int, time_to_live_ms: int) -> dict[str, str]:
-        """Return the headers that let a message expire."""
+        """Return the headers that make a message expire after its time to live."""
         if self.expires_header:
             return {self.expires_header: str(now_ms + time_to_live_ms)}
         return {str(self.time_to_live_header): str(time_to_live_ms)}
@@ -115,9 +115,10 @@ class Dialect:
         self, destination: Destination, delay_ms: int, *, transacted: bool
     ) -> tuple[Destination, dict[str, str]]:
         """Return the destination and headers of a message that the broker must deliver
-        after this delay. Raises ``UnsupportedOperationError`` in a transaction: the
-        broker would schedule the message outside the transaction, and lose the message
-        in a crash.
+        after this delay.
+
+        Raises ``UnsupportedOperationError`` in a transaction: the broker would schedule
+        the message outside the transaction, and lose the message in a crash.
         """
         if transacted:
             raise UnsupportedOperationError(
@@ -152,7 +153,7 @@ class Dialect:
 
     @property
     def deletes_durable_while_in_use(self) -> bool:
-        """Return whether one frame both ends and deletes a durable subscription."""
+        """Return whether a single frame ends and deletes a durable subscription."""
         return False
 
 
@@ -215,7 +216,8 @@ class RabbitMQDialect(Dialect):
         return replace(self, existing=tuple(filter(None, existing.split(","))))
 
     def address(self, destination: Destination) -> str:
-        """Percent-encode the name: RabbitMQ decodes percent escapes."""
+        """Return the address with a percent-encoded name, because RabbitMQ decodes
+        percent escapes."""
         Dialect.address(self, destination)
         kind = "topic" if destination.is_topic else "queue"
         if kind == "queue" and self._exists(destination.name):
@@ -229,9 +231,9 @@ class RabbitMQDialect(Dialect):
         )
 
     def mode_header(self, *, persistent: bool) -> bytes:
-        """Omit the header for a volatile message. With ``persistent:false`` RabbitMQ
-        declares the queue as exclusive to this connection, and deletes it at the
-        connection's end."""
+        """Return the header ``persistent:true``, or no header for a volatile message.
+        With ``persistent:false`` RabbitMQ declares the queue as exclusive to this
+        connection, and deletes it at the connection's end."""
         return b"persistent:true\n" if persistent else b""
 
     def blames_frame(self, broker_message: str) -> bool:
@@ -310,7 +312,7 @@ class ArtemisDialect(Dialect):
         return {"destination": self.address(destination), "destination-type": kind}
 
     def address(self, destination: Destination) -> str:
-        """Return the plain name, which is the address on Artemis."""
+        """Return the plain name of the destination, which is its address on Artemis."""
         return Dialect.address(self, destination).split("/", 2)[2]
 
     def subscribe_headers(
@@ -322,7 +324,8 @@ class ArtemisDialect(Dialect):
         return {**headers, "subscription-type": kind}
 
     def durable_headers(self, subscription: str) -> dict[str, str]:
-        """Use the header that Artemis has for the name of a durable subscription."""
+        """Return the header in which Artemis expects the name of a durable
+        subscription."""
         return {"durable-subscription-name": subscription}
 
 

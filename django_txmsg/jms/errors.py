@@ -52,7 +52,8 @@ class UnsupportedOperationError(MessagingError):
 
 
 class WindowFullError(MessagingError, TimeoutError):
-    """The session's window had no room in time. The message was not written."""
+    """The session's window stayed full until the time-out. The message was not
+    written."""
 
 
 class ConnectionFailedError(MessagingError, ConnectionError):
@@ -84,8 +85,8 @@ class RequestTimeoutError(MessagingError, TimeoutError):
 class SendOutcomeUnknownError(MessagingError):
     """It is unknown whether the message is stored.
 
-    Send it again with the same message id; the receiver's inbox drops the copy.
-    ``written`` is false if the frame certainly never left this process.
+    Send the message again with the same message id. The receiver's inbox drops the
+    copy. ``written`` is false if the frame certainly never left this process.
     ``broker_message`` is the text of the ERROR frame, if an ERROR frame ended the
     connection. In that case the broker has probably refused one of the messages in
     flight. Send these messages one at a time to find the refused message. ``silent`` is

@@ -36,8 +36,8 @@ class ProtocolError(Exception):
 
 
 class Frame(NamedTuple):
-    """One frame from the broker; ``problem`` describes what is wrong with its
-    headers."""
+    """One frame from the broker. ``problem`` describes the fault of its headers, if
+    any."""
 
     command: str
     headers: dict[str, str]
@@ -73,10 +73,10 @@ def _header_line(name: str, value: str) -> str:
 
 
 def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Return the header lines, escaped, each with its line end.
+    """Return the escaped header lines as bytes, each with its line end.
 
-    Raises ``MessageFormatError`` for a name or value that is not text, contains NUL or
-    cannot be encoded, and for an empty name.
+    Raises ``MessageFormatError`` for an empty name, and for a name or value that is not
+    text, contains NUL or cannot be encoded.
     """
     try:
         text = "".join([_header_line(name, value) for name, value in headers])
@@ -99,9 +99,10 @@ def encode(command: str, headers: Mapping[str, str], body: bytes = b"") -> bytes
 
 
 def encode_connect(headers: Mapping[str, str]) -> bytes:
-    """Encode the CONNECT frame, whose headers STOMP does not escape. Raises
-    ``ValueError`` if a credential contains a character that could start another header
-    line.
+    """Encode the CONNECT frame, whose headers STOMP does not escape.
+
+    Raises ``ValueError`` if a credential contains a character that could start another
+    header line.
     """
     for name, value in headers.items():
         if any(character in value for character in "\r\n\x00"):

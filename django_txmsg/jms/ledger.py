@@ -25,7 +25,7 @@ from .errors import (
 
 
 class State(IntEnum):
-    """The state of a frame. From ACKED on, the frame is settled."""
+    """The state of a frame. In the states from ACKED on, the frame has its outcome."""
 
     QUEUED = 0
     ON_WIRE = 1
@@ -45,7 +45,7 @@ class Owner(Protocol):
 
     @property
     def committing(self) -> Pending | None:
-        """The COMMIT frame, once it is queued."""
+        """The COMMIT frame, or None if COMMIT is not queued yet."""
 
     def spoil(self, broker_message: str) -> None:
         """Handle an ERROR frame that can only be about one of the transaction's
@@ -125,7 +125,7 @@ class Ledger:
         self.answered = False
 
     def new_receipt(self) -> bytes:
-        """Return a new receipt id; needs no lock."""
+        """Return a new receipt id. The caller need not hold the lock."""
         return b"%s%d" % (self._prefix, next(self._receipts))
 
     def reserve(self, entry: Pending, now: float) -> None:

@@ -56,8 +56,8 @@ class Request(Pending):
         self._answered.set()
 
     def wait(self) -> None:
-        """Wait for the outcome, at most until the deadline. Raises the frame's
-        error."""
+        """Wait for the outcome, at most until the deadline. If the frame has failed,
+        raise its error."""
         self._link.refuse_inside()
         while not self._answered.wait(1.0):
             pass
@@ -78,7 +78,7 @@ class Link:
         options: Options,
         on_lost: Callable[[MessagingError], None],
     ) -> None:
-        """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the timeout.
+        """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the timeout.
 
         ``on_lost`` is a method that the link calls at most once, with the lock held.
         The link does not keep the method's object alive.
@@ -339,7 +339,7 @@ class Link:
             self._routes[name] = WeakMethod(deliver), arrived
 
     def unroute(self, name: str) -> None:
-        """Pass on no more deliveries of the subscription."""
+        """Stop passing on deliveries of the subscription."""
         with self.lock:
             self._routes.pop(name, None)
 
@@ -348,8 +348,10 @@ class Link:
         return f"{kind}{next(self._numbers)}"
 
     def seconds(self, timeout: float | None) -> float:
-        """Return the timeout in seconds. None means the connection's default. Raises
-        ``ValueError`` for an invalid timeout.
+        """Return the timeout in seconds.
+
+        None means the connection's default. Raises ``ValueError`` for an invalid
+        timeout.
         """
         if timeout is None:
             return self.options.send_timeout

@@ -24,7 +24,7 @@ class Liveness(Closing):
     """The part of a connection that its sessions use."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
-        """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the
+        """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the
         time-out."""
         self.address = address
         self._closing = False
@@ -37,7 +37,7 @@ class Liveness(Closing):
 
     @property
     def dialect(self) -> Dialect:
-        """The kind of broker."""
+        """The dialect for the kind of broker."""
         return self.link.dialect
 
     @property
@@ -53,7 +53,8 @@ class Liveness(Closing):
 
     @property
     def error(self) -> MessagingError | None:
-        """Why the connection has failed; ``None`` if it has not."""
+        """The error with which the connection has failed, or ``None`` if it has not
+        failed."""
         return self.link.error
 
     @property

@@ -34,7 +34,8 @@ class DeliveryMode(Enum):
 
 
 class Provided(NamedTuple):
-    """Values that the client sets on a message as it sends or receives it."""
+    """The values that the client sets on a message when the message is sent or
+    received."""
 
     message_id: str | None = None
     destination: Destination | None = None
@@ -79,7 +80,8 @@ class Message:
     def received(
         cls, frame: Frame, subscription: str, destination: Destination
     ) -> Message:
-        """Wrap a MESSAGE frame; its body is decoded at the first access."""
+        """Return the message of a MESSAGE frame. Its body is decoded at the first
+        access."""
         message = cls()
         headers = frame.headers
         message.subscription = subscription
@@ -175,7 +177,7 @@ class Message:
 
     @property
     def timestamp(self) -> datetime | None:
-        """When this process sent the message."""
+        """The time at which this process sent the message."""
         self._accessible()
         return self._provided.timestamp
 
@@ -193,7 +195,8 @@ class Message:
 
     @property
     def expiration(self) -> datetime | None:
-        """When the broker may drop the message; ``None`` means never."""
+        """The time after which the broker may drop the message. ``None`` means
+        never."""
         self._accessible()
         return self._provided.expiration
 

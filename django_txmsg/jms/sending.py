@@ -24,12 +24,12 @@ from .transaction import Transaction
 
 
 class SendingSession(Closing):
-    """The interface of a session for producers and batches."""
+    """The part of a session that producers and batches use."""
 
     def __init__(
         self, connection: Liveness, *, transacted: bool, max_in_flight: int | None
     ) -> None:
-        """Use this connection; writes nothing."""
+        """Create a session of this connection, without writing to the broker."""
         link, options = connection.link, connection.link.options
         self.connection = connection
         self.link = link

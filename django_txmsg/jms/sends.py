@@ -120,7 +120,7 @@ class Window:
         self._in_flight_bytes += size
 
     def release(self, size: int) -> None:
-        """Count one send in flight less, because that send has its outcome."""
+        """Count one send less in flight, because a send has its outcome."""
         self.in_flight -= 1
         self._in_flight_bytes -= size
         # Waking a sender for every receipt would cost more than the send, so wait until
@@ -208,8 +208,8 @@ class AsyncSend(Pending):
         return self._sends.withdraw(self, self._message)
 
     def tell(self) -> None:
-        """Call the listener. Runs on a pool thread. Log an exception of the listener
-        instead of raising it."""
+        """Call the listener, on a pool thread. If the listener raises, log the
+        exception."""
         message, error = self._message, self.error
         listener, self._listener = self._listener, None  # a future's has this object
         assert listener is not None

@@ -74,7 +74,7 @@ class Transaction:
         return not self._begun and not self.received
 
     def begin(self) -> None:
-        """Write BEGIN before the first frame; with the lock held."""
+        """Write BEGIN before the first frame. The caller holds the lock."""
         if not self._begun:
             self._begun = True
             self.loose(frames.encode("BEGIN", {"transaction": self.name}))
@@ -87,7 +87,7 @@ class Transaction:
         self.link.writer.put(data)
 
     def fail(self, error: MessagingError) -> None:
-        """Record why the transaction cannot be committed."""
+        """Record the error because of which the transaction cannot be committed."""
         self.error = self.error or error
 
     def spoil(self, broker_message: str) -> None:

@@ -147,6 +147,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
 
     def receive(self) -> bytes:
         """Read until the connection ends. stomp.py calls this on its I/O thread.
+
         Returns empty bytes, which end the loop of stomp.py.
         """
         parser = FrameParser()
@@ -202,9 +203,10 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
     def write(
         self, data: bytes, *, timeout: float, tick: Callable[[], None] | None = None
     ) -> None:
-        """Write all the bytes. If that fails, close the connection and raise
-        ``OSError``. While the broker reads nothing, call ``tick``, so that deadlines
-        take effect.
+        """Write all the bytes.
+
+        If that fails, close the connection and raise ``OSError``. While the broker
+        reads nothing, call ``tick``, so that deadlines take effect.
         """
         give_up = time.monotonic() + timeout
         view = memoryview(data)
@@ -242,8 +244,10 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
 
     def write_some(self, data: bytes) -> int:
         """Write the bytes that the socket accepts without blocking, and return their
-        number. Return 0 over TLS, where a write may have to wait for the reader. Return
-        0 also if the write fails, because the next ``write`` reports the error.
+        number.
+
+        Return 0 over TLS, where a write may have to wait for the reader. Return 0 also
+        if the write fails, because the next ``write`` reports the error.
         """
         if self._tls is not None or self._socket is None:
             return 0
@@ -274,9 +278,10 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def cleanup(self) -> None:
-        """Close the socket. stomp.py calls this at the end of the I/O thread. The
-        socket stays open while a writer uses it. Otherwise the operating system might
-        give the same file descriptor to another socket.
+        """Close the socket. stomp.py calls this at the end of the I/O thread.
+
+        The socket stays open while a writer uses it. Otherwise the operating system
+        might give the same file descriptor to another socket.
         """
         if self._socket is not None:
             with self._write_lock:

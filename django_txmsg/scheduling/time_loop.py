@@ -65,7 +65,7 @@ class TimeLoop(ABC):
                 pass
 
     def add_to(self, group: ThreadGroup) -> None:
-        """Add a thread that runs the loop, unless it is idle."""
+        """Add a thread that runs this loop to the group, unless the loop is idle."""
         if not self.idle:
             group.add(f"txmsg-{type(self).__name__.lower()}", self.run)
 

@@ -98,8 +98,8 @@ class Timekeeper(TimeLoop):
     def _store_due(
         self, one: Recurring, row: Schedule, began: dt.datetime, now: dt.datetime
     ) -> float:
-        """Store one recurring message for each tick up to now. Return the seconds until
-        its next tick."""
+        """Store the messages for all ticks of one recurring message up to now. Return
+        the seconds until the next tick."""
         cron, after = one.cron, row.last_tick
         rows = Schedule.objects.db_manager(one.alias)
         if row.paused_at is None:

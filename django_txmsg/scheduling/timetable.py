@@ -1,6 +1,6 @@
-"""The recurring messages that `every()` in `stages` modules, or the settings, declare.
+"""The recurring messages that the settings, or `every()` in `stages` modules, declare.
 
-Nothing here uses the database; `timekeeper.py` stores due messages.
+This module does not use the database. `timekeeper.py` stores due messages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Recurring:
 
     @property
     def cron(self) -> Cron:
-        """The cron expression. Raises ConfigurationError."""
+        """The parsed cron expression. Raises ConfigurationError if the expression or
+        the time zone is invalid."""
         return Cron(self.expression, self.tz or django_settings.TIME_ZONE)
 
     @property
@@ -70,8 +71,8 @@ class Recurring:
         return (self.missed or conf.get().MISSED_TICKS) == "all"
 
     def check_timing(self) -> None:
-        """Raise ConfigurationError or InvalidMessage if name, expression or destination
-        is invalid. Needs no settings."""
+        """Raise ConfigurationError or InvalidMessage if the name, the expression or the
+        destination is invalid. Read no setting of this package."""
         check_destination(str(self.destination))
         if not self.name or len(self.name) > MAX_NAME_LENGTH:
             raise ConfigurationError(

@@ -2,9 +2,9 @@
 
 TASKS = {"default": {"BACKEND": "django_txmsg.tasks_backend.TransactionalBackend"}}
 
-This module finds such backends in the setting: each has a stage for each queue. Their
-checks are here and not in the backend's own `check()`: the backport calls that only if
-it is installed as an app.
+This module finds such backends in the setting. A backend has a stage for each queue.
+The checks of backends are in this module, because the backport calls a backend's own
+`check()` only if the backport is an installed app.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def __getattr__(name: str) -> Any:
 
 
 def stages() -> Iterator[Stage]:
-    """Yield the stage of each queue."""
+    """Yield the stage of each queue of each backend."""
     for backend in backends():
         yield from backend.stages()
 
 
 def backends() -> Iterator[TransactionalBackend]:
-    """Yield the backends in the TASKS setting that are this package's."""
+    """Yield the backends in the TASKS setting that belong to this package."""
     given = getattr(settings, "TASKS", None) or {}
     for alias, params in given.items():
         if _is_ours(params.get("BACKEND", "")):
@@ -65,7 +65,8 @@ def _is_ours(path: str) -> bool:
 
 @register("txmsg")
 def check(**_: object) -> list[CheckMessage]:
-    """Return what is wrong with the options and the names of queues."""
+    """Return a message for each invalid option, and for each invalid name of a
+    queue."""
     return [] if conf.problems() else list(_found())
 
 

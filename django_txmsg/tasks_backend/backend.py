@@ -227,8 +227,8 @@ class TransactionalBackend(BaseTaskBackend):
         return self._given.names(path)
 
     def _warn_of(self, path: str) -> None:
-        """Log once for each package that workers may not import the module of an
-        enqueued task."""
+        """Log a warning if workers may not import the module of an enqueued task. Warn
+        once for each package."""
         package = path.partition(".")[0]
         if package in _warned or self.imports(path) or package in _of_project():
             return

@@ -1,6 +1,6 @@
 """Imports the tasks framework: `django.tasks` of Django 6.0 or later, or its backport.
 
-They differ in the names of two exceptions.
+The two frameworks differ in the names of two exceptions.
 """
 
 from __future__ import annotations

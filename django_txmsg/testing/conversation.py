@@ -429,8 +429,8 @@ class Conversation(Session):
         names_receipt: bool | None = None,
         closes: bool | None = None,
     ) -> None:
-        """Answer a frame with ERROR. The profile decides about the receipt id and the
-        end of the connection, unless the caller does."""
+        """Answer a frame with ERROR. The arguments `names_receipt` and `closes`
+        override the profile."""
         if names_receipt is None:
             names_receipt = self.profile.error_names_receipt
         if closes is None:

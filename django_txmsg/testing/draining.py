@@ -74,8 +74,8 @@ class Drained:
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Record the exceptions that are raised inside the block, except Refuse and
-        Redeliver."""
+        """Record an exception that is raised inside the block, except Refuse, Redeliver
+        and DecodeError."""
         try:
             yield
         except (Refuse, Redeliver, DecodeError):
@@ -167,7 +167,7 @@ def outbox_messages(
 
 
 class _Hurry(threading.Event):
-    """Replaces the event on which blocking redelivery waits, so that a test does not
+    """Replaces the event on which a blocking redelivery waits, so that a test need not
     wait."""
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -31,7 +31,7 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame: its command, its headers and its body. Of a repeated header, only the
+    """One frame: its command, its headers and its body. If a header is repeated, its
     first value counts."""
 
     command: str

@@ -237,8 +237,8 @@ _AROUND = 8
 
 @dataclass(slots=True)
 class Ready:
-    """An encoded message. Its other fields identify the message if the broker returns
-    it."""
+    """An encoded message: its `frames`, and the values that identify a returned
+    message."""
 
     frames: bytes
     route: bytes
@@ -281,7 +281,7 @@ def acknowledged(tag: int, channel: int, *, multiple: bool = False) -> bytes:
 
 
 def refused(tag: int, channel: int) -> bytes:
-    """Return the frame that returns a delivery to its queue."""
+    """Return the frame that makes RabbitMQ put a delivery back into its queue."""
     return method(channel, spec.Basic.Nack, struct.pack(">QB", tag, 0b10))
 
 

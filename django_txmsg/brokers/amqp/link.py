@@ -128,7 +128,7 @@ class Transport:
 
     def doubt(self) -> str:
         """Return a hint for an error message if the server has sent nothing: the port
-        may be one of another protocol."""
+        may belong to another protocol."""
         if self._has_read:
             return ""
         return ". Is this its AMQP port (5672, with TLS 5671)?"
@@ -195,7 +195,8 @@ class _Connection(amqp.Connection):  # type: ignore[misc]
         return self._own
 
     def drain_events(self, timeout: float | None = None) -> None:
-        """Read until something arrives. py-amqp calls this while it waits."""
+        """Read until a frame arrives. py-amqp calls this while it waits for an
+        answer."""
         if not self._link.read(self._link.patience if timeout is None else timeout):
             raise TimeoutError("the broker does not answer" + self._own.doubt())
 
@@ -243,8 +244,8 @@ class Link:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Own the link while the block runs. Errors of py-amqp and the socket become
-        BrokerUnavailable, except ChannelClosed."""
+        """Own the link while the block runs. Errors of py-amqp and of the socket become
+        BrokerUnavailable. ChannelClosed stays as it is."""
         with self.owned:
             try:
                 yield
@@ -273,8 +274,8 @@ class Link:
         self.transport.write(data)
 
     def read(self, timeout: float) -> bool:
-        """Handle received frames until a frame is not a heartbeat, or until `timeout`
-        seconds have passed. Return whether any frame was not a heartbeat."""
+        """Wait until a frame other than a heartbeat arrives, at most `timeout` seconds.
+        Handle all received frames. Return whether such a frame has arrived."""
         listening = time.monotonic()
         deadline = listening + timeout
         while not self._handle():
@@ -290,8 +291,8 @@ class Link:
         return True
 
     def _handle(self) -> bool:
-        """Handle the frames that were read. Return whether any frame was not a
-        heartbeat."""
+        """Handle the frames that were read. Return whether there was a frame other than
+        a heartbeat."""
         found = False
         for kind, channel, payload in self.transport.frames():
             if kind != frames.BEAT:
@@ -314,7 +315,7 @@ class Link:
         self.blocked = ""
 
     def hear(self) -> None:
-        """Handle what the broker has sent so far, without waiting."""
+        """Handle the frames that the broker has sent so far, without waiting."""
         while self.transport.read(0.0):
             self._handle()
 
@@ -327,7 +328,7 @@ class Link:
         return self.blocked
 
     def close(self) -> None:
-        """Close the connection and the socket; never raises."""
+        """Close the connection and the socket. Never raises."""
         with self.owned:
             self.patience = self.options.close_timeout
             self._closing = True

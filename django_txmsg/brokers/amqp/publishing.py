@@ -1,4 +1,5 @@
-"""Hop 4 over AMQP: many messages in flight, each with its confirm.
+"""Hop 4 over AMQP: sends many messages at once, and waits for the confirm of each
+message.
 
 A confirm names a message by its number in the channel, or covers all messages up to a
 number. If no queue accepts a message, the broker returns the message before the

@@ -2,9 +2,9 @@
 unchanged.
 
 An existing queue is never declared again, because RabbitMQ refuses a declaration with
-another type or argument. A missing queue is declared as a quorum queue. The queue has
-no delivery limit, which RabbitMQ 4 would set by default, because the inbox already
-counts and limits attempts.
+another type or argument. A missing queue is declared as a quorum queue. RabbitMQ 4
+would set a delivery limit by default. The declaration removes this limit, because the
+inbox already counts and limits attempts.
 """
 
 from __future__ import annotations
@@ -116,13 +116,15 @@ class Queues:
             )
 
     def private(self, topic: str) -> str:
-        """Declare a topic's queue for this connection alone, and return its name."""
+        """Declare a queue that only this connection may use, bind it to the topic, and
+        return its name."""
         found = self._on().queue_declare(exclusive=True, auto_delete=True)
         self._bind(found.queue, topic)
         return str(found.queue)
 
     def subscribe(self, topic: str, subscriber: str) -> None:
-        """Declare a subscriber's durable queue of a topic and bind it."""
+        """Declare the durable queue of a topic's subscriber, and bind the queue to the
+        topic."""
         self.ensure(subscriber)
         self._bind(subscriber, topic)
 
@@ -132,7 +134,7 @@ class Queues:
         self._known.discard(queue)
 
     def ping(self) -> None:
-        """Return when the broker has answered a request."""
+        """Send a request, and return when the broker has answered."""
         self._on().basic_qos(0, 1, False)
 
     def delayed(self, destination: str, milliseconds: int) -> str:

@@ -1,7 +1,8 @@
 """The session with RabbitMQ that relay and consumer use. It has one link.
 
-The session publishes, subscribes and sends requests on separate channels. When RabbitMQ
-refuses an operation, RabbitMQ closes only the channel of that operation.
+The session uses separate channels for publishing, for its subscription and for
+requests. When RabbitMQ refuses an operation, RabbitMQ closes only the channel of that
+operation.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class Acknowledgements:
         return slow or self._gathered * 2 >= prefetch
 
     def written(self) -> bytearray:
-        """Return the frames that acknowledge all marked deliveries. One frame covers
-        all deliveries before the first unmarked delivery. The caller must write the
-        frames next."""
+        """Return the frames that acknowledge all marked deliveries. A single frame
+        acknowledges all deliveries before the first unmarked one. The caller must write
+        the frames next."""
         self._acked_at = time.monotonic()
         made, upto, whole = bytearray(), 0, True
         if not self._gathered:

@@ -1,5 +1,5 @@
-"""Tests for the consumer: no message is lost, and acknowledged messages are not
-redelivered."""
+"""Tests of the promises on which the consumer relies: no message is lost, and
+acknowledged messages are not redelivered."""
 
 from __future__ import annotations
 

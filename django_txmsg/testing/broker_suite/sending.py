@@ -1,4 +1,5 @@
-"""Tests for the relay: every outcome of a send must be true."""
+"""Tests of the promises on which the relay relies: every outcome of a send is a
+proof."""
 
 from __future__ import annotations
 

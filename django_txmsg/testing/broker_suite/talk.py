@@ -40,8 +40,7 @@ class Talk:
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> Session:
-        """Return a session. The end of the test closes the session if the test did
-        not."""
+        """Return a session, which is closed at the end of the test at the latest."""
         session = self.broker().open(transacted=transacted, subscriber=subscriber)
         return self.stack.enter_context(session)
 
