@@ -59,7 +59,8 @@ class BulkAdmin(RowPageAdmin):
 
     def row_page(self, request: HttpRequest, row: BulkOperation) -> HttpResponse:
         """Show the progress of an operation; the page reloads itself."""
-        operation = row
+        operation, using = row, row._state.db or "default"
+        consumed = attendance.read_living(using, clock(using)).consumed
         handled = operation.done + operation.skipped
         ended = operation.finished_at or timezone.now()
         seconds = max((ended - operation.created_at).total_seconds(), 0.001)
@@ -79,7 +80,7 @@ class BulkAdmin(RowPageAdmin):
             "lasted": display.duration(seconds),
             "filters": filter_text(operation.filter),
             "may": request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]),
-            "idle": operation.state == BulkState.RUNNING and not _consumed(operation),
+            "idle": operation.state == BulkState.RUNNING and not consumed,
             "skipped_why": sorted(operation.skipped_why.items()),
         }
         return render(request, "admin/django_txmsg/bulk.html", context)
@@ -156,11 +157,6 @@ def start(
         text = f"{said(operation)}; filter: {filter_text(filters)}{because}."
         audit(request, operation, Deed(kind.value), text)
     return operation
-
-
-def _consumed(operation: BulkOperation) -> bool:
-    using = operation._state.db or "default"
-    return attendance.read_living(using, clock(using)).consumed
 
 
 def filter_text(filters: dict[str, Any]) -> str:

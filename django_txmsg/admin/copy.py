@@ -62,7 +62,7 @@ class CopyPages:
             return led(request, MESSAGE, letter.message_id)
         sent = wire.senders(letter.headers)
         # One header a line: values with line ends cannot be edited, and stay as is.
-        fixed = {name: value for name, value in sent.items() if not _one_line(value)}
+        fixed = {n: value for n, value in sent.items() if set(value) & set("\r\n")}
         before = headers_text({n: v for n, v in sent.items() if n not in fixed})
         form: dict[str, Any] = {
             "headers": before,
@@ -146,10 +146,6 @@ def line_end(text: str) -> str | None:
     found = {"\r\n": "\r\n" in text, "\r": "\r" in bare, "\n": "\n" in bare}
     ends = [end for end, is_there in found.items() if is_there]
     return None if len(ends) > 1 else (ends or ["\n"])[0]
-
-
-def _one_line(value: str) -> bool:
-    return not set(value) & set("\r\n")
 
 
 def body_text(letter: DeadLetter) -> str:

@@ -40,14 +40,15 @@ def pages(request: HttpRequest) -> list[Page]:
     """Return the pages that the user may see on this admin site."""
     first = address(request, "admin:app_list", "django_txmsg")
     found = [Page("Overview", first, request.path == first)]
+    makes = request.user.has_perm("django_txmsg.make_schedule")
+    used = {
+        "schedule": recurring() or makes,
+        "run": declarations(),
+        "alert": conf.get().ALERTS.KINDS,
+    }
     for name, title in _LISTS:
-        if name == "schedule" and not _recurs(request):
-            continue
-        if name == "run" and not declarations():
-            continue
-        if name == "alert" and not conf.get().ALERTS.KINDS:
-            continue
-        if not request.user.has_perm(f"django_txmsg.view_{name}"):
+        sees = request.user.has_perm(f"django_txmsg.view_{name}")
+        if not sees or not used.get(name, True):
             continue
         try:
             to = address(request, f"admin:django_txmsg_{name}_changelist")
@@ -60,8 +61,3 @@ def pages(request: HttpRequest) -> list[Page]:
             found = [replace(one, current=False) for one in found]
         found.append(Page("May I?", mine, request.path == mine))
     return found
-
-
-def _recurs(request: HttpRequest) -> bool:
-    """Return whether a recurring message is declared, or the user may make one."""
-    return bool(recurring()) or request.user.has_perm("django_txmsg.make_schedule")

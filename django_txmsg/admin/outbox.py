@@ -13,20 +13,14 @@ from django.utils.safestring import SafeString
 
 from .. import conf
 from ..models import DeadLetter, InboxMessage, OutboxMessage
-from ..models.fields import Holds, Later
+from ..models.fields import Holds
 from ..models.outbox import PENDING
 from ..monitoring import recent
-from ..monitoring.waiting import OVERDUE
 from ..rules import dead_letters, inbox, outbox, rule
 from . import display, message
 from .base import MessageAdmin
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter
-from .received import has
-
-
-def is_overdue() -> Holds:
-    """Return the condition that a row should have been sent by now."""
-    return Holds(outbox.DUE, now=Later(-OVERDUE.total_seconds()))
+from .received import has, is_overdue
 
 
 class OutboxStateFilter(StateFilter):
@@ -39,7 +33,7 @@ class OutboxStateFilter(StateFilter):
         """Return what each choice means."""
         return {
             "pending": PENDING,
-            "overdue": Q(is_overdue()),
+            "overdue": Q(is_overdue(outbox.DUE)),
             "in flight": PENDING & Q(Holds(rule.LEASED, now=Now())),
             "dispatched": Q(Holds(outbox.DISPATCHED)),
             "dead": Q(Holds(outbox.DEAD)),
@@ -84,7 +78,7 @@ class OutboxAdmin(MessageAdmin):
         here: Any = InboxMessage.objects.filter(message_id=OuterRef("message_id"))
         letters = DeadLetter.objects.filter(message_id=OuterRef("message_id"))
         return rows.annotate(
-            overdue=is_overdue(),
+            overdue=is_overdue(outbox.DUE),
             died=has(letters.filter(Holds(dead_letters.OPEN))),
             waits=has(here.filter(Holds(inbox.OPEN))),
             processed=has(here.filter(Holds(inbox.PROCESSED))),

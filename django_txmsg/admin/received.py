@@ -12,11 +12,13 @@ from ..models.dead_letter import Resolution
 from ..models.fields import Holds, Later
 from ..monitoring.waiting import OVERDUE
 from ..rules import inbox
+from ..rules.rule import Rule
 
 
-def is_overdue() -> Holds:
-    """Return the condition that a row should have been tried again by now."""
-    return Holds(inbox.DUE, now=Later(-OVERDUE.total_seconds()))
+def is_overdue(due: Rule = inbox.DUE) -> Holds:
+    """Return the condition that a row should have been tried again, or sent, by now. It
+    was `due` then already."""
+    return Holds(due, now=Later(-OVERDUE.total_seconds()))
 
 
 def has(rows: QuerySet[Any]) -> Subquery:

@@ -29,7 +29,7 @@ class ScheduleAdmin(PausableAdmin):
     title = "Recurring messages"
     change_list_template = "admin/django_txmsg/schedule.html"
     change = staticmethod(pausing.set_recurring)
-    database = staticmethod(pausing.database_of_recurring)
+    database = staticmethod(schedule.database_of)
 
     def rows(self, request: HttpRequest) -> dict[str, Any]:
         """Return when each is due, and whether it is paused."""

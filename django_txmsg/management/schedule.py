@@ -26,7 +26,7 @@ class Command(PausingCommand):
     help = "Recurring messages: list, pause, resume, make and remove them."
     noun = "recurring message"
     change = staticmethod(pausing.set_recurring)
-    database = staticmethod(pausing.database_of_recurring)
+    database = staticmethod(schedule.database_of)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -29,22 +29,13 @@ def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | N
     """Pause a recurring message, or let it go on with its next tick. Returns its row,
     or None if nothing changed. Raises LookupError for an unknown name."""
     service = conf.get().SERVICE
-    rows = Schedule.objects.db_manager(database_of_recurring(name))
+    rows = Schedule.objects.db_manager(schedule.database_of(name))
     changed = (
         rows.pause(service, name, by=by, why=why)
         if paused
         else rows.resume(service, name)
     )
     return rows.get(service=service, name=name) if changed else None
-
-
-def database_of_recurring(name: str) -> str:
-    """Return the database in which a recurring message is stored. Raises LookupError
-    for an unknown name."""
-    using = schedule.database_of(name)
-    if using is None:
-        raise LookupError(name)
-    return using
 
 
 def said(what: str, *, paused: bool, why: str) -> str:

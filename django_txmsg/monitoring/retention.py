@@ -68,11 +68,25 @@ class Kind:
     name: str
     model: type[models.Model]
     days: float | None
-    settled: Callable[[dt.datetime], Q]
+    settled: Rule | Callable[[dt.datetime], Q]
+    """Which rows may be deleted, by the cutoff. The pipeline's archive uses the same
+    rules."""
     clock: str | None = None
     by: str = "pk"
-    logged: bool = True
-    """Whether the table belongs to the message log, which an archive takes over."""
+
+    @property
+    def logged(self) -> bool:
+        """Whether the table belongs to the message log, which an archive takes over."""
+        return isinstance(self.settled, Rule)
+
+    def doomed(self, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
+        """Return the rows to delete."""
+        if isinstance(self.settled, Rule):
+            instant = Value(cutoff, output_field=models.DateTimeField())
+            condition = Q(Holds(self.settled, cutoff=instant))
+        else:
+            condition = self.settled(cutoff)
+        return self.model._default_manager.using(using).filter(condition)
 
 
 def kinds() -> list[Kind]:
@@ -84,64 +98,38 @@ def kinds() -> list[Kind]:
             "outbox messages",
             OutboxMessage,
             keep.OUTBOX,
-            _by(outbox.SETTLED),
+            outbox.SETTLED,
             clock="created_at",
         ),
         Kind(
             "inbox messages",
             InboxMessage,
             keep.INBOX,
-            _by(inbox.SETTLED),
+            inbox.SETTLED,
             clock="first_received_at",
         ),
         # Like the inbox, they record what was done.
+        Kind("task runs", TaskRun, keep.INBOX, _old, clock="created_at"),
+        Kind("dead letters", DeadLetter, keep.DEAD_LETTERS, dead_letters.SETTLED),
         Kind(
-            "task runs",
-            TaskRun,
-            keep.INBOX,
-            _old,
-            clock="created_at",
-            logged=False,
+            "idempotency keys", IdempotencyKey, keep.IDEMPOTENCY, _old, by="created_at"
         ),
-        Kind("dead letters", DeadLetter, keep.DEAD_LETTERS, _by(dead_letters.SETTLED)),
-        Kind(
-            "idempotency keys",
-            IdempotencyKey,
-            keep.IDEMPOTENCY,
-            _old,
-            by="created_at",
-            logged=False,
-        ),
-        Kind(
-            "batches of runs",
-            Batch,
-            keep.FLOWS,
-            _of_an_ended_run,
-            logged=False,
-        ),
-        Kind("runs of flows", Run, keep.FLOWS, _by(flows.ENDED), by="ended_at"),
+        Kind("batches of runs", Batch, keep.FLOWS, _of_an_ended_run),
+        Kind("runs of flows", Run, keep.FLOWS, flows.ENDED, by="ended_at"),
         # They record the outcome of the transactions that filled the outbox.
-        Kind(
-            "session records",
-            SessionRecord,
-            keep.OUTBOX,
-            _old,
-            by="created_at",
-            logged=False,
-        ),
+        Kind("session records", SessionRecord, keep.OUTBOX, _old, by="created_at"),
         Kind(
             "stale control messages",
             QueueMessage,
             control_message.KEPT / 86_400,
             _of_no_use,
             clock="enqueued_at",
-            logged=False,
         ),
         # The inboxes of this service forget what it has sent after the same time.
-        Kind("key tails", KeyTail, keep.INBOX, _old_tail, logged=False),
-        Kind("rate lines", RateLine, keep.INBOX, _old_line, logged=False),
-        Kind("stop requests", StopRequest, SILENT_WORKERS, _requested, logged=False),
-        Kind("silent workers", Worker, SILENT_WORKERS, _silent, logged=False),
+        Kind("key tails", KeyTail, keep.INBOX, _old_tail),
+        Kind("rate lines", RateLine, keep.INBOX, _old_line),
+        Kind("stop requests", StopRequest, SILENT_WORKERS, _requested),
+        Kind("silent workers", Worker, SILENT_WORKERS, _silent),
     ]
 
 
@@ -156,7 +144,7 @@ def count(kind: Kind, using: str) -> int:
     if not prunable(kind):
         return 0
     cutoff = _cutoff(kind, using)
-    doomed = _doomed(kind, using, cutoff)
+    doomed = kind.doomed(using, cutoff)
     pages = _pages(kind, using, cutoff, 10 * BATCH_SIZE)
     return sum(doomed.filter(page).count() for page in pages)
 
@@ -181,7 +169,7 @@ def prune(
     for page in _pages(kind, using, cutoff, batch_size):
         if stop is not None and stop.is_set():
             break
-        doomed = _doomed(kind, using, cutoff).filter(page)
+        doomed = kind.doomed(using, cutoff).filter(page)
         deleted += _delete(doomed, using)
         if on_batch is not None:
             on_batch(kind, deleted)
@@ -211,10 +199,6 @@ def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q
         yield bounds if first is None else bounds & Q(**{f"{kind.by}__gt": first})
 
 
-def _doomed(kind: Kind, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
-    return kind.model._default_manager.using(using).filter(kind.settled(cutoff))
-
-
 def _delete(doomed: QuerySet[Any], using: str) -> int:
     """Delete rows in one transaction. It checks again whether each row is settled."""
     if doomed.model in (Batch, Run):
@@ -240,16 +224,6 @@ def _delete(doomed: QuerySet[Any], using: str) -> int:
 def _cutoff(kind: Kind, using: str) -> dt.datetime:
     assert kind.days is not None
     return clock(using) - dt.timedelta(days=kind.days)
-
-
-def _by(rule: Rule) -> Callable[[dt.datetime], Q]:
-    """Return a condition on rows from a rule, which the pipeline's archive uses too."""
-
-    def settled(cutoff: dt.datetime) -> Q:
-        instant = Value(cutoff, output_field=models.DateTimeField())
-        return Q(Holds(rule, cutoff=instant))
-
-    return settled
 
 
 def _old(cutoff: dt.datetime) -> Q:

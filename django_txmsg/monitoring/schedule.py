@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import dataclass
+from typing import Any
 
 from django.db import router
 
@@ -71,12 +72,14 @@ def late(using: str, now: dt.datetime) -> list[Timing]:
     return [timing for timing in in_database(using, now) if timing.overdue]
 
 
-def database_of(name: str) -> str | None:
-    """Return the database of a recurring message; None if the name is unknown."""
+def database_of(name: str) -> str:
+    """Return the database in which a recurring message is stored. Raises LookupError
+    for an unknown name."""
     for one in read():
         if one.name == name:
-            return one.recurring.alias if one.recurring else one.row._state.db  # type: ignore[union-attr]  # one of them is there
-    return None
+            row: Any = one.row
+            return one.recurring.alias if one.recurring else str(row._state.db)
+    raise LookupError(name)
 
 
 def _timing(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from django.db import connections
@@ -112,7 +112,7 @@ def in_inbox(
     """Return the messages that wait for another attempt, by stage. Messages that need
     newer code, and messages that wait behind others of their key, do not count. At the
     stages in `held`, which an operator has paused, no message counts as due."""
-    found = _by_place(
+    return _by_place(
         using,
         "django_txmsg_inboxmessage",
         ("stage",),
@@ -121,8 +121,8 @@ def in_inbox(
         retried="TRUE",
         leased=rule.LEASED.sql(now="{now}"),
         most=most,
+        held=held,
     )
-    return [_held(one) if one.name in held else one for one in found]
 
 
 def in_queues(
@@ -130,7 +130,7 @@ def in_queues(
 ) -> list[Waiting]:
     """Return the messages in the embedded broker, by queue. In the queues in `held`,
     whose stages are all paused, no message counts as due."""
-    found = _by_place(
+    return _by_place(
         using,
         "django_txmsg_queuemessage",
         ("queue",),
@@ -139,8 +139,8 @@ def in_queues(
         retried="deliveries > 1",
         leased="lease_token IS NOT NULL AND available_at > {now}",
         most=most,
+        held=held,
     )
-    return [_held(one) if one.name in held else one for one in found]
 
 
 def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
@@ -212,9 +212,11 @@ def _by_place(
     retried: str,
     leased: str,
     most: int | None,
+    held: Collection[str] = (),
 ) -> list[Waiting]:
     """Count the rows of each place separately, beginning with the earliest due time, so
-    that many messages at one place do not change the counts of other places."""
+    that many messages at one place do not change the counts of other places. At the
+    places in `held`, no message counts as due."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1
@@ -244,6 +246,8 @@ def _by_place(
         for *named, counted in cursor.fetchall():
             numbers = json.loads(counted) if isinstance(counted, str) else counted
             count, due_now, overdue, in_flight, again, oldest = numbers
+            if named[-1] in held:
+                due_now, overdue, oldest = 0, 0, None
             found.append(
                 Waiting(
                     count, due_now, overdue, in_flight, again, read_instant(oldest),
@@ -251,7 +255,3 @@ def _by_place(
                 )
             )  # fmt: skip
     return found
-
-
-def _held(waiting: Waiting) -> Waiting:
-    return replace(waiting, due=0, overdue=0, oldest_due=None)
