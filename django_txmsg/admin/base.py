@@ -22,6 +22,8 @@ from . import display
 from .addresses import MESSAGE, led
 from .counting import CappedList, CappedPaginator
 
+View = Callable[..., Any]
+
 #: Most rows that a search by a column without an index may find.
 FOUND = 500
 
@@ -106,16 +108,12 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         )
         return answer
 
-    def at(
-        self, route: str, view: Callable[..., HttpResponse], name: str
-    ) -> URLPattern:
+    def at(self, route: str, view: View, name: str) -> URLPattern:
         """Return the address of a page of this admin site."""
         name = f"django_txmsg_{name}"
         return path(route, self.admin_site.admin_view(view), name=name)
 
-    def button(
-        self, route: str, view: Callable[..., HttpResponse], name: str
-    ) -> URLPattern:
+    def button(self, route: str, view: View, name: str) -> URLPattern:
         """Return the address of a button, which changes something and takes no GET."""
         return self.at(route, require_POST(view), name)
 

@@ -4,6 +4,7 @@ cancel."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django.contrib import admin, messages
@@ -46,7 +47,7 @@ class BulkAdmin(RowPageAdmin):
     def get_urls(self) -> list[Any]:
         """Add the addresses of the buttons."""
         return [
-            self.button(f"<int:pk>/{verb}/", self._mover(verb), f"bulk_{verb}")
+            self.button(f"<int:pk>/{verb}/", partial(self.move, verb), f"bulk_{verb}")
             for verb in ("pause", "resume", "cancel")
         ] + super().get_urls()
 
@@ -85,28 +86,26 @@ class BulkAdmin(RowPageAdmin):
         }
         return render(request, "admin/django_txmsg/bulk.html", context)
 
-    def _mover(self, verb: str) -> Any:
-        def move(request: HttpRequest, pk: int) -> HttpResponse:
-            operations = BulkOperation.objects.db_manager(
-                router.db_for_write(BulkOperation)
+    def move(self, verb: str, request: HttpRequest, pk: int) -> HttpResponse:
+        """Pause, resume or cancel an operation."""
+        operations = BulkOperation.objects.db_manager(
+            router.db_for_write(BulkOperation)
+        )
+        operation = operations.filter(pk=pk).first()
+        if operation is None:
+            messages.warning(request, f"There is no bulk operation {pk} here.")
+            return self.led_to_list(request)
+        insist(request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]))
+        with audited(operations.db):
+            moved = getattr(operations, verb)(pk)
+            if moved:
+                said = f"{verb.capitalize()}: {operation}."
+                audit(request, operation, Deed.OPERATION, said)
+        if not moved:
+            messages.warning(
+                request, f"The operation has ended, or was {verb}d before."
             )
-            operation = operations.filter(pk=pk).first()
-            if operation is None:
-                messages.warning(request, f"There is no bulk operation {pk} here.")
-                return self.led_to_list(request)
-            insist(request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]))
-            with audited(operations.db):
-                moved = getattr(operations, verb)(pk)
-                if moved:
-                    said = f"{verb.capitalize()}: {operation}."
-                    audit(request, operation, Deed.OPERATION, said)
-            if not moved:
-                messages.warning(
-                    request, f"The operation has ended, or was {verb}d before."
-                )
-            return led(request, "admin:django_txmsg_bulkoperation_change", pk)
-
-        return move
+        return led(request, "admin:django_txmsg_bulkoperation_change", pk)
 
     @admin.display(description="state")
     def status(self, operation: BulkOperation) -> SafeString:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -20,7 +21,7 @@ from ..models import DeadLetter
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
 from ..monitoring import dead
-from . import display
+from . import affected, display
 from .addresses import address
 from .base import MessageAdmin, MessageList
 from .bulk import PERMISSIONS
@@ -222,6 +223,7 @@ class DeadLetterAdmin(MessageAdmin):
             self.at("confirm/", confirm.page, "confirm"),
             self.at("<int:pk>/copy/", copy.page, "copy"),
             self.button("note/", groups.note, "note"),
+            self.at("affected/", partial(affected.page, self), "affected"),
             *super().get_urls(),
         ]
 

@@ -55,6 +55,8 @@ class StateFilter(CountingFilter):
     parameter_name = "state"
     #: The label of a choice, if its name in the address is not readable.
     labels: ClassVar[dict[str, str]] = {}
+    #: The choices whose rows no index finds.
+    uncounted: ClassVar[frozenset[str]] = frozenset()
 
     @staticmethod
     def conditions() -> dict[str, Q]:
@@ -68,7 +70,8 @@ class StateFilter(CountingFilter):
         rows = model_admin.get_queryset(request)
         for name, condition in self.conditions().items():
             label = self.labels.get(name, name)
-            yield name, label, count(rows.filter(condition))
+            counts = name not in self.uncounted
+            yield name, label, count(rows.filter(condition)) if counts else None
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Narrow the list. For an unknown state the list is empty, because rows of all

@@ -60,14 +60,6 @@ class Chart:
     bar: int = BAR
 
 
-@dataclass
-class Line:
-    """An alarm as the banner shows it."""
-
-    alarm: Alarm
-    address: str
-
-
 def overview(request: HttpRequest) -> dict[str, Any]:
     """Return the overview for this user. It has only tables that the user may see."""
     using = router.db_for_write(OutboxMessage)
@@ -86,7 +78,7 @@ def overview(request: HttpRequest) -> dict[str, Any]:
         "now": picture.now,
         "charts": charts,
         "totals": {one.series: one.total for one in charts},
-        "alarms": [Line(one, _address(request, one)) for one in raised],
+        "alarms": [(one, _address(request, one)) for one in raised],
         "well": not found,
         "bad": any(one.tone == "bad" for one in raised),
         "destinations": _in_order(picture.destinations),

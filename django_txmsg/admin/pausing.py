@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from django.contrib import messages
@@ -50,10 +51,11 @@ class PausableAdmin(ReadOnlyAdmin):
     def get_urls(self) -> list[Any]:
         """Add the buttons' addresses."""
         return [
-            self.button("pause/", self.pause, f"{self.kind}_pause"),
-            self.button("resume/", self.resume, f"{self.kind}_resume"),
-            *super().get_urls(),
-        ]
+            self.button(
+                f"{verb}/", partial(self.move, paused=paused), f"{self.kind}_{verb}"
+            )
+            for verb, paused in (("pause", True), ("resume", False))
+        ] + super().get_urls()
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -71,15 +73,8 @@ class PausableAdmin(ReadOnlyAdmin):
         """Return what the page shows."""
         raise NotImplementedError
 
-    def pause(self, request: HttpRequest) -> HttpResponse:
-        """Pause a stage or a recurring message."""
-        return self._set(request, paused=True)
-
-    def resume(self, request: HttpRequest) -> HttpResponse:
-        """Resume a stage or a recurring message."""
-        return self._set(request, paused=False)
-
-    def _set(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
+    def move(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
+        """Pause or resume a stage or a recurring message."""
         insist(self.may_pause(request))
         name, why = given(request, self.field), given(request)
         by, verb = request.user.get_username(), "Paused" if paused else "Resumed"

@@ -30,31 +30,22 @@ from .audit import audit, audited
 from .base import RowPageAdmin, given, insist, plain
 from .body import pretty
 from .bulk import PERMISSIONS, start
-from .counting import count, listed
+from .counting import listed
 from .filters import AgeFilter, CountingFilter, StateFilter
 from .sequence import sequence
 
 _PAGE = "admin:django_txmsg_run_change"
-#: The states whose rows an index finds, however few they are.
-_COUNTED = frozenset({"open", "waiting", "undoing", "undo stuck"})
 
 
 class RunStateFilter(StateFilter):
     """Filters by state."""
 
+    uncounted = frozenset({"overdue", "answered", "failed", "handed over"})
+
     @staticmethod
     def conditions() -> dict[str, Q]:
         """Return the condition of each choice."""
         return runs.states()
-
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the runs of each state that has an index."""
-        rows = model_admin.get_queryset(request)
-        for name, condition in self.conditions().items():
-            counts = name in _COUNTED
-            yield name, name, count(rows.filter(condition)) if counts else None
 
 
 class FlowFilter(CountingFilter):

@@ -233,6 +233,9 @@ class Settings:
     """Whether the admin may redeliver an edited copy."""
     MASK: str | None = None
     """Dotted path of a function that masks personal data before it is shown."""
+    TENANT_HEADER: str = ""
+    """The header with the tenant of a message, for the admin's page of whom dead
+    letters affect; empty: it shows no tenants."""
     ORDER_PATIENCE: float = 900.0
     """Seconds after which a message that waits in an ordered stage for its predecessor
     is shown, and with ordered="skip" no longer waits for a predecessor that has not

@@ -565,6 +565,7 @@ class Migration(migrations.Migration):
                         "Can redeliver an edited copy of a dead letter",
                     ),
                     ("discard_deadletter", "Can discard and restore dead letters"),
+                    ("export_deadletter", "Can export dead letters, without bodies"),
                     ("view_message_body", "Can view message bodies"),
                 ],
                 "indexes": [

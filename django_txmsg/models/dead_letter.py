@@ -260,6 +260,7 @@ class DeadLetter(models.Model):
             ("redeliver_deadletter", "Can redeliver dead letters"),
             ("edit_deadletter", "Can redeliver an edited copy of a dead letter"),
             ("discard_deadletter", "Can discard and restore dead letters"),
+            ("export_deadletter", "Can export dead letters, without bodies"),
             ("view_message_body", "Can view message bodies"),
         ]
         constraints = [

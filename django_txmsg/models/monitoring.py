@@ -171,6 +171,7 @@ class Deed(StrEnum):
     ACKNOWLEDGE = "acknowledge"
     REOPEN = "reopen"
     REPLAY = "replay"
+    EXPORT = "export"
 
 
 class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time

@@ -221,7 +221,7 @@ def _die(
         created_at=died,
         message_created_at=died - dt.timedelta(seconds=75),
     )
-    letter.headers["tenant"] = "north"
+    letter.headers |= {"tenant": "north", wire.KEY: f"customer-{number % 15}"}
     letter.save(update_fields=["headers"])
     began = died - dt.timedelta(seconds=70)
     factories.InboxMessageFactory(

@@ -41,6 +41,7 @@ NAMES = {
     "/admin/django_txmsg/deadletter/confirm/?kind=redeliver&stage=shipping.send": (
         "confirm"
     ),
+    "/admin/django_txmsg/deadletter/affected/?stage=shipping.send": "affected",
     "/admin/django_txmsg/worker/": "workers",
     "/admin/django_txmsg/worker/running/": "running",
     "/admin/django_txmsg/stagestate/": "stages",
@@ -154,8 +155,9 @@ def test_a_run_is_readable_in_light_dark_and_on_a_phone(
 
 @pytest.mark.usefixtures("shop_stages")
 def test_every_page_in_light_dark_and_at_phone_width(
-    walker: Browser, pictures: Path
+    walker: Browser, pictures: Path, settings: Any
 ) -> None:
+    settings.TXMSG = {**settings.TXMSG, "TENANT_HEADER": "tenant"}
     shop.open_shop()
     letter = shop.trouble()
     shop.audited()
