@@ -42,6 +42,7 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("growth", [], ["--rows", "20000"]),
     ("consume", [], ["--messages", "300", "--rounds", "2"]),
     ("consume", ["--broker", "rabbitmq", "--peer"], []),
+    ("counts", [], ["--messages", "1000", "--rounds", "1"]),
     ("poison", [], ["--good", "300", "--poison", "30", "--rounds", "2"]),
     ("pipeline_app", [], ["--messages", "2000", "--rounds", "2"]),
     ("ordered", [], ["--messages", "100", "--rounds", "1", "--followers", "5000"]),
