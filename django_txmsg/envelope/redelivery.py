@@ -135,7 +135,7 @@ def decide(
     policy: RedeliveryPolicy, attempt: int, error: BaseException
 ) -> RedeliverAfter | Dead:
     """Return the decision after `error` in attempt number `attempt` (from 1). For an
-    exception group, each of its exceptions counts."""
+    exception group, each exception in the group counts."""
     errors = list(_flat(error))
     if any(isinstance(one, (Refuse, *policy.refuse_on)) for one in errors):
         return Dead("refused")

@@ -124,8 +124,8 @@ class _TooLong:
         self._kept = b""
 
     def take(self, data: bytes) -> int | None:
-        """Return the position in these bytes at which the frame ends, or None if more
-        bytes follow.
+        """Return the position in these bytes at which the frame ends, or None if the
+        frame is still incomplete.
 
         Raises ``ProtocolError``.
         """

@@ -74,7 +74,7 @@ class Options:
         return self.MODULES is None or self.names(path)
 
     def names(self, path: str) -> bool:
-        """Return whether MODULES include the task of this path."""
+        """Return whether MODULES contains the module of this task."""
         return any(path.startswith(f"{one}.") for one in self.MODULES or ())
 
 
@@ -218,7 +218,7 @@ class TransactionalBackend(BaseTaskBackend):
         raise TaskResultDoesNotExist(result_id)
 
     def runs(self, path: str) -> bool:
-        """Return whether MODULES include the task of this path."""
+        """Return whether this backend accepts the task with this dotted path."""
         return self._given.allows(path)
 
     def imports(self, path: str) -> bool:

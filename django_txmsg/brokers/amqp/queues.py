@@ -93,8 +93,9 @@ class Queues:
         return found.message_count, found.consumer_count
 
     def refuse_stream(self, queue: str) -> None:
-        """Raise DispatchRejected if a queue is a stream. A stream delivers each new
-        message to every consumer, and keeps acknowledged messages.
+        """Raise DispatchRejected if a queue is a stream. A stream delivers only new
+        messages, delivers each of them to every consumer, and keeps acknowledged
+        messages.
 
         A passive declaration does not report the type of the queue. So this method asks
         to consume from an offset. Only a stream allows that; any other queue closes the
