@@ -60,7 +60,8 @@ def _read(
     examples = letters.only("destination", "headers", "content_type").in_bulk(
         [row["example"] for row in found] if header else []
     )
-    affected = Affected(kind, rows.count(), count - have.count())
+    totals = have.aggregate(distinct=Count("value", distinct=True), have=Count("pk"))
+    affected = Affected(kind, totals["distinct"], count - totals["have"])
     for row in found:
         text = row["value"]
         if header:
