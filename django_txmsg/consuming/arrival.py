@@ -1,7 +1,7 @@
 """Hop 7's interface: an arrival goes in, and an outcome comes out.
 
-An `Arrival` is a delivery in the hands of one worker thread: it is read once, recorded
-once, and knows its turn. The steps of hop 7 take it. Its `Mode` has the steps in which
+An `Arrival` is a delivery that one worker thread processes. It is decoded once and
+recorded once. The steps of hop 7 take it. Its `Mode` has the steps in which
 `@stage(transaction=)` makes a difference; `modes.py` has the strategies.
 """
 
@@ -82,8 +82,8 @@ Outcome = (
 def to_acknowledge(
     deliveries: Sequence[Delivery], outcomes: Sequence[Outcome]
 ) -> list[Delivery]:
-    """Return the deliveries that must be acknowledged now. Deliveries that are already
-    settled, and those that are left to the broker, are not among them."""
+    """Return the deliveries that must be acknowledged now. Leaves out deliveries that
+    are already settled, and deliveries that the broker must deliver again."""
     return [
         delivery
         for delivery, outcome in zip(deliveries, outcomes, strict=True)
@@ -139,7 +139,7 @@ class Arrival:
 
     @cached_property
     def message_id(self) -> uuid.UUID:
-        """The message's id: the one that it came with, or the one derived for it."""
+        """The message's id, from its headers or derived from its delivery."""
         return decoding.identity(self.delivery, self.stage.broker)
 
     @cached_property
@@ -173,14 +173,14 @@ class Arrival:
         return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
     def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
-        """Remember the inbox row of this arrival, and whether the row counts this
+        """Remember this arrival's inbox row, and whether the row counts this
         attempt."""
         self.record, self.counted = record, attempt
         return record
 
     def count_again(self, error: BaseException) -> None:
-        """Count the next try as another attempt. The error may occur in every try, and
-        the message must become a dead letter in the end."""
+        """Count the next try as another attempt. If the error occurs in every try, the
+        message thus becomes a dead letter in the end."""
         self.counted, self.error = False, error
 
     def runs(self, record: InboxRecord) -> bool:
@@ -190,7 +190,7 @@ class Arrival:
 
 
 class Mode(ABC):
-    """How one stage's messages are processed: the steps in which the modes differ."""
+    """The processing steps that differ between the transaction modes of stages."""
 
     #: Whether the delivery and the stage's messages are in the broker's transaction.
     transacted: ClassVar[bool] = False
@@ -225,17 +225,17 @@ class Mode(ABC):
         return "expired" if until is not None and until <= record.now else ""
 
     def is_done(self, arrival: Arrival, record: InboxRecord) -> bool:
-        """Return whether the arrival only needs to be dropped, because a copy of the
-        message has been processed, buried or parked. A parked message is never dropped:
-        it was claimed in order to be processed."""
+        """Return whether to drop the arrival, because a copy of the message has been
+        processed, buried or parked. An arrival from the inbox is never dropped: it was
+        claimed in order to be processed."""
         if arrival.parked is not None:
             return False
         processed = record.processed and not self.idempotent
         return processed or record.dead or record.parked
 
     def handle(self, arrival: Arrival, message: Message) -> None:
-        """Call the handler. Its scope ends before the commit, because hooks that run
-        after the commit do not belong to the stage."""
+        """Call the handler inside its sending scope. The scope ends before the commit,
+        because hooks that run after the commit do not belong to the stage."""
         with in_scope(self.scope(arrival, message)), guarded(self.using):
             self.call(message)
 
@@ -267,7 +267,7 @@ class Mode(ABC):
         return Duplicate()
 
     def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
-        """Do what is due at the end of a transaction in which messages end."""
+        """Run the mode's last step in a transaction that ends messages."""
 
     def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
         """Record a failed message, in the transaction that parks it."""

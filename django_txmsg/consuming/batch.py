@@ -27,8 +27,7 @@ from .protocol import Undecided, is_outage, lost_conflict
 
 
 class Savepoints:
-    """The savepoints of one transaction, which must be open on `using`: one for each
-    message.
+    """One savepoint for each message, in the transaction that is open on `using`.
 
     They work like the savepoints of `transaction.atomic()`, with one difference. A
     savepoint is released in the same round trip that begins the next one, and the last
@@ -75,10 +74,9 @@ Work = tuple[Arrival, InboxRecord]
 
 
 def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
-    """Process arrivals of one stage and return an outcome for each, in order.
-
-    Raises what `inbox.process()` raises if the database or the broker fails. Then no
-    outcome is decided.
+    """Process arrivals of one stage and return their outcomes, in the same order. If
+    the database or the broker fails, raises the same errors as `inbox.process()`, and
+    no outcome is decided.
     """
     if len(arrivals) == 1:
         return [inbox.process(arrivals[0])]

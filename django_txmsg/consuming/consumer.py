@@ -44,7 +44,8 @@ from .stage_thread import StageThread
 def wake_for_parked(threads: Iterable[StageThread]) -> None:
     """Wake the threads whose stage has due parked messages.
 
-    One query for each database; a database that is away is queried again later.
+    Runs one query for each database. If a database is unavailable, it is queried again
+    later.
     """
     by_alias: dict[str, dict[str, list[StageThread]]] = {}
     for thread in threads:
@@ -159,11 +160,10 @@ class Consumer:
         self._stop.set()
 
     def run(self, *, once: bool = False) -> None:
-        """Run until stopped; `once`: until nothing has arrived for a while, and no bulk
-        operation is running.
-
-        Raises the error that ended one of its threads, if any; with `once`, the error
-        that keeps a stage from its broker or its database.
+        """Run until stopped. With `once`, run until nothing has arrived for a while and
+        no bulk operation is running. Raises the error that ended one of the consumer's
+        threads, if any. With `once`, also raises the error if a stage cannot use its
+        broker or its database.
         """
         group = self._group
         for thread in self.threads:
@@ -209,9 +209,9 @@ class Consumer:
         return {one for one in {*self._databases, *embedded} if one is not None}
 
     def _begin(self) -> None:
-        """Record which stages are ordered from now on, which are no longer ordered, and
-        whose rate was changed or removed. If a stage's database is away, this is done
-        later."""
+        """Record each stage's order and rate in its database, also if a stage is no
+        longer ordered or has lost its rate. If a stage's database is unavailable, its
+        options are recorded later."""
         for name, thread in list(self._new.items()):
             looking = database_health.retry(
                 thread.using, "cannot record which stages are ordered, and their rates"
@@ -253,7 +253,7 @@ class Consumer:
         """Return whether nothing is left to do: every stage has queried its broker, no
         thread has had work for a while, and no bulk operation is left.
 
-        Raises the error that keeps a stage from its broker or its database.
+        Raises the error if a stage cannot use its broker or its database.
         """
         for thread in self.threads:
             alias = thread.stage.broker
@@ -373,8 +373,8 @@ def _record_options(stage: Stage) -> bool:
 
 
 def _threads(stage: Stage, wanted: int) -> int:
-    """Return how many threads can consume the stage, at most `wanted`. It is one thread
-    if the broker binds a topic's subscription to one connection."""
+    """Return the number of threads that can consume the stage, at most `wanted`. The
+    number is 1 if the broker binds a topic's subscription to one connection."""
     topic = wire.is_topic(stage.destination)
     if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
         log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)

@@ -1,5 +1,4 @@
-"""Around hop 8: handlers that are coroutine functions, of stages with
-`transaction="none"`.
+"""Runs handlers that are coroutine functions, at stages with `transaction="none"`.
 
 All coroutines of a process run in one event loop, so all messages can share a client
 that belongs to a loop, such as a pool of HTTP connections. The stage's thread waits for
@@ -75,8 +74,8 @@ connection_created.connect(_note, dispatch_uid="django_txmsg.coroutines")
 
 
 async def _caught(handler: Handler, message: Message) -> Any:
-    """Run a handler. Returns the exceptions that would end the event loop, and with it
-    all other handlers."""
+    """Run a handler. If it raises an exception that would end the event loop, and so
+    all other handlers, return that exception."""
     try:
         return await handler(message)
     except (SystemExit, KeyboardInterrupt) as error:

@@ -1,6 +1,5 @@
-"""Around hop 8: limits how long a handler may run, `@stage(..., timeout=)`.
-
-No exception is raised in the handler's thread. After the time-out, the server cancels
+"""Limits how long a handler may run: `@stage(..., timeout=)`. The deadline raises no
+exception in the middle of the handler's code. After the time-out, the server cancels
 the running query, every further query is refused, and a handler that returns later is
 too late: the attempt fails, rolls back and counts like any other. A coroutine is
 cancelled. A message that an operator stops ends in the same way, but becomes a dead
@@ -36,8 +35,8 @@ from ..stages import Stage, all_stages
 
 
 def stoppable(message_id: uuid.UUID, using: str) -> list[InboxMessage]:
-    """Return the inbox rows of a message that has not ended, at those stages here that
-    can be stopped: the stages with a timeout."""
+    """Return a message's unfinished inbox rows at those stages of this service that
+    have a timeout. Only these stages can be stopped."""
     timed = [
         one.name
         for one in all_stages()
@@ -116,7 +115,7 @@ def timed(stage: Stage, seconds: float) -> Handler:
 
 def stop(stage: str, message_id: uuid.UUID, why: str) -> bool:
     """Stop a message that a handler of this process is processing. Returns False if no
-    handler is."""
+    handler is processing the message."""
     return _watch().stop(stage, message_id, why)
 
 
@@ -201,8 +200,8 @@ class Deadline:
 
 
 class Watch:
-    """The thread that cancels queries past their deadline. It ends a while after the
-    last deadline has ended."""
+    """The thread that cancels queries past their deadline. The thread ends a while
+    after its last deadline has been removed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -259,7 +258,7 @@ class Watch:
 
 def _is_limited(connection: Any) -> bool:
     """Return whether settings that were made for a transaction end with it. In a
-    TestCase they do not, because its transaction goes on."""
+    TestCase these settings stay, because the transaction of the test goes on."""
     transaction = in_block(connection) and not in_testcase(connection)
     return transaction and connection.vendor == "postgresql"
 

@@ -49,7 +49,7 @@ def recognised(delivery: Delivery) -> Delivery:
 
 
 def envelope(delivery: Delivery, stage: Stage) -> Message:
-    """Return the message of a delivery whose body cannot be read here yet."""
+    """Return a delivery's message without its body, which this code cannot read yet."""
     return _message(delivery, stage, None)
 
 
@@ -96,8 +96,8 @@ def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
 
 
 def identity(delivery: Delivery, broker: str) -> uuid.UUID:
-    """Return the message's id; without one, an id derived from the broker's, or from
-    the content if the broker's id is not stable."""
+    """Return the message's id. If the message has no id, derive one from the broker's
+    id, or from the content if the broker's id is not stable."""
     own = _uuid(delivery.headers.get(wire.MESSAGE_ID, ""))
     own = own or wire.others_id(broker, delivery.headers)
     if own is not None:
@@ -126,8 +126,8 @@ def send_back(delivery: Delivery, session: Session) -> None:
     """Send a foreign message from `named()` back to its queue, and wait for the
     receipt. The caller then acknowledges this delivery.
 
-    If the worker dies before that, the queue has both, as two messages. Raises
-    DispatchRejected if the broker refuses the message.
+    If the worker dies before it acknowledges, the queue contains both, as two messages.
+    Raises DispatchRejected if the broker refuses the message.
     """
     headers = copied_headers(delivery.headers)
     for name, value in delivery.headers.items():

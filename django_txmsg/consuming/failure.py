@@ -1,7 +1,6 @@
-"""Hop 7 if a stage fails: what follows is made durable.
-
+"""Hop 7 if a stage fails: parks, redelivers or buries the message durably.
 `redelivery.decide()` decides whether the message waits (in the inbox table, in its
-thread, or in the broker) or is dead. This module does what is decided, before the
+thread, or in the broker) or is dead. This module carries out the decision before the
 delivery is acknowledged.
 """
 
@@ -103,8 +102,8 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
 
 
 def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
-    """Make durable what follows if the stage cannot read a message: the message is dead
-    at once, or it waits, without counting an attempt, for code that can read it."""
+    """Bury or park a message that the stage cannot read. A parked message waits,
+    without counting an attempt, for code that can read it."""
     if arrival.parked is not None:
         arrival.record = arrival.parked.record
     if isinstance(error, NewerCodeNeeded):
@@ -166,8 +165,9 @@ def bury(
 
 
 def let_expire(arrival: Arrival) -> Duplicate:
-    """Let the stage never process a request whose answer its flow no longer waits for.
-    No dead letter is made, because an operator has nothing to decide."""
+    """Mark a request as expired, because its flow no longer waits for the answer. The
+    stage never processes the request. No dead letter is made, because an operator has
+    nothing to decide."""
 
     def revoke() -> Duplicate:
         why = "expired: its flow no longer waits for the answer"
@@ -181,8 +181,9 @@ def let_expire(arrival: Arrival) -> Duplicate:
 
 
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
-    """Run the function in a transaction, and repeat it after a conflict. Without this,
-    the handler would run again, or the message would wait for its lease to end."""
+    """Run the function in a transaction, and repeat it after a conflict. Without the
+    repetition, the handler would run again, or the message would wait for its lease to
+    end."""
     return despite_conflicts(
         transaction.atomic(using=arrival.using)(decide_it), arrival.stop
     )

@@ -69,9 +69,9 @@ def _decided(arrival: Arrival) -> Outcome:
 
 
 def _is_forgotten(arrival: Arrival) -> bool:
-    """Return whether the inbox row of an arrival no longer exists. Its commit does not
-    wait for the disk, so a crash of the server may lose it. Then no copy has settled
-    the message, and no other worker has it."""
+    """Return whether the inbox row of an arrival no longer exists. The commit of the
+    row does not wait for the disk, so a crash of the database server may lose the row.
+    Then no copy has settled the message, and no other worker has claimed it."""
     record = arrival.record
     if record is None or arrival.parked is not None:
         return False
@@ -97,7 +97,7 @@ def _process(arrival: Arrival) -> Outcome:
 
 def _worked(arrival: Arrival) -> Outcome:
     """Run the stage until the outcome is certain. A failure that the message has not
-    caused counts no attempt."""
+    caused is not counted as an attempt."""
     mode, conflicts = arrival.mode, Conflicts()
     while True:
         attempt = arrival.record.attempt if arrival.record else 1
@@ -236,8 +236,9 @@ def _critical_time(message: Message) -> float | None:
 
 
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
-    """Return whether the database had no room for the handler's work. The message is
-    not at fault, unless each probe finds room and this message never does."""
+    """Return whether the database was too full for the handler's work. This is the
+    message's fault only if every probe of the database succeeds and this message fails
+    each time."""
     if not database_health.lacks_resources(error):
         return False
     arrival.crowded += 1
@@ -245,8 +246,8 @@ def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
 
 
 def _read(arrival: Arrival) -> None:
-    """Read the message. A MemoryError while reading counts as a failed attempt: the
-    body may be too large, and without an end it would hold up all other messages."""
+    """Read the message. A MemoryError while reading counts as a failed attempt. The
+    body may be too large, and endless retries would block all other messages."""
     delivery, stage = arrival.delivery, arrival.stage
     try:
         arrival.message, arrival.short = decoding.read(delivery, stage), None
@@ -349,7 +350,8 @@ def _recalled(arrival: Arrival, before: InboxRecord) -> InboxRecord | None:
 
 
 def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
-    """Return the outcome of a message whose stage must not run; None to run it."""
+    """Return the outcome of a message whose stage must not run, or None if the stage
+    must run."""
     mode = arrival.mode
     reason = mode.reason_not_to_run(arrival, record)
     if reason == "settled":

@@ -27,9 +27,8 @@ _throttle_log = logging.getLogger("django_txmsg.throttle")
 
 class Throttle:
     """After `after` failures in a row, runs one message at a time, with a pause after
-    each.
-
-    Shared by all threads of a stage in this process; one success ends it.
+    each message. All threads of a stage in this process share a throttle. One success
+    ends the throttling.
     """
 
     def __init__(self, after: int, pause: float) -> None:
@@ -113,7 +112,7 @@ class Room:
             return True
 
     def note(self, delivery: Delivery, outcome: Outcome) -> None:
-        """Count the delivery if it waits now."""
+        """Count the delivery if its outcome is that it waits."""
         if not isinstance(outcome, Waiting):
             return
         size = len(delivery.body) + sum(
@@ -199,8 +198,8 @@ class Allowance:
             self._end(f"{self._max_messages} deliveries are handled")
 
     def look(self) -> None:
-        """Check the memory. Not before the first message: a process that ended without
-        processing any would be restarted for ever."""
+        """Check the memory, but only after the first message. A process that ended
+        without processing any message would be restarted for ever."""
         if self._max_memory and self._spent:
             used = resident()
             if used > self._max_memory:
@@ -214,8 +213,8 @@ class Allowance:
 
 
 def resident() -> float:
-    """Return the MiB of memory that this process uses; its peak, if the system reports
-    nothing better."""
+    """Return the MiB of memory that this process uses, or its peak if the system
+    reports only the peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -79,7 +79,8 @@ class Outbox(Mode):
         return employed
 
     def locks_parked(self) -> bool:
-        """Return True, except while a blocking redelivery waits: it holds no lock."""
+        """Return True, except while a blocking redelivery waits. The wait holds no
+        lock."""
         return self.stage.policy.mode != "blocking"
 
 
@@ -239,7 +240,7 @@ class BestEffort(BrokerOnly):
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
         """Measure the time between the two commits, and log an error if the broker's
-        failed."""
+        commit failed."""
         if error is not None:
             log.log(
                 logging.ERROR if employed else logging.WARNING,

@@ -75,8 +75,8 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
 
 
 def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
-    """Park a message whose predecessor has not ended; return None if it has. `attempts`
-    were counted for the message."""
+    """Park a message whose predecessor has not ended. Returns None if the predecessor
+    has ended. `attempts` were counted for the message."""
     turn = arrival.turn
     if turn is None or arrival.order.has_come(turn):
         return None
@@ -85,8 +85,8 @@ def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
 
 def lost(arrival: Arrival) -> Waiting | Duplicate:
     """Return the outcome of a message that could not be taken. Either a copy has
-    settled it, or it is parked because another transaction has its key or its turn has
-    not come."""
+    settled the message, or the message is parked because another transaction has its
+    key or its turn has not come."""
     turn = arrival.turn
     if turn is None or arrival.record is None:
         return Duplicate()
@@ -94,8 +94,8 @@ def lost(arrival: Arrival) -> Waiting | Duplicate:
 
 
 def wake(arrivals: Sequence[Arrival]) -> None:
-    """Make due the followers of messages that end in this transaction. Called last in
-    the transaction."""
+    """Make the followers of the messages that end in this transaction due. Call this
+    last in the transaction."""
     keyed = [arrival for arrival in arrivals if arrival.turn is not None]
     if not keyed:
         return
@@ -114,8 +114,8 @@ def aside(arrival: Arrival) -> None:
 
 def kept_headers(arrival: Arrival) -> dict[str, str]:
     """Return the headers to keep with a failed message, without the link to its
-    predecessor. Its turn has come, and by the next attempt the predecessor's row may be
-    pruned."""
+    predecessor. The message's turn has come, and the predecessor's row may be pruned
+    before the next attempt."""
     kept = arrival.kept_headers
     return {name: value for name, value in kept.items() if name != wire.AFTER}
 
@@ -132,7 +132,7 @@ def in_order(arrivals: Sequence[Arrival]) -> list[int]:
 
 
 class Admission:
-    """Decides which messages of a batch may run in its transaction, which has begun."""
+    """Decides which messages of a batch may run in the batch's open transaction."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._done: set[object] = set()
@@ -162,9 +162,9 @@ class Admission:
 
 
 def grace() -> float:
-    """Return for how many seconds a stage must receive before a missing predecessor
-    counts as lost: while the stage did not run, the predecessor may have been in its
-    queue."""
+    """Return the number of seconds that a stage must receive before a missing
+    predecessor counts as lost. The predecessor may still be in the stage's queue if the
+    stage was stopped."""
     return min(conf.get().ORDER_PATIENCE, ON_ITS_WAY)
 
 

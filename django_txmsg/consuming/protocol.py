@@ -2,8 +2,8 @@
 once.
 
 The handlers of stages use it, alone and in batches, and Celery's tasks. If the worker
-is killed between two of these steps, the next delivery of the message goes on from
-there.
+is killed between two of these steps, the next delivery of the message continues from
+the last finished step.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ MARK_AGAIN_AFTER = 0.02
 
 
 class LostRace(Exception):
-    """This message cannot be taken any more: another copy was processed while this one
-    waited for the lock, or another worker has taken it."""
+    """This copy of the message cannot be taken any more. Another copy was processed
+    while this copy waited for the lock, or another worker has taken the message."""
 
 
 def record(
@@ -176,8 +176,8 @@ def guarded(using: str) -> Iterator[None]:
 
 
 def _raise_hidden(connection: Any) -> None:
-    """Raise the lack of resources that has ended the transaction, even if the handler
-    raised another error because of it, or none. The message is not at fault."""
+    """Raise the out-of-resources error that has ended the transaction, even if the
+    handler raised another error or no error. The message is not at fault."""
     cause = cause_of_rollback(connection)
     if must_roll_back(connection) and database_health.lacks_resources(cause):
         assert cause is not None
@@ -192,8 +192,8 @@ def lost_conflict(error: BaseException) -> bool:
 
 
 class Conflicts:
-    """The repetitions of work that lost a conflict. The first follows at once, later
-    ones at growing intervals."""
+    """The repetitions of work that lost a conflict. The first repetition follows at
+    once, later repetitions at growing intervals."""
 
     _count = 0
 
@@ -212,8 +212,8 @@ class Conflicts:
 
 
 def despite_conflicts(work: Callable[[], Result], stop: threading.Event) -> Result:
-    """Do work of the package, and repeat it while it loses conflicts. A stop ends the
-    pauses, not the work."""
+    """Do work of the package, and repeat it while it loses conflicts. After a stop, the
+    repetitions continue without pauses."""
     conflicts = Conflicts()
     while True:
         try:
@@ -245,10 +245,9 @@ class Undecided(Exception):
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """Surround statements of the package in a stage's transaction.
-
-    Raises Undecided if the database refuses one that may succeed another time.
-    Conflicts pass unchanged; they are repeated at once.
+    """Surround statements of the package in a stage's transaction. Raises Undecided if
+    the database refuses a statement that may succeed another time. Conflict errors are
+    raised unchanged, and the work is then repeated at once.
     """
     try:
         yield
@@ -259,11 +258,10 @@ def ours() -> Iterator[None]:
 
 
 class StageTransaction:
-    """A context manager that may be entered once.
-
-    `begun` means that the server has begun the transaction already. On leaving without
-    an exception it commits; a hook that raises after the commit is logged, and not
-    propagated.
+    """A context manager around a stage's transaction, for one use. `begun` means that
+    the server has begun the transaction already. The manager commits if the block ends
+    without an exception. If a hook raises after the commit, the exception is only
+    logged.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""Around hop 7: a stage with a rate, `@stage(..., rate="900/m", per="header-name")`.
-
-Before the stage runs, a message takes a slot in the line of its key. A separate commit
-does that, because in the stage's transaction the line would stay locked while the
-handler runs. A message whose slot is not due is parked until the slot is due, without
-counting an attempt.
+"""Limits the rate of a stage: `@stage(..., rate="900/m", per="header-name")`. Before
+the stage runs, a message takes a slot in the line of its key. A separate transaction
+takes the slot, because the stage's transaction would lock the line while the handler
+runs. A message whose slot is not due is parked until the slot is due, without counting
+an attempt.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ AHEAD, KEPT = 8, 0.1
 
 
 def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
-    """Process arrivals like `batch.process()`, but park those that are over the stage's
-    rate."""
+    """Process arrivals with `batch.process()`, and park the arrivals that exceed the
+    stage's rate."""
     if arrivals[0].stage.rate is None:
         return batch.process(arrivals)
     (arrival,) = arrivals  # no batches
@@ -43,8 +42,8 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
 
 
 def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> None:
-    """Give a stage another rate for a while. Its consumers use the rate, and move the
-    messages that wait.
+    """Give a stage another rate for a while. The stage's consumers use the rate, and
+    move the waiting messages to new slots.
 
     Raises ConfigurationError if the text is not a rate, or if no stage of this name
     with a rate is declared here.
@@ -55,7 +54,7 @@ def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> None:
 
 
 def states() -> Any:
-    """Return the manager of what operators have set."""
+    """Return the manager of the states that operators have set for stages."""
     return StageState.objects.db_manager(router.db_for_write(StageState))
 
 
@@ -73,8 +72,8 @@ def _takes_slot(arrival: Arrival) -> bool:
 
 
 def _waiting(arrival: Arrival) -> Outcome | None:
-    """Park a message whose slot is not due, and return that outcome; None if the slot
-    is due."""
+    """Park a message whose slot is not due, and return the outcome. Returns None if the
+    slot is due."""
     stage, key, parked = arrival.stage, _key(arrival), arrival.parked
     assert stage.rate is not None
     lines = RateLine.objects.db_manager(arrival.using)
@@ -110,7 +109,8 @@ class Held:
     def place(
         self, lines: Any, stage: str, key: str, rate: Rate, before: int | None
     ) -> tuple[int, float]:
-        """Return a slot, and in how many seconds it is due: 0 or less if it is due."""
+        """Return a slot, and the number of seconds until the slot is due: 0 or less if
+        it is due now."""
         place = partial(lines.place, stage, key, rate.period, rate.tolerance)
         if before is not None:
             again: tuple[int, float] = place(slot=before)
@@ -142,8 +142,8 @@ def _held() -> Held:
 
 
 def _key(arrival: Arrival) -> str:
-    """Return the name of a message's line. It is a digest, so its length is bounded and
-    it does not reveal the header's value."""
+    """Return the name of a message's line. The name is a digest, so its length is
+    limited and it does not reveal the header's value."""
     per = arrival.stage.per
     value = "" if per is None else arrival.delivery.headers.get(per, "")
     given = value.encode("utf-8", "surrogatepass")

@@ -1,8 +1,9 @@
-"""Around hop 8: TXMSG["STAGE_MIDDLEWARE"], in Django's style.
+"""Runs the middlewares of TXMSG["STAGE_MIDDLEWARE"] around the handler.
 
 A middleware is a class or a function that takes a `CallNext` and returns a callable
-that takes a message. It runs inside the stage's transaction, or around it if it sets
-`outside_transaction = True`. Without middlewares, a stage calls its handler directly.
+that takes a message. A middleware runs inside the stage's transaction, or around the
+transaction if it sets `outside_transaction = True`. Without middlewares, a stage calls
+its handler directly.
 
 A message is processed only if its handler has returned. A middleware can replace an
 error (by Refuse, say), but it can neither hide an error nor skip the handler.
@@ -35,9 +36,8 @@ Factory = Callable[[CallNext], Handler]
 
 
 def prepared(stage: Stage) -> Stage:
-    """Return the stage as a consumer runs it. Around its handler are the code that
-    sends its answer, its middlewares and its time-out. Each process loads the
-    middlewares once.
+    """Return the stage with its handler wrapped: in the code that sends the answer, the
+    middlewares and the time-out. Each process loads the middlewares once.
 
     Raises ConfigurationError for a middleware that cannot be loaded, and any error of a
     middleware's factory.

@@ -1,9 +1,10 @@
-"""Hop 6: receives deliveries, runs them through their stage, settles them by outcome.
+"""Hop 6: receives deliveries, processes them with their stage, and settles them by
+outcome.
 
 Each unit of a stage's concurrency is a thread with its own broker session and database
 connection. A delivery is acknowledged only after its outcome is committed. While the
-database is away the thread keeps the delivery: a redelivery would count against the
-delivery limit of some brokers.
+database is unavailable, the thread keeps the delivery, because some brokers limit the
+number of redeliveries.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class Parking:
 
     @property
     def pause(self) -> float:
-        """Seconds until the next parked message may be due, if that is known."""
+        """Seconds until the next parked message may be due, as far as this thread
+        knows."""
         return max(0.0, self._next - time.monotonic())
 
     def give_back(self, parked: Parked) -> None:
@@ -328,9 +330,10 @@ class StageThread:
                 self.room.note(delivery, outcome)
 
     def _decided(self, arrivals: Sequence[Arrival]) -> list[Outcome] | None:
-        """Process arrivals, and return their outcomes. While the database is away, or
-        refuses the package's statements, the arrivals are kept and tried again, counted
-        once. None if stopped before that."""
+        """Process arrivals, and return their outcomes. While the database is
+        unavailable or refuses the package's statements, the thread keeps the arrivals
+        and tries again, without counting another attempt. Returns None if stopped
+        first."""
         while True:
             liveness.turned((self.stage.timeout or 0.0) * len(arrivals))
             recycle()
@@ -388,8 +391,8 @@ class StageThread:
         return True
 
     def _work_parked_without_broker(self) -> None:
-        """Run parked messages while the broker is away, at stages that do not need the
-        broker for it."""
+        """Run parked messages while the broker is unavailable, at stages whose
+        transaction does not use the broker."""
         if not self._mode.transacted:
             while not self._stopping.is_set() and self._work_parked(NO_SESSION):
                 self._parking.follows()

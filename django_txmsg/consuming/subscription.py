@@ -46,7 +46,7 @@ class Subscription:
 
     @property
     def age(self) -> float:
-        """Seconds since it was opened; 0 if it is not open."""
+        """Seconds since the session was opened; 0 if no session is open."""
         return time.monotonic() - self._since if self.session is not None else 0.0
 
     @property
@@ -56,8 +56,8 @@ class Subscription:
         return max(one.remaining for one in breakers)
 
     def open(self) -> Session | None:
-        """Return the session, and open it if necessary. None while the broker is down:
-        then only one of the waiting threads probes it."""
+        """Return the session, and open it if necessary. Returns None while the broker
+        is down. Only one of the waiting threads then probes the broker."""
         if self.session is not None:
             return self.session
         stage, subscriber = self._stage, self._stage.subscriber
@@ -108,5 +108,5 @@ class Subscription:
         self.turned_away.failed(error)
 
     def worked(self) -> None:
-        """Record that the broker answers."""
+        """Record that the broker has answered."""
         self._breaker.worked()

@@ -1,9 +1,9 @@
 """Bulk operations on dead letters and runs of flows: many thousands, in batches.
 
-The request is a row (`BulkOperation`); `manage.py consume` executes it in growing
-batches. The cursor advances in the batch's own transaction, so that closing the browser
-stops nothing and a crash neither loses nor doubles a message. Small operations work the
-same way, executed at once by the process that started them.
+The request is a row (`BulkOperation`), and `manage.py consume` executes the operation
+in growing batches. Closing the browser does not stop it. The cursor advances in the
+batch's own transaction, so a crash neither loses nor doubles a message. Small
+operations work the same way, executed at once by the process that started them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PAUSE = 0.5
 
 
 def died_again(operation: BulkOperation, using: str) -> int:
-    """Return how many of the messages that the operation has redelivered have died
-    again since it began. Another error of the same message counts too."""
+    """Return the number of messages that the operation has redelivered and that have
+    died again since it began. Another error of the same message counts too."""
     filters = {name: operation.filter[name] for name in operation.filter.keys() & _KEPT}
     letters = selection.filtered(filters, using=using).filter(
         pk__lte=operation.cursor,
@@ -62,8 +62,8 @@ def died_again(operation: BulkOperation, using: str) -> int:
 
 
 def unsettled(operation: BulkOperation, using: str) -> bool:
-    """Return whether a message whose outcome the operation waits for is neither
-    processed nor dead again."""
+    """Return whether the operation still waits for the outcome of a message, which is
+    neither processed nor dead again."""
     letters = DeadLetter.objects.using(using).filter(
         pk__in=operation.watched, resolution=Resolution.REDELIVERED
     )
@@ -83,7 +83,7 @@ def unsettled(operation: BulkOperation, using: str) -> bool:
 
 def most(operation: BulkOperation, back: int) -> int:
     """Return the size limit of the next batch. Before a message has succeeded, a batch
-    has no more messages than may die before the operation stops."""
+    has only as many messages as must die to stop the operation."""
     assert operation.tolerates is not None
     if operation.done > back:
         return STEPS[-1] * 10
@@ -158,12 +158,13 @@ def start(
 ) -> BulkOperation:
     """Request `kind` for the rows that match now. Nothing is executed yet.
 
-    `rate` limits the rows per second. Messages that die later are not included.
-    With `shown`, exactly those are included: raises Changed if one no longer matches.
+    `rate` limits the rows per second. Messages that die later are not included. With
+    `shown`, exactly the shown rows are included: raises Changed if one of them no
+    longer matches.
 
     With `tolerates`, a redelivery tries one message first, then 10, then 100, then the
-    rest, each after the messages before were processed. It stops itself when more than
-    `tolerates` of them have died again.
+    rest, each after the messages before were processed. The redelivery stops itself
+    when more than `tolerates` messages have died again.
     """
     if wrong := dead_letters.wrong_rate(rate):
         raise TxmsgError(wrong)
@@ -219,8 +220,8 @@ def work_off(using: str, stop: threading.Event) -> int:
 
 
 def running(using: str) -> bool:
-    """Return whether an operation has work left, even if its rate postpones that
-    work."""
+    """Return whether an operation has work left, including work that its rate
+    postpones."""
     return _ours(using).exists()
 
 
@@ -258,8 +259,8 @@ def work_batch(
 ) -> int | None:
     """Execute one batch of one running operation, in one transaction.
 
-    Returns how many messages it handled, or None if nothing is due, or if another
-    process holds one of them for longer than PATIENCE.
+    Returns the number of handled messages. Returns None if nothing is due, or if
+    another process holds one of the messages for longer than PATIENCE.
     """
     for patience in (0.1, 0.4, None):
         taken: list[BulkOperation] = []
@@ -378,8 +379,8 @@ def _do(operation: BulkOperation, batch: list[Any], tally: Tally, using: str) ->
 
 
 def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
-    """Make the batches smaller, because one has failed and was rolled back. A batch of
-    one message then shows which message has caused that."""
+    """Make the batches smaller, because one has failed and was rolled back. In the end,
+    a batch of one message shows which message causes the failure."""
     log.warning("bulk operation %d: a batch failed: %s", operation.pk, error)
     with transaction.atomic(using=using), suppress(_Moved):
         if operation.batch_size > 1:

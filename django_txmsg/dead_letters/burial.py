@@ -1,4 +1,4 @@
-"""Burying messages: what follows the last attempt.
+"""Buries messages after their last attempt.
 
 A buried message keeps its original headers and bytes until an operator resolves it
 (`resolution.py`).
@@ -142,8 +142,8 @@ _BATCH = 100
 
 def bury_unread(using: str, stage: str = "") -> int:
     """Bury the parked messages that need newer code, of one stage or of all, in bounded
-    transactions. Returns how many. When they are redelivered, they wait for that code
-    again."""
+    transactions. Returns the number of buried messages. When they are redelivered, they
+    wait for the newer code again."""
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))

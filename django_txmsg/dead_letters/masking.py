@@ -1,4 +1,4 @@
-"""What an operator sees of a message. TXMSG["MASK"] may hide personal data.
+"""Hides personal data in the messages that an operator sees: TXMSG["MASK"].
 
 The setting names a function `mask(destination, headers, body)` that returns the headers
 and body to show. It changes nothing that is stored or sent.
@@ -30,7 +30,7 @@ def shown(
 
     `body` is None if only the headers are to be shown.
 
-    If the mask raises, everything is hidden: too little is safer than too much.
+    If the mask raises an exception, everything is hidden.
     """
     try:
         decoded = None if body is None else serializers.decode(body, content_type)

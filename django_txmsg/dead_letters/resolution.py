@@ -94,9 +94,9 @@ def redeliver(
 
 
 def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:
-    """Return why a dead letter cannot be redelivered; "" if it can. Its message may be
-    revoked. Or it is a flow's request that has expired, or that the broker has
-    rejected, so that the flow got `Dead` as the answer."""
+    """Return the reason why a dead letter cannot be redelivered, or "" if it can. The
+    dead letter's message may be revoked. Or the message is a flow's request that has
+    expired or that the broker has rejected, so the flow got `Dead` as the answer."""
     given = letter.headers
     until = wire.expires(wire.conversation(given))
     expired = until is not None and until <= now
@@ -246,8 +246,8 @@ def redeliver_copy(
 
 def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
     """Park dead letters without their order, because their turn had come before they
-    died. They do not expire any more, because the operator decides about that; only a
-    flow's request keeps its expiry."""
+    died. The parked messages no longer expire, because the operator has decided to
+    redeliver them. Only a flow's request keeps its expiry."""
     passed = (wire.EXPIRES, wire.AFTER)
     DeadLetter.objects.db_manager(using).park_again(
         [

@@ -112,7 +112,7 @@ def searched(text: str) -> Q:
 
 @dataclass
 class Summary:
-    """The dead letters that an action would affect: how many, how old, and where.
+    """The number, age and place of the dead letters that an action would affect.
 
     The `forgotten` dead letters are older than the inbox's retention: the inbox no
     longer knows whether their stage has processed them since, and would process them
@@ -130,8 +130,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a confirmation page showed to an operator: how many dead letters (or runs),
-    when, and the newest one."""
+    """What a confirmation page showed to an operator: the number of dead letters (or
+    runs), the time, and the newest row."""
 
     count: int
     up_to: int
@@ -140,7 +140,7 @@ class Shown:
 
     @classmethod
     def of(cls, rows: QuerySet[Any]) -> Shown:
-        """Return what a page shows now. Later rows are excluded."""
+        """Return what a page shows now for these rows. Later rows are excluded."""
         now = clock(rows.db)
         found = rows.filter(created_at__lt=now).aggregate(n=Count("pk"), last=Max("pk"))
         return cls(found["n"], found["last"] or 0, now.isoformat())
@@ -161,7 +161,7 @@ class Shown:
         return f"{self.count}.{self.up_to}.{self.as_of}"
 
     def before(self, filters: Mapping[str, Any]) -> str:
-        """Return the instant before which a shown letter has died."""
+        """Return the instant before which all shown dead letters have died."""
         given = filters.get("before", self.as_of)
         return min((self.as_of, str(given)), key=_instant)
 

@@ -86,7 +86,7 @@ class _Sending:
 
     @property
     def left(self) -> float:
-        """Seconds that its thread may still wait."""
+        """Seconds that the message's thread may still wait."""
         return max(0.0, self.give_up - time.monotonic())
 
     def end(self, error: BrokerError | None) -> None:
@@ -276,8 +276,7 @@ class Channel:
 
 
 def _unproven(outcome: BrokerError | None) -> bool:
-    """Return whether it is unknown, by this outcome, if the broker has stored the
-    message."""
+    """Return whether this outcome leaves open if the broker has stored the message."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)
 

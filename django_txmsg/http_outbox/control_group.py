@@ -1,10 +1,9 @@
-"""Step 3 for many requests at once: a control message that several sessions share.
-
-A control group is an id for which one control message has been confirmed. Sessions that
-store under it need no control message of their own, and wait for no receipt: the
-group's message is not settled before the last of them has ended. PostgreSQL's locks and
-clock ensure that, not the clock of any process: if a session's INSERT came too late,
-for whatever reason, another message is sent before the session commits.
+"""Step 3 for many requests at once: a control message that several sessions share. A
+control group is an id for which one control message has been confirmed. Sessions that
+store under this id need no control message of their own, and wait for no receipt. The
+group's message is settled only after the last of these sessions has ended. PostgreSQL's
+locks and clock ensure this order; the clocks of processes do not matter. If a session's
+INSERT came too late, another control message is sent before the session commits.
 
 Each INSERT under a group first takes the group's lock, shared, and then reads the clock
 (`models/outbox_store.py`, in one statement). The lock is released together with the
@@ -110,8 +109,8 @@ class Group:
         self.closes = 0.0
 
     def vouch(self, stored_at: dt.datetime) -> None:
-        """Return until when stored rows are covered by a confirmed control message, by
-        the database's clock. Raises BrokerError if there is none."""
+        """Return the time, by the database's clock, until which a confirmed control
+        message covers stored rows. Raises BrokerError if no message is confirmed."""
         self._groups.note(stored_at)
         if self.opened_at is None:
             self.open(stored_at)

@@ -41,8 +41,8 @@ REMEMBERED = 10_000
 
 @dataclass
 class Look:
-    """How often a session was checked, since when, and until when further checks make
-    sense."""
+    """The checks of a session: their number, the time of the first, and the latest
+    useful time."""
 
     began: float = field(default_factory=time.monotonic)
     attempts: int = 0
@@ -121,8 +121,8 @@ class LookAgain(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """How many of a session's messages have not left, how many of those are due, and
-    how many of these are claimed."""
+    """The numbers of a session's messages that have not left: all, due, and both due
+    and claimed."""
 
     count: int = 0
     due: int = 0
@@ -284,7 +284,8 @@ def _look_at_group(
 
 
 def _left_behind(using: str, group: uuid.UUID) -> bool:
-    """Return whether rows wait that their own process should have sent by now."""
+    """Return whether a group has waiting rows that their own process should have sent
+    by now."""
     ago = Now() - dt.timedelta(seconds=LOOK_AT_GROUPS_EVERY)
     rows = OutboxMessage.objects.using(using).filter(PENDING, session_id=group)
     late = rows.filter(due_at__lte=Now(), created_at__lt=ago)

@@ -2,8 +2,9 @@
 
 While a session has not committed yet, its control message is held, unacknowledged, and
 its session is checked again. Other messages are handled meanwhile, and after a crash
-the broker delivers the held one again. No message is held for long: it is then sent to
-the end of the queue, so that held messages never keep others from being checked.
+the broker delivers the held message again. A message that has been held for some time
+is sent to the end of the queue. So held messages never prevent other messages from
+being checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells databases apart that share a service's name and key, for their control
+"""Distinguishes databases that share a service's name and key, for their control
 messages.
 
 A copy of production's database with production's settings sends its control messages to

@@ -1,11 +1,11 @@
 """`Idempotency-Key`: a repeated unsafe request is executed once.
 
-The key is stored with the response in the request's own transaction, so it exists if
-and only if the effects do. Follows draft-ietf-httpapi-idempotency-key-header: 400 for
-an unusable key, 409 while the first request runs, 422 for another request under the
-same key. A stored response is returned only if the caller is provably the same: a user,
-an Authorization header, a session, or the caller that
-TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] returns.
+The key is stored with the response in the request's own transaction, so the key commits
+if and only if the request's effects commit. Follows
+draft-ietf-httpapi-idempotency-key-header: 400 for an unusable key, 409 while the first
+request runs, 422 for another request under the same key. A stored response is returned
+only if the caller is provably the same: a user, an Authorization header, a session, or
+the caller that TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] returns.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def keep(
     using: str,
     session_id: uuid.UUID | None,
 ) -> None:
-    """Store the response with its key, before the transaction commits. It is stored
-    with the ids of the request's messages, so that erasing those erases the response,
-    too."""
+    """Store the response with its key, before the transaction commits. The response is
+    stored with the ids of the request's messages, so that erasing these messages also
+    erases the response."""
     row: IdempotencyKey | None = getattr(request, "_txmsg_idempotency", None)
     if row is None:
         return
@@ -223,8 +223,8 @@ def _caller(request: HttpRequest) -> str | None:
 
 @cache
 def _log_unknown_caller() -> None:
-    """Log, once per process, that callers cannot be identified: only the developer can
-    mend it."""
+    """Log, once per process, that callers cannot be identified. Only the developer can
+    fix this."""
     _log.warning(
         "A request with an Idempotency-Key was refused, since nothing identifies its "
         'caller. Put something into the sessions of guests, or set TXMSG["HTTP"]'

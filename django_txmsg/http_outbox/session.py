@@ -64,7 +64,7 @@ class OutboxSession:
 
     @property
     def stored(self) -> int:
-        """How many messages were stored in this session's database so far."""
+        """The number of messages stored in this session's database so far."""
         return self._scope.stored.get(self.using, 0) if self._scope else 0
 
     @property
@@ -228,7 +228,8 @@ _ROLLBACK = _Rollback()
 
 @contextmanager
 def outbox_session(using: str | None = None) -> Iterator[OutboxSession]:
-    """Do for a command, a task or a test what the middleware does for a request.
+    """Open an outbox session for a command, a task or a test, as the middleware does
+    for a request.
 
         with outbox_session() as session:
             order = Order.objects.create(...)

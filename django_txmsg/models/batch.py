@@ -1,11 +1,11 @@
 """Requests whose answers continue a run together: a gather of a flow, or a batch.
 
 An answer is written to the row of its own branch, without a lock that the branches
-share. So two checks find out whether all are answered. The transaction that writes an
-answer calls `may_have_ended()`, which counts an answer that another transaction is
-writing as written. So the last of these transactions never counts an answer as missing.
-A separate transaction then calls `has_ended()`, which waits for the answers that are
-being written.
+share. So two checks find out whether all requests are answered. The transaction that
+writes an answer calls `may_have_ended()`, which counts an answer that another
+transaction is writing as written. So the last of these transactions never counts an
+answer as missing. A separate transaction then calls `has_ended()`, which waits for the
+answers that are being written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .run import Run
 
 
 class Branch(models.Model):
-    """One request of a batch. `number` counts from 0 in the order asked."""
+    """One request of a batch. `number` counts from 0 in the order of the requests."""
 
     id = models.BigAutoField(primary_key=True)
     batch = models.ForeignKey(
@@ -74,7 +74,8 @@ _LEFT = Q(left=True)
 
 
 class Progress(NamedTuple):
-    """How many branches there are, and how many have ended in which way."""
+    """The number of branches of a batch, and the number of branches with each
+    outcome."""
 
     total: int
     #: Those with an answer.
@@ -91,7 +92,7 @@ class Progress(NamedTuple):
 
 
 class Batch(models.Model):
-    """A group of requests with an end. Its run waits for that end under one turn."""
+    """A group of requests whose run waits until the whole group has ended."""
 
     id = models.BigAutoField(primary_key=True)
     run = models.ForeignKey(Run, models.CASCADE, related_name="batches")
@@ -146,8 +147,8 @@ class Batch(models.Model):
         return branch.values_list("request_id", flat=True).get() if written else None
 
     def may_have_ended(self) -> bool:
-        """Return whether the batch has ended if all answers commit that are being
-        written.
+        """Return whether the batch has ended, assuming that all answers now being
+        written commit.
 
         Rows that other transactions hold are skipped, because those transactions either
         write an answer or make the same check. Of all transactions that write answers,

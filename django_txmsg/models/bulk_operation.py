@@ -39,8 +39,8 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
         return self._move(pk, (BulkState.RUNNING,), state=BulkState.PAUSED)
 
     def resume(self, pk: int) -> bool:
-        """Go on after the last batch. An operation that has stopped itself goes on with
-        all remaining dead letters, without another probe."""
+        """Continue after the last batch. An operation that has stopped itself continues
+        with all remaining dead letters, without another probe."""
         stopped = ~Q(stopped_why="")
         self.filter(stopped, pk=pk, state=BulkState.PAUSED).update(
             tolerates=None, watched=[], stopped_why=""
@@ -128,7 +128,7 @@ class BulkOperation(models.Model):
 
     @property
     def subject(self) -> str:
-        """How many of what were requested, in words."""
+        """The number of requested dead letters or runs, in words."""
         return f"{self.total:,} {self.noun}{'s' * (self.total != 1)}"
 
     @property

@@ -29,8 +29,8 @@ def now_sql(connection: Any) -> str:
 
 
 def clock(using: str) -> dt.datetime:
-    """Return the database's present instant, in UTC, so that calculations in Python do
-    not depend on the alias's time zone."""
+    """Return the database's present instant in UTC. So calculations in Python do not
+    depend on the time zone of the connection."""
     connection: Any = connections[using]
     with connection.cursor() as cursor:
         # With parameters, like everywhere: then `%%` means `%`.
@@ -55,8 +55,9 @@ def later_sql(connection: Any) -> str:
 
 
 class Later(models.Func):
-    """The database's present instant plus a number of seconds. An interval of days
-    would follow clock changes in the database's time zone; this does not."""
+    """The database's present instant plus a number of seconds. Clock changes in the
+    database's time zone do not affect a number of seconds, but would affect an interval
+    of days."""
 
     output_field = models.DateTimeField()
 
@@ -82,7 +83,7 @@ class MessageKey(models.Func):
     template = f"LEFT(%(expressions)s ->> '{wire.KEY}', {KEY_LENGTH})"
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        """Use a function: SQLite before 3.38 does not know the operator."""
+        """Use a function, because SQLite before 3.38 does not support the operator."""
         key = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
         template = f"SUBSTR({key}, 1, {KEY_LENGTH})"
         return self.as_sql(compiler, connection, template=template, **context)
@@ -214,7 +215,7 @@ class SqlManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
         return table
 
     def _changed(self, sql: str, parameters: Sequence[Any]) -> int:
-        """Execute a statement. Returns how many rows it has changed."""
+        """Execute a statement, and return the number of changed rows."""
         with connections[self.db].cursor() as cursor:
             cursor.execute(sql, parameters)
             return int(cursor.rowcount)

@@ -63,7 +63,7 @@ REVOKED = "revoked: no flow waits for it any more"
 
 @dataclass(frozen=True, slots=True)
 class InboxRecord:
-    """What the inbox knew of a message after its arrival was recorded."""
+    """The state of a message's inbox row just after an arrival was recorded."""
 
     id: int
     message_id: uuid.UUID
@@ -133,8 +133,8 @@ class InboxManager(SqlManager):
         PostgreSQL the commit does not wait for the disk, since a lost count costs at
         most one attempt; if a later statement then finds no row, it calls `recall()`.
         `idempotent` stages also run messages that they have processed. No attempt is
-        counted for messages that run `together`. If their worker dies, it is unknown
-        which message was the cause, and each is delivered again alone.
+        counted for messages that run `together`. If their worker dies, the cause may be
+        any of them, and each message is delivered again alone.
         """
         connection = connections[self.db]
         sql, parameters = self._recording(
@@ -199,7 +199,8 @@ class InboxManager(SqlManager):
 
     def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> InboxRecord | None:
         """Return the record of a message whose arrival was recorded before, if the row
-        still exists. After a crash of the server another message may have the row."""
+        still exists. After a crash of the server, another message may have that primary
+        key."""
         value = prepared(self.model, "message_id", message_id, connections[self.db])
         return self._find(
             "id = %s AND stage = %s AND message_id = %s", [pk, stage, value]
@@ -374,8 +375,8 @@ class InboxManager(SqlManager):
         )
 
     def next_due(self, stage: str) -> float | None:
-        """Return in how many seconds the next parked message of a stage is due, without
-        those that a worker has claimed; None if there is none."""
+        """Return the seconds until a stage's next parked message is due, or None if
+        there is none. Messages that a worker has claimed do not count."""
         free = Q(lease_until=None) | Q(lease_until__lte=Now())
         rows = self.filter(free, stage=stage, due_at__isnull=False, needs_version=None)
         first = rows.order_by("due_at", "id").annotate(now=Now())

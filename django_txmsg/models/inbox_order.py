@@ -1,5 +1,4 @@
-"""Order per key in the inbox: which message runs next, which ones wait, and which are
-released.
+"""Order per key in the inbox: decides which messages run, wait or are released.
 
 A message releases its follower once it is processed or passed. It is passed if it has
 expired, was discarded, or is dead at a stage that skips dead messages. A replaced
@@ -72,7 +71,8 @@ class Turn:
 
     @property
     def lock(self) -> int:
-        """The number of the advisory lock that keeps the messages of its key apart."""
+        """The number of the advisory lock that lets only one message of a key run at a
+        time."""
         named = hashlib.sha256(f"{self.stage}\0{self.key}".encode("utf-8", "replace"))
         return int.from_bytes(named.digest()[:8], "big", signed=True)
 
@@ -350,14 +350,15 @@ class OrderManager(SqlManager):
         return count, int(count * average)
 
     def behind(self, stage: str, key: str, most: int) -> int:
-        """Return how many messages of a key wait at a stage, at most `most`."""
+        """Return the number of messages of a key that wait at a stage, counting at most
+        `most`."""
         rows = self.filter(stage=stage, key=key, waits_for__isnull=False)
         return int(rows.exclude(key="").filter(processed_at=None)[:most].count())
 
     def wake(self, stage: str, messages: Collection[uuid.UUID]) -> int:
-        """Make the followers of messages due that end in this transaction. Returns how
-        many there are. It must be the transaction's last statement: a follower that
-        commits after this statement began sees for itself that the message has
+        """Make the followers of the messages that end in this transaction due, and
+        return their number. Must be the transaction's last statement. A follower that
+        commits after this statement began finds out itself that the message has
         ended."""
         ids, values = ids_sql(connections[self.db], "waits_for", messages)
         return self._release(stage, ids, values)

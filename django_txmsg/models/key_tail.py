@@ -38,9 +38,9 @@ class KeyTailManager(SqlManager):
     def advance(
         self, broker: str, ends: Mapping[Chain, uuid.UUID], longest: int
     ) -> dict[Chain, Joint]:
-        """Make these messages the last ones of their chains, each of which grows by at
-        most `longest`. Locks the tails, always in the same order, until the transaction
-        ends, so that no other relay extends these chains meanwhile."""
+        """Make these messages the last ones of their chains. Each chain grows by at
+        most `longest` messages. Locks the tails, always in the same order, until the
+        transaction ends, so that no other relay extends these chains meanwhile."""
         connection, table = connections[self.db], self._table
         native = connection.vendor == "postgresql"
         given = [

@@ -1,4 +1,4 @@
-"""Pending rows of the outbox: a relay claims, sends and settles them.
+"""The statements by which a relay claims and settles pending rows of the outbox.
 
 A claim is a lease with a token, which every later statement checks: a relay whose lease
 has ended can change nothing.
@@ -225,8 +225,8 @@ class ClaimingManager(SqlManager):
         )
 
     def mark_dispatched(self, ids: list[int], token: uuid.UUID) -> int:
-        """Settle rows whose receipts have come. Returns how many still belonged to this
-        lease."""
+        """Settle rows whose receipts have come. Returns the number of rows that still
+        belonged to this lease."""
         return self._leased(
             ids, token, "dispatched_at = {now}, lease_until = NULL, lease_token = NULL"
         )
@@ -240,7 +240,8 @@ class ClaimingManager(SqlManager):
         return self._leased(ids, token, free, values)
 
     def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> int:
-        """Hold rows for `lease` seconds from now. Returns how many were still held."""
+        """Extend the lease of rows to `lease` seconds from now. Returns the number of
+        rows that were still held."""
         connection = connections[self.db]
         value = later_value(connection, lease)
         return self._leased(

@@ -36,7 +36,7 @@ def queue_name(destination: str, subscriber: str | None) -> str:
 
 
 def due_in(seconds: float) -> models.Func:
-    """Return when a message sent with this delay becomes available."""
+    """Return the time at which a message sent with this delay becomes available."""
     return Later(seconds) if seconds else Now()
 
 
@@ -153,7 +153,8 @@ class QueueManager(SqlManager):
         )
 
     def remove(self, ids: Sequence[int], token: uuid.UUID) -> int:
-        """Delete acknowledged messages. Returns how many were still held."""
+        """Delete acknowledged messages. Returns the number of messages that were still
+        held."""
         return self._change(f"DELETE FROM {_TABLE}", ids, token)  # noqa: S608 - constants only
 
     def _change(

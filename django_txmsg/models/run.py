@@ -45,7 +45,7 @@ class WaitsFor(models.TextChoices):
 
 
 class Outcome(models.TextChoices):
-    """How a run has ended: its outcome."""
+    """The outcome with which a run has ended."""
 
     OPEN = "", "open"
     ANSWERED = "answered", "answered"
@@ -70,8 +70,8 @@ class RunManager(SqlManager):
     """The transitions of runs."""
 
     def locked(self, run_id: uuid.UUID) -> Run | None:
-        """Return a run, locked until the transaction ends; None if there is none.
-        SQLite needs no lock, because only one transaction writes."""
+        """Return a run, locked until the transaction ends, or None if the run does not
+        exist. SQLite needs no lock, because only one transaction writes."""
         return self._locked("run_id = %s", run_id)
 
     def take(self, run_id: uuid.UUID, turn: uuid.UUID) -> Run | None:

@@ -32,8 +32,8 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def go_on(self, row: Schedule, instant: dt.datetime, timing: str) -> None:
-        """Count the ticks from an instant on, unless the row has changed since it was
-        read."""
+        """Let the ticks continue from an instant, unless the row has changed since it
+        was read."""
         self.filter(pk=row.pk, moves=row.moves).update(
             last_tick=instant, timing=timing, moves=row.moves + 1
         )

@@ -27,8 +27,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
     """The transitions of a stage."""
 
     def pause(self, stage: str, *, by: str = "", why: str = "") -> bool:
-        """Make the stage's consumers take no new messages. Returns False if it was
-        paused."""
+        """Pause a stage, so that its consumers take no new messages. Returns False if
+        the stage was already paused."""
         self.get_or_create(stage=stage)
         paused = self.filter(stage=stage, paused_at=None).update(
             paused_at=Now(), paused_by=by[:255], paused_why=why[:255]
@@ -59,7 +59,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         self._notified(changed)
 
     def unlimit(self, stage: str) -> bool:
-        """Give a stage its declared rate back. Returns False if it has that rate."""
+        """Restore a stage's declared rate. Returns False if the stage already has that
+        rate."""
         changed = self.filter(stage=stage, rate_until__gt=Now()).update(
             rate="", rate_until=None, rate_by=""
         )
@@ -224,8 +225,8 @@ class RateLineManager(SqlManager):
 
     def move_overdue(self, stage: str, key: str) -> None:
         """Move waiting messages of a line whose origin has moved to the new instants of
-        their slots. Only those are moved that would be claimed too early, and at most
-        MOVED of them."""
+        their slots. Moves only messages that would be claimed too early, and at most
+        MOVED messages."""
         connection = connections[self.db]
         table, now = InboxMessage._meta.db_table, began_sql(connection)
         with connection.cursor() as cursor:

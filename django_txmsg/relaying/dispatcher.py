@@ -1,6 +1,6 @@
 """Hop 3 in the web process: dispatches the messages of a transaction after its commit.
 
-It only makes dispatching faster. If the process dies or the broker is down, `manage.py
+The dispatcher only saves time. If the process dies or the broker is down, `manage.py
 relay` and the control message find the messages in the outbox.
 """
 
@@ -120,8 +120,8 @@ class Dispatcher:
         return max(0.0, self._again[0][0] - time.monotonic())
 
     def _due_again(self) -> list[tuple[int, list[int]]]:
-        """Remove and return the rows to try again now, as pairs: how often they were
-        tried, and their ids."""
+        """Remove and return the rows to try again now, as pairs of the number of tries
+        and the rows' ids."""
         due = []
         while self._again and self._again[0][0] <= time.monotonic():
             _, tries, ids = heapq.heappop(self._again)
@@ -161,8 +161,8 @@ class Dispatcher:
 
 
 def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
-    """Dispatch rows in this thread. If the broker is away, the error is logged, and the
-    caller waits only for the connection's time-out."""
+    """Dispatch rows in this thread. If the broker is unavailable, the error is logged,
+    and the caller waits no longer than the connection's time-out."""
     lane = Lane(using, broker, longest_lease=AFTER_COMMIT_LEASE)
     try:
         while lane.dispatch(ids=ids):

@@ -48,8 +48,9 @@ def link(
     """Give each message with a key its place in the order of that key. Returns all
     messages, with their places in the headers.
 
-    Expired messages get no place. The commit waits for the disk: if a crash lost a
-    place, it would be given twice. Messages whose lease has ended are left out.
+    Expired messages get no place. The commit waits for the disk, because a place that a
+    crash lost would be given to a second message. Messages whose lease has ended are
+    left out.
     """
     chains: dict[Chain, list[Claimed]] = {}
     for row in claimed:
@@ -101,7 +102,8 @@ Claim = Callable[[str | None], list[Claimed]]
 
 
 class Sweep:
-    """Where one lane's next search for rows begins: where its last one ended.
+    """The position where one lane's last search for rows ended, and its next search
+    begins.
 
     Settled rows leave dead index entries behind, which cannot be removed while an old
     snapshot is open anywhere. See docs/decisions/dispatch-floor-and-sweep.md.
@@ -115,12 +117,13 @@ class Sweep:
         self._swept_at = self._cost = 0.0
 
     def rewind(self) -> None:
-        """Start from the beginning next time: there is more to claim."""
+        """Start the next search at the first row, because there are more rows to
+        claim."""
         self._floor = None
 
     def claim(self, claim: Claim) -> list[Claimed]:
-        """Claim rows from where the last search ended. Begin at the first row if that
-        finds nothing, or if enough time has passed."""
+        """Claim rows from where the last search ended. Begin at the first row if the
+        search finds nothing, or if enough time has passed."""
         began = time.monotonic()
         due = began - self._swept_at >= max(1.0, self._cost / self.SHARE)
         claimed = claim(self._floor) if self._floor and not due else []
@@ -163,9 +166,8 @@ class Lane:
         turn: Turn | None = None,
         budget: Budget | None = None,
     ) -> None:
-        """Once `stop` is set, the lane claims nothing more and does not wait for a
-        database that is away. Lanes that work side by side share `turn` and
-        `budget`."""
+        """Once `stop` is set, the lane claims no more rows and does not wait for an
+        unavailable database. The lanes of a process share `turn` and `budget`."""
         settings = conf.get().RELAY
         self.using, self.broker_alias = using, broker
         self._batch_size = batch_size or settings.BATCH_SIZE
@@ -186,10 +188,9 @@ class Lane:
     def dispatch(
         self, *, ids: list[int] | None = None, session_id: uuid.UUID | None = None
     ) -> int:
-        """Claim, send and settle one batch. Returns how many rows were claimed.
-
-        Raises BrokerUnavailable with nothing claimed, or all of it released. A
-        destination that takes no messages is paused, and its rows are released.
+        """Claim, send and settle one batch. Returns the number of claimed rows. If it
+        raises BrokerUnavailable, no row stays claimed. A destination that takes no
+        messages is paused, and its rows are released.
         """
         # Connect to the broker before the claim: an outage must not cause pointless
         # leases.
@@ -267,8 +268,8 @@ class Lane:
         return len(held)
 
     def held_back(self, ids: list[int]) -> list[int]:
-        """Return the due rows that wait for earlier rows of their keys, and those
-        earlier rows: at most one batch."""
+        """Return the due rows that wait for earlier rows of their keys, and the earlier
+        rows. Returns at most one batch."""
         return self._outbox().held_back(
             ids,
             self._batch_size,
@@ -353,8 +354,9 @@ class Lane:
     def _send(
         self, rows: list[Claimed], settlement: Settlement, *, apart: bool
     ) -> None:
-        """Send and settle. Some brokers hang up on one bad message without naming it.
-        Then messages whose outcome is unknown are sent again at once, one by one.
+        """Send and settle. Some brokers close the connection because of one bad message
+        and do not name the message. Then messages whose outcome is unknown are sent
+        again at once, one by one.
 
         Raises BrokerUnavailable, with the unsettled rows still claimed.
         """

@@ -1,5 +1,5 @@
-"""Between hops 3 and 4: what the lanes of one process share. That is the database's
-time, and the memory for bodies.
+"""Limits that the lanes of one process share: concurrent use of the database, and
+memory for bodies.
 
 Without a limit, all lanes use the database at the same time and then all wait for the
 broker, so that one of the two is always idle. A body is copied several times while it
@@ -31,8 +31,8 @@ class Turn:
 
     @contextmanager
     def at_database(self) -> Iterator[None]:
-        """Wait for a place, for at most LONGEST seconds, and then use the database in
-        any case."""
+        """Wait for a place for at most LONGEST seconds. After that time, use the
+        database without a place."""
         with self._changed:
             self._changed.wait_for(self._is_free, LONGEST)
             self._at_database += 1
@@ -78,9 +78,9 @@ class Part:
 class Budget:
     """The memory for bodies that the lanes of one database and broker share.
 
-    A body larger than a lane's share is sent while no other lane holds any. Until then,
-    a lane that finds such a body claims nothing. The last lane that holds bodies tries
-    again.
+    A body larger than a lane's share is sent while no other lane holds bodies. Until
+    then, a lane that finds such a body claims nothing. The last lane that holds bodies
+    tries to send the large body again.
     """
 
     def __init__(self, lanes: int = 1, budgets: int = 1) -> None:
@@ -95,8 +95,8 @@ class Budget:
 
     @contextmanager
     def part(self, stop: threading.Event) -> Iterator[Part | None]:
-        """Wait until there is room for a lane's share, and hold it inside the block.
-        None if `stop` was set before."""
+        """Wait until a lane's share of the memory is free, and hold the share inside
+        the block. Yields None if `stop` is set first."""
         with self._changed:
             while not self._has_room() and not stop.is_set():
                 self._changed.wait(0.5)
@@ -117,7 +117,8 @@ class Budget:
                     self._changed.notify_all()
 
     def claimed(self, part: Part, size: int) -> None:
-        """Record how many bytes a lane has claimed. Other lanes may use the rest."""
+        """Record the number of bytes that a lane has claimed. Other lanes may use the
+        rest of its share."""
         with self._changed:
             part.held = size
             self._changed.notify_all()

@@ -2,10 +2,11 @@
 
 A process that relays or consumes has one thread and one connection for this in each
 database. A listener counts as working only if it has received its own notification
-within about the last minute. It also queries for due rows every few seconds on behalf
-of all waiting threads, since its connection may still reach a former primary, which
-answers as well. Behind a pooler in transaction mode no notifications arrive, and all
-threads poll as on SQLite; TXMSG["LISTEN_DATABASE"] names a direct connection.
+within about the last minute. The listener also queries for due rows every few seconds
+on behalf of all waiting threads. The listener's connection may still lead to a former
+primary server, which also answers. Behind a pooler in transaction mode no notifications
+arrive, and all threads poll as on SQLite; TXMSG["LISTEN_DATABASE"] names a direct
+connection.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _LOOK = f"""
 def seconds_until_due(
     using: str, topics: Collection[str], services: Collection[str] = ()
 ) -> dict[str, float]:
-    """Return in how many seconds each topic's first row is due: zero or less if it is
-    due already. Topics without rows are left out. Of the outbox, only rows that were
-    stored by one of `services`, or by an earlier release, count."""
+    """Return the number of seconds until each topic's first row is due: zero or less if
+    it is due already. Topics without rows are left out. Outbox rows count only if one
+    of `services` or an earlier release stored them."""
     queues, outboxes = [
         [one.removeprefix(kind) for one in topics if one.startswith(kind)]
         for kind in (notifications.queue(""), notifications.outbox(""))
@@ -191,15 +192,15 @@ def receives_notifications(
 
 
 def _send_proof(using: str) -> str:
-    """Send a notification on another connection, as other processes do: it may take
-    another route. Returns the notification."""
+    """Send a notification on another connection, because other processes also notify
+    from other connections. Returns the notification."""
     proof = f"proof {uuid.uuid4()}"
     notify(using, {proof})
     return proof
 
 
 def _received(connection: Any, timeout: float) -> set[str]:
-    """Return the topics of notifications received within that many seconds."""
+    """Return the topics of notifications received within `timeout` seconds."""
     topics: set[str] = set()
     with djangos_errors(connection):
         driver = raw(connection)
@@ -209,7 +210,7 @@ def _received(connection: Any, timeout: float) -> set[str]:
 
 
 def alias_of(using: str) -> str:
-    """Return the alias by which to listen in a database."""
+    """Return the alias of the connection that listens in a database."""
     direct = conf.get().LISTEN_DATABASE
     main = router.db_for_write(OutboxMessage)
     return direct if direct and using == main else using
@@ -217,8 +218,9 @@ def alias_of(using: str) -> str:
 
 @contextmanager
 def listening(databases: Collection[str]) -> Iterator[None]:
-    """Listen in each of these databases that is PostgreSQL, while the block runs. All
-    users in this process share one listener for each database."""
+    """Listen in each of these PostgreSQL databases while the block runs. Other
+    databases are left out. All users in this process share one listener for each
+    database."""
     if not conf.get().NOTIFY:
         yield
         return

@@ -3,8 +3,8 @@ pause.
 
 A full queue or a missing permission is a state of the destination, not a fault of a
 message. All lanes of this process that relay from one database to one broker exclude a
-paused destination from their claims. When its pause ends, one lane tries to send a
-small batch; each batch that is stored completely makes the next one larger.
+paused destination from their claims. When the pause ends, one lane tries to send a
+small batch. After each batch that is stored completely, the next batch is larger.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Pauses:
         return None
 
     def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
-        """Record how many messages a trial sent; None if it did not finish. The outage
-        is over once `enough` messages were stored at once."""
+        """Record the number of messages that a trial sent, or None if the trial did not
+        finish. The outage is over once `enough` messages were stored at once."""
         over = False
         with self._lock:
             trial.taken = False

@@ -1,6 +1,5 @@
-"""Hop 3 as a process: lanes side by side, until they are stopped.
-
-`manage.py relay` runs it. A broker or database that is down is probed with growing
+"""Hop 3 as a process: runs several lanes in parallel until it is stopped. `manage.py
+relay` starts the relay. A broker or database that is down is probed with growing
 pauses, and used again when it answers.
 """
 
@@ -37,7 +36,7 @@ LANES_A_PLACE = 4
 
 
 class Relay:
-    """Lanes over every (database, broker) pair, until stopped.
+    """Runs lanes for every pair of database and broker, until stopped.
 
     `using` and `brokers` are aliases; `batch_size` overrides the setting.
     """
@@ -88,7 +87,7 @@ class Relay:
         return sum(lane.in_flight for lane in self.lanes)
 
     def stop(self) -> None:
-        """Finish what is claimed and take nothing new. Callable from any thread or
+        """Finish the claimed messages and claim no more. Callable from any thread or
         signal."""
         self._stop.set()
 
@@ -96,7 +95,7 @@ class Relay:
         """Relay until stopped; with `once`, until no lane finds a due row.
 
         Raises the error that ended a lane, if any, after all lanes have ended. With
-        `once`, a broker or database that is away ends only its own lanes, and
+        `once`, an unavailable broker or database ends only its own lanes, and
         DestinationUnavailable reports messages that a destination did not take.
         """
 

@@ -54,15 +54,15 @@ class Receipts:
 
     @property
     def unavailable(self) -> dict[str, DestinationUnavailable]:
-        """The destinations that take no messages now, and why."""
+        """The destinations that take no messages now, and the reasons."""
         return {row.destination: error for row, error in self.refused}
 
 
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Sort the rows by their outcomes. With `apart`, each was sent after the outcome of
-    the one before was known. So the row in flight made the broker hang up."""
+    """Sort the rows by their outcomes. With `apart`, rows were sent one by one, so the
+    row in flight made the broker hang up."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
@@ -134,7 +134,8 @@ class Settlement:
         stop: threading.Event,
         turn: Turn,
     ) -> None:
-        """`stop`, once set, ends waiting for a database that is away."""
+        """Once `stop` is set, the settlement stops waiting for an unavailable
+        database."""
         self.using, self.broker_alias = lease.using, broker
         self._token, self._lease = token, lease
         self._counts, self._stop, self._turn = counts, stop, turn
@@ -143,9 +144,9 @@ class Settlement:
         return OutboxMessage.objects.db_manager(self.using)
 
     def still_held(self, rows: list[Claimed]) -> list[Claimed]:
-        """Return the rows that this claim still holds: without those that were
-        cancelled, or that another relay has claimed since the lease ended. If the lease
-        has never ended, all rows are returned."""
+        """Return the rows that this claim still holds. Leaves out rows that were
+        cancelled, and rows that another relay has claimed after the lease ended. If the
+        lease has never ended, all rows are returned."""
         if not (rows and self._lease.lapsed):
             return rows
         ids = [row.id for row in rows]

@@ -35,7 +35,7 @@ LONGEST = 500
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """An unusable resource: its name, for how many seconds, and why."""
+    """An unusable resource: its name, the seconds of the outage, and the reason."""
 
     kind: str
     name: str

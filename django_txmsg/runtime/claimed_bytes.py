@@ -25,7 +25,7 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What one claim may load: `total` bytes of bodies, or one body of `alone`."""
+    """The limit of one claim: `total` bytes of bodies, or one body of `alone` bytes."""
 
     total: int
     alone: int
@@ -66,7 +66,7 @@ class Share:
                 claims.large.release()
 
     def leave(self) -> None:
-        """Let the other sessions have this session's part."""
+        """Release this session's part for the other sessions."""
         self.held = 0
         _claims().members.discard(self)
 

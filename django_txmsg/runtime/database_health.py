@@ -1,10 +1,9 @@
-"""For all hops that use a database: how its refusals are classified and handled.
-
-Every thread uses the same classification and reacts in the same way. While the database
-is away, or has no room, all threads of this process wait until one thread's probe can
-write. If the probe can write and a statement is still refused (a lock's time-out, a
-trigger, a missing privilege), a `Retry` makes its thread pause, each time longer.
-Nothing is decided meanwhile, so no attempt is counted.
+"""Classifies and handles database errors, for all hops. Every thread uses the same
+classification and reacts in the same way. While the database is unavailable or full,
+all threads of this process wait until one thread's probe can write. If the probe can
+write and a statement is still refused (a lock's time-out, a trigger, a missing
+privilege), a `Retry` makes its thread pause, each time longer. Nothing is decided
+meanwhile, so no attempt is counted.
 """
 
 from __future__ import annotations
@@ -102,11 +101,11 @@ def lacks_resources(error: BaseException | None) -> bool:
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Return whether the same statement may succeed another time. That is so if the
-    database is away, if a lock or the time ran out, if a conflict was lost, or if a
-    trigger, a policy or a missing privilege refused the statement. It is not so for a
-    value that the database cannot store, nor for an error that the database has not
-    raised."""
+    """Return whether the same statement may succeed another time. It may if the
+    database is unavailable, if a lock or the time ran out, if a conflict was lost, or
+    if a trigger, a policy or a missing privilege refused the statement. It cannot
+    succeed with a value that the database cannot store. Returns False also for an error
+    that the database has not raised."""
     if isinstance(error, DatabaseError) and sqlstate(error).startswith(_LIMITS):
         return False
     if isinstance(error, OperationalError) or is_away(error):
@@ -143,7 +142,8 @@ def gave_up_waiting(error: BaseException) -> bool:
 
 
 def error(using: str) -> BaseException | None:
-    """Return why the database is away, as far as this process knows, or None."""
+    """Return the error that makes the database unavailable, as far as this process
+    knows, or None."""
     return breaker(using).error
 
 
@@ -209,8 +209,9 @@ class Retry:
         return time.monotonic() >= self._until and usable(self._using)
 
     def failed(self, error: BaseException) -> None:
-        """Record a refusal. If only the connection was broken, the next try is at once;
-        otherwise after a pause, or when the database is back.
+        """Record a refusal. If only the connection was broken, the next try follows at
+        once. Otherwise it follows after a pause, or when the database is available
+        again.
 
         Call it outside any atomic block.
         """

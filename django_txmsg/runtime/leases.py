@@ -1,9 +1,9 @@
 """Renews leases while their holders work.
 
 A lease is short, so that the rows of a killed process are soon free again. It must not
-end because a broker or a handler is slow. One thread for each database renews a lease
-when half of its time is over, so that a database that hangs costs no lease in another.
-The thread ends when there are no more leases.
+end because a broker or a handler is slow. One thread for each database renews each
+lease when half of its time has passed. So leases in one database do not expire because
+another database hangs. The thread ends when there are no more leases.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Lease:
     to `end()`.
 
     `renew` extends the lease to `seconds` from now, in one statement with the lease's
-    token as a condition. It is called in another thread, and only if the work takes
-    longer than usual. `since` is an instant of `time.monotonic()` before the claim: the
-    database counts the time of a lease from the beginning of the claim.
+    token as a condition. `renew` is called in another thread, and only if the work
+    takes longer than usual. `since` is an instant of `time.monotonic()` before the
+    claim: the database counts the time of a lease from the beginning of the claim.
     """
 
     def __init__(

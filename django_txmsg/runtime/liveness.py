@@ -1,8 +1,8 @@
 """Whether the loops of this process still run.
 
-Each long-lived thread calls `turned()` once per turn, and says how long it is going to
-wait on purpose. So a thread that pauses because a broker or a database is away does not
-count as hanging.
+Each long-lived thread calls `turned()` once per iteration, and reports how long it will
+wait on purpose. So a thread that pauses because a broker or a database is unavailable
+does not count as hanging.
 """
 
 from __future__ import annotations

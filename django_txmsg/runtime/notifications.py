@@ -4,10 +4,10 @@ A topic is a text: `queue NAME` of the embedded broker, `outbox BROKER`, or `wor
 requests of operators. A listener (`relaying/listener.py`) wakes the threads; without
 one, all threads poll. A wake-up is only a hint: the thread then queries the database.
 
-Waiting processes learn of committed rows by PostgreSQL's NOTIFY. A process sends it
-after the commit, in a thread with its own connection: inside transactions, it would
-serialize all commits of the server. It sends at most once every 10 ms, for everything
-committed meanwhile. If a notification is lost, the next poll finds the rows.
+Waiting processes learn of committed rows by PostgreSQL's NOTIFY. A process sends NOTIFY
+after the commit, in a thread with its own connection. Inside transactions, NOTIFY would
+serialize all commits of the server. The thread sends at most once every 10 ms, for
+everything committed meanwhile. If a notification is lost, the next poll finds the rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def later(delay: float) -> str:
 
 
 class Wakeup:
-    """One thread's wait for a topic. A new one is due at once, for the first query."""
+    """One thread's wait for a topic. A new `Wakeup` is due at once, for the first
+    query."""
 
     def __init__(self, using: str, topic: str) -> None:
         self.using, self.topic = using, topic

@@ -1,8 +1,7 @@
-"""The threads of one process. None of them may end before the process does.
-
-If a thread ends by an error, the process stops as on a signal, and ends with that
-error. Otherwise it would go on with a heartbeat but without one of its threads, and
-nobody would restart it.
+"""The threads of one process. No thread may end before the process does. If a thread
+ends by an error, the process stops as on a signal, and ends with that error. Otherwise
+the process would continue to send heartbeats without one of its threads, and no
+supervisor would restart it.
 """
 
 from __future__ import annotations

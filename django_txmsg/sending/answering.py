@@ -102,7 +102,7 @@ class Address:
 
 
 def hop(given: Mapping[str, str]) -> int:
-    """Return how many steps the flow has run since its last sleep or wait."""
+    """Return the number of steps that the flow has run since its last sleep or wait."""
     text = given.get(wire.HOP, "0")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
@@ -133,11 +133,11 @@ def answer_dead(
     using: str,
     broker: str,
 ) -> None:
-    """Report to the caller that a request will not be processed, inside the caller's
-    transaction, and see to it that no stage processes it. As long as an operator can
-    still redeliver the request, only a gather gets the report, and only if the gather
-    holds another request back. A dead undo is not reported, because an undo must be
-    done."""
+    """Report to the requester that a request will not be processed, and ensure that no
+    stage processes the request. Runs inside the open transaction. As long as an
+    operator can still redeliver the request, only a gather gets the report, and only if
+    the gather holds another request back. A dead undo is not reported, because an undo
+    must be done."""
     if wire.UNDOES in headers:
         return
     try:

@@ -1,4 +1,5 @@
-"""A destination whose body type is declared, so that senders are checked too."""
+"""Destinations that declare the type of their bodies, so that senders are checked
+too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Hops 1 and 9: `send_message()`, called inside a transaction, stores a message.
 
-It inserts a row that commits with your data or not at all, and wakes the dispatcher
-after the commit. It never talks to a broker, except in a stage whose messages belong to
-the broker's own transaction (best_effort_1pc, broker_only).
+`send_message()` inserts a row that commits with your data or not at all, and wakes the
+dispatcher after the commit. The function never uses a broker, except in a stage whose
+messages belong to the broker's own transaction (best_effort_1pc, broker_only).
 """
 
 from __future__ import annotations
@@ -89,11 +89,9 @@ def send_messages(
     using: str | None = None,
     broker: str = "default",
 ) -> list[Message]:
-    """Store many messages in a few INSERTs. Each is a dict of send_message()'s
-    arguments.
-
-    All are checked before the first is stored. Raises the errors of send_message();
-    after a DuplicateMessage none of them is stored.
+    """Store many messages in a few INSERTs. Each message is a dict of send_message()'s
+    arguments. All messages are checked before the first is stored. Raises the errors of
+    send_message(). After a DuplicateMessage, none of the messages is stored.
     """
     return _send([_from_dict(one, broker) for one in messages], using)
 
@@ -135,9 +133,9 @@ def send_parts(
     using: str | None = None,
     broker: str = "default",
 ) -> list[Message]:
-    """Store many messages of conversations in a few INSERTs. Each is a pair: the
-    arguments of send_message(), and the headers of its conversation. Raises the errors
-    of send_message()."""
+    """Store many messages of conversations in a few INSERTs. Each part is a pair: the
+    arguments of send_message(), and the headers of the message's conversation. Raises
+    the errors of send_message()."""
     rows: list[NewMessage] = []
     for given, conversation in parts:
         row = _from_dict(given, broker)
@@ -147,8 +145,8 @@ def send_parts(
 
 
 def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
-    """Make a message part of a conversation. Its headers say so also to consumers that
-    do not use this package."""
+    """Make a message part of a conversation. Consumers that do not use this package can
+    read the conversation from the message's headers."""
     row.headers |= conversation
     if row.destination in foreign and wire.is_request(row.headers):
         row.headers[wire.JMS_REPLY_TO] = row.headers[wire.REPLY_TO]

@@ -1,7 +1,6 @@
-"""What the messages sent in this context belong to: a session of the HTTP outbox, a
-stage, or neither.
-
-The middleware and the stages enter a scope; `send_message()` reads it.
+"""The scope that messages sent in this context belong to: a session of the HTTP outbox,
+a stage, or none. The middleware and the stages enter a scope; `send_message()` reads
+the scope.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class Block:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the block rolls back for any reason if it is left without an
-        error."""
+        """Whether the block will roll back even if it ends without an error."""
         return must_roll_back(self._connection)
 
     @property
@@ -177,13 +175,13 @@ def in_scope(entered: Scope) -> Iterator[Scope]:
 
 
 def handlers_running() -> int:
-    """Return how many threads of this process are running a handler."""
+    """Return the number of threads of this process that are running a handler."""
     return len(_inside)
 
 
 def _forked() -> None:
-    """Leave the parent's scope in a forked child. Otherwise the child would continue to
-    count its parent's messages, and derive their ids for messages of its own."""
+    """Leave the parent's scope in a forked child. Otherwise the child would continue
+    its parent's count of messages, and derive the same ids for other messages."""
     _scope.set(None)
     _inside.clear()
 

@@ -1,5 +1,4 @@
-"""Hop 1's rows: they are inserted into the outbox, and dispatched after their
-commit."""
+"""Hop 1: inserts rows into the outbox, and dispatches them after their commit."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from .scope import current_scope
 
 
 def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
-    """Insert rows into the outbox and return when each was created.
+    """Insert rows into the outbox and return the creation time of each row.
 
     Raises DuplicateMessage, with nothing stored, if one of the ids is stored already. A
     row whose derived id is stored already is skipped, unless it has a unique key.
@@ -131,7 +130,7 @@ class AfterCommit:
 
     Django drops the hook when an `atomic()` block is rolled back, but keeps it after
     `savepoint_rollback()` and `ROLLBACK TO SAVEPOINT`. So some of the rows may not
-    exist: then a dispatcher finds nothing to claim, and no event is sent for them.
+    exist. A dispatcher cannot claim a missing row, and no event is sent for it.
     """
 
     def __init__(

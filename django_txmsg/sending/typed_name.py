@@ -19,7 +19,7 @@ foreign: set[str] = set()
 
 
 class TypedName(Generic[Body]):
-    """What `Destination` has besides sending: its name and types."""
+    """The name and the types of a `Destination`, without the methods that send."""
 
     def __init__(self, name: str, body: TypeForm[Body]) -> None:
         self.name = check_destination(name)
@@ -32,7 +32,8 @@ class TypedName(Generic[Body]):
         return f"<{type(self).__name__} {self.name!r}>"
 
     def type_of(self, body: object) -> BodyType:
-        """Return which of the destination's types a body has. Raises InvalidMessage."""
+        """Return the one of the destination's types that a body has. Raises
+        InvalidMessage."""
         types = codecs.reader(self.body).types
         if len(types) == 1:
             return types[0]

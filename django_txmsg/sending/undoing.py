@@ -1,5 +1,4 @@
-"""Around hop 8 of an undo: the undo runs if its request was processed, and never before
-the request."""
+"""Runs an undo only if its request was processed, and never before the request."""
 
 from __future__ import annotations
 
@@ -58,7 +57,8 @@ def if_done(
 
 
 def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
-    """Return whether a stage has processed a request. If it has not, it never will.
+    """Return whether a stage has processed a request. If the stage has not processed
+    the request, it never will.
 
     Raises DecodeError if the inbox may have forgotten the request. Then an operator
     must decide.

@@ -6,12 +6,12 @@ claims the row, or until the message is cancelled or expires. With
 wants the key queries the inbox whether the message was processed. Relays and consumers
 do no extra work.
 
-A transaction that wants a key waits for another open transaction that holds it. If a
-transaction returns the pending message of another one instead of storing its own, it
-locks that message until it ends. So the message does not leave before its receiver can
-see the changes of both transactions, it cannot be cancelled, and it expires no sooner
-than the message that was not stored. A message that replaces another cancels the other
-one in its own transaction.
+A transaction that wants a key waits for another open transaction that holds it. A
+transaction may return the pending message of another transaction instead of storing a
+message. It then locks the pending message until the transaction ends. So the pending
+message does not leave before its receiver can see the changes of both transactions, and
+it cannot be cancelled. It expires no sooner than the message that was not stored. A
+message that replaces a pending message cancels it in the same transaction.
 """
 
 from __future__ import annotations
