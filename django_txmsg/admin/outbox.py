@@ -24,7 +24,7 @@ from .received import has, is_overdue
 
 
 class OutboxStateFilter(StateFilter):
-    """Filters by state: pending, overdue, in flight, dispatched or dead."""
+    """Filters by state: pending, overdue, in flight, dispatched, dead or cancelled."""
 
     labels: ClassVar[dict[str, str]] = {"dead": "refused or expired"}
 

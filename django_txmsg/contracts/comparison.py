@@ -139,7 +139,7 @@ def _last(pointer: str) -> str:
 
 
 def waiting(committed: Contract, current: Contract, using: str) -> Iterator[Change]:
-    """Yield entries removed from the contract for which messages still wait."""
+    """Yield each removed entry of the contract that messages still wait for."""
     now = current["channels"]
     for channel in committed.get("channels", {}):
         if channel not in now:

@@ -94,9 +94,10 @@ def redeliver(
 
 
 def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:
-    """Return the reason why a dead letter cannot be redelivered, or "" if it can. The
-    dead letter's message may be revoked. Or the message is a flow's request that has
-    expired or that the broker has rejected, so the flow got `Dead` as the answer."""
+    """Return the reason why a dead letter is closed instead of redelivered, or "" if it
+    is not. The message may be revoked. Or the message is a flow's request that has
+    expired or that the broker has rejected: the flow got `Dead` as the answer and has
+    gone on."""
     given = letter.headers
     until = wire.expires(wire.conversation(given))
     expired = until is not None and until <= now

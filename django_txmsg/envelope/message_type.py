@@ -62,8 +62,8 @@ def message_type(
     `name` (default: app label + class name) is the name that other services use. Keep
     `name` when you rename the class. Raise `version` (from 1) with every change of the
     fields. `readable_from` is the oldest version whose code can read messages of this
-    version. Messages at a service with older code wait. Raises ConfigurationError if a
-    value is invalid.
+    version. If a service has only older code, the message waits there. Raises
+    ConfigurationError if a value is invalid.
     """
     declared = MessageType(name, version, readable_from)
 

@@ -340,8 +340,8 @@ def _find_consumers(status: Status) -> None:
 
 
 def consumers_of_queues() -> dict[str, list[str]]:
-    """Return the embedded broker's queues that stages declared here consume, each with
-    these stages."""
+    """Return, for each queue of the embedded broker, the stages declared here that
+    consume the queue."""
     found: dict[str, list[str]] = {}
     for one in all_stages():
         queue = queue_name(one.destination, one.subscriber)

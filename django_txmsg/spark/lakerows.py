@@ -58,7 +58,7 @@ class LakeRows:
 
 
 def in_parts(named: Sequence[Named], parts: int) -> list[Named]:
-    """Return the files in an order in which `parts` slices of equal length have about
-    the same size."""
+    """Return the files in another order. If the list is then cut into `parts` slices
+    with the same number of files, each slice has about the same number of bytes."""
     by_size = sorted(named, key=lambda one: -one.size)
     return [one for first in range(parts) for one in by_size[first::parts]]

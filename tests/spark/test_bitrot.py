@@ -114,8 +114,8 @@ def test_corrupt_files_enter_neither_journeys_nor_verdicts(
 def test_a_replay_stores_nothing_that_is_not_as_it_was_proven(
     spark: Any, make_log, lake: LakeSpec
 ) -> None:
-    """The test also covers files whose pages have no checksums, as early releases and
-    other tools write them."""
+    """The test also covers files whose pages have no checksums. Early releases and
+    other tools write such files."""
     log: Log = make_log("sqlite")
     log.send_many(50)
     archive(spark, log, lake)

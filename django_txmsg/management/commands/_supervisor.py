@@ -137,7 +137,7 @@ class Slot:
 
 
 class Supervisor:
-    """Keeps `count` children running: `run()`, in the main thread."""
+    """Keeps `count` children running. Call `run()` in the main thread."""
 
     def __init__(self, count: int, environment: Mapping[str, str] | None = None):
         self.slots = [Slot(number) for number in range(1, count + 1)]

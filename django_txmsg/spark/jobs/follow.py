@@ -201,8 +201,8 @@ class Follower:
         return self.telling.firing
 
     def work(self) -> None:
-        """Follow until stopped, or for one round. Raises UsageError; with `once` also
-        the error by which a round fails."""
+        """Follow until stopped; with `once`, for one round. Raises UsageError. With
+        `once`, it also raises the error of a round that fails."""
         try:
             while not self.stop.is_set():
                 try:

@@ -160,6 +160,7 @@ def _waits_for(what: str) -> Column:
 
 
 def _undelivered() -> Column:
-    """Return whether a run has ended with an answer that its caller was not sent."""
+    """Return whether a run has ended with an answer that was never sent to its
+    caller."""
     answered = sf.col("result").isin("answered", "failed")
     return sf.coalesce(answered & (sf.col("caller") != "{}"), sf.lit(False))
