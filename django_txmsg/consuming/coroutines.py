@@ -46,7 +46,7 @@ def blocking(stage: Stage) -> Handler:
 
 async def _alone(handler: Handler, message: Message) -> Any:
     """Run a handler. Its queries use a thread and a connection that end with the
-    handler, so a broken connection affects this message only."""
+    handler, so a broken connection affects only this handler's message."""
     async with ThreadSensitiveContext():
         connected: list[str] = []
         _connected.set(connected)

@@ -2,8 +2,8 @@
 exception in the middle of the handler's code. After the time-out, the server cancels
 the running query, every further query is refused, and a handler that returns later is
 too late: the attempt fails, rolls back and counts like any other. A coroutine is
-cancelled. A message that an operator stops ends in the same way, but becomes a dead
-letter.
+cancelled. If an operator stops a message, its attempt ends in the same way, and the
+message becomes a dead letter.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ def _raise_hidden(connection: Any) -> None:
 
 
 def lost_conflict(error: BaseException) -> bool:
-    """Return whether PostgreSQL has rolled back a transaction because of a conflict, so
-    that a repetition may succeed: a serialization failure or a deadlock."""
+    """Return whether PostgreSQL has rolled back a transaction because of a
+    serialization failure or a deadlock, so that a repetition may succeed."""
     lost = isinstance(error, DatabaseError)
     return lost and database_health.sqlstate(error) in ("40001", "40P01")
 

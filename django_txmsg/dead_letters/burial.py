@@ -86,7 +86,7 @@ def bury_outgoing(
     row: Claimed, using: str, broker: str, reason: str, error: str
 ) -> DeadLetter:
     """Store a message that could not be sent, because it has expired or the broker has
-    rejected it. A flow that waits for its answer gets `Dead`."""
+    rejected it. A flow that waits for the message's answer gets `Dead`."""
     service = row.service or conf.get().SERVICE
     letter = bury(
         using=using,

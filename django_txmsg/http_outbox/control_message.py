@@ -61,7 +61,8 @@ class ControlMessage:
 
     @classmethod
     def read(cls, delivery: Delivery) -> ControlMessage:
-        """Return the control message of a delivery. Raises ValueError if it is none."""
+        """Return the control message of a delivery. Raises ValueError if the delivery
+        is no control message."""
         if delivery.problem or delivery.body:
             raise ValueError(delivery.problem or "it has a body")
         signed = _verified(delivery.headers)

@@ -73,7 +73,8 @@ _lock = threading.Lock()
 
 
 def remember(control: ControlMessage) -> Look:
-    """Count one more check, perhaps the first, and return the state."""
+    """Count one more check of a control message's session, and return the state of its
+    checks."""
     with _lock:
         look = _looks.pop(control.id, None)
         if look is None:
@@ -87,7 +88,7 @@ def remember(control: ControlMessage) -> Look:
 
 
 def forget(control: ControlMessage) -> None:
-    """Remove the state, because no further check is needed."""
+    """Remove the state of a session's checks, because no further check is needed."""
     with _lock:
         _looks.pop(control.id, None)
 

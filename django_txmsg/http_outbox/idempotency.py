@@ -187,8 +187,8 @@ def _alone(using: str, caller: str, key: str) -> bool:
 
 
 def _is_taken(error: Exception) -> bool:
-    """Return whether this error means that another request has the key. It comes from
-    the unique constraint, SQLite's lock or PostgreSQL's isolation."""
+    """Return whether this error means that another request has the key. The error comes
+    from the unique constraint, SQLite's lock or PostgreSQL's isolation."""
     if isinstance(error, IntegrityError) or "database is locked" in str(error):
         return True
     return database_health.sqlstate(error) == "40001"

@@ -2,7 +2,8 @@
 
 `outbox_session()` opens a transaction, and messages sent inside are stored with it.
 Before it commits, a control message ensures that the messages are sent even if this
-process dies right after the commit. Then it commits, and they are dispatched.
+process dies right after the commit. Then the transaction commits, and the messages are
+dispatched.
 """
 
 from __future__ import annotations

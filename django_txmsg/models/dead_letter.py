@@ -1,4 +1,4 @@
-"""Dead letters: messages given up on, kept complete until they are resolved.
+"""Dead letters: failed messages, kept complete until they are resolved.
 
 States: `open → redelivered | replaced | discarded`.
 """
@@ -81,7 +81,7 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
 
 
 class FailureNote(models.Model):
-    """What an operator found out about an error: a ticket, a cause, a plan."""
+    """An operator's note about an error: a ticket, a cause, a plan."""
 
     id = models.BigAutoField(primary_key=True)
     fingerprint = models.CharField(max_length=64, unique=True)

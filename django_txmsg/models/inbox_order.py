@@ -335,8 +335,8 @@ class OrderManager(SqlManager):
         self.filter(stage=stage, waits_for=of).update(waits_for=copy)
 
     def waiting(self, stage: str, most: int | None) -> tuple[int, int]:
-        """Return how many messages wait at a stage, counting at most `most`, and an
-        estimate of their bytes from a sample."""
+        """Return the number of messages that wait at a stage, counting at most `most`,
+        and an estimate of their bytes from a sample."""
         connection = connections[self.db]
         size = size_sql(connection)
         waits = f"FROM {self._table} WHERE stage = %s AND waits_for IS NOT NULL"
@@ -365,7 +365,7 @@ class OrderManager(SqlManager):
 
     def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
         """Check a stage's due waiting rows again, and postpone those whose turn has not
-        come: by a second if `soon`. Returns how many were postponed."""
+        come: by a second if `soon`. Returns the number of postponed rows."""
         longest = FIRST_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
         now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
@@ -452,8 +452,8 @@ class OrderManager(SqlManager):
 
     def let_go(self, stage: str, key: str, *, link: str) -> int:
         """Release the first waiting message of a key on an operator's request, whatever
-        it waits for. Returns how many were released: 1, or 0 if none waits, or if the
-        first was released meanwhile.
+        the message waits for. Returns the number of released messages: 1, or 0 if no
+        message waits or the first was released meanwhile.
 
         Raises OperationalError if a worker holds the message for longer than PATIENCE,
         because it is running.

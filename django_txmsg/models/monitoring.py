@@ -58,8 +58,8 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return list(rows.order_by("pk"))
 
     def claim(self, alert: Alert) -> bool:
-        """Take the delivery of an alert for LEASE seconds. Returns False if another
-        process has it."""
+        """Reserve the delivery of an alert for LEASE seconds. Returns False if another
+        process has reserved it."""
         free = Q(lease_until=None) | Q(lease_until__lt=Now())
         claimed = self.filter(free, pk=alert.pk, delivered=alert.delivered).update(
             lease_until=Later(LEASE)
@@ -190,8 +190,9 @@ class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         When the transaction commits, the action is also logged, for systems that
         collect logs.
 
-        `count` is how many messages, stages or others the operator was shown; None if
-        that was not counted. A bulk `operation` counts how many are done.
+        `count` is the number of messages, stages or other rows that the operator was
+        shown, or None if they were not counted. A bulk `operation` counts its finished
+        rows.
         """
         self.create(
             by=by[:255],
@@ -238,7 +239,7 @@ class AuditEntry(models.Model):
 
     @property
     def done(self) -> int | None:
-        """How many the action has changed so far. An action without a bulk operation
-        has changed all of them with its entry."""
+        """The number of rows that the action has changed so far. An action without a
+        bulk operation has changed all of them with its entry."""
         operation: Any = self.operation
         return self.count if operation is None else int(operation.done)

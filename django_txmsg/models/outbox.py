@@ -1,8 +1,8 @@
-"""Hop 2: a message stored with the business data, and what happens to it.
+"""Hop 2: a message stored with the business data, and the message's states.
 
 States: `pending → dispatched | dead | cancelled`. A pending row is settled only by a
-receipt, a definite rejection, its own expiry, or a cancellation. Nothing deletes it
-before. A cancelled row has `cancelled_at` beside `dead_at`, and the reason in its
+receipt, a definite rejection, its own expiry, or a cancellation. Nothing deletes a
+pending row. A cancelled row has `cancelled_at` beside `dead_at`, and the reason in its
 `last_error`.
 """
 

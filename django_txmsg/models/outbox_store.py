@@ -94,7 +94,7 @@ class StoringManager(SqlManager):
     ) -> Stored:
         """Insert rows, in their order, inside the open transaction.
 
-        Returns those inserted: a row whose message id is stored already is skipped
+        Returns the inserted rows: a row whose message id is stored already is skipped
         without an error. With `new_ids`, no id can be stored already.
         `tell_transaction` requests the transaction's id too, which only PostgreSQL has.
         `lock` is an advisory lock of PostgreSQL that each statement takes, shared,

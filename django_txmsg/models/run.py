@@ -75,8 +75,8 @@ class RunManager(SqlManager):
         return self._locked("run_id = %s", run_id)
 
     def take(self, run_id: uuid.UUID, turn: uuid.UUID) -> Run | None:
-        """Return the run that waits under this turn, locked as by `locked()`. None if
-        the run has continued."""
+        """Return the run that waits under this turn, locked as by `locked()`. Returns
+        None if the run has continued."""
         return self._locked("run_id = %s AND turn = %s", run_id, turn)
 
     def _locked(self, condition: str, *values: uuid.UUID) -> Run | None:
@@ -353,7 +353,7 @@ class FlowStep(models.Model):
 
 
 class FlowUndo(models.Model):
-    """One undo of a run. The highest number is undone first."""
+    """One undo of a run. The undo with the highest number runs first."""
 
     id = models.BigAutoField(primary_key=True)
     run = models.ForeignKey(Run, models.CASCADE, related_name="undo_rows")

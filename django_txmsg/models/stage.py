@@ -1,5 +1,5 @@
-"""What operators request of a stage (to pause, to run at another rate, to stop a
-message), and the slots of a stage with a rate."""
+"""Operators' requests to a stage (pause, use another rate, stop a message), and the
+slots of a stage with a rate."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ class RateLineManager(SqlManager):
         """Take the line's next slot, or `count` of them, or return to a `slot` taken
         before.
 
-        Returns the first slot, and in how many seconds it is due: 0 or less if it is
-        due. On PostgreSQL the commit does not wait for the disk: a crash may free the
+        Returns the first slot, and the seconds until it is due: 0 or less if it is due
+        now. On PostgreSQL the commit does not wait for the disk: a crash may free the
         last slots.
         """
         connection = connections[self.db]

@@ -1,4 +1,4 @@
-"""A process that relays or consumes, and its heartbeat."""
+"""The table of the processes that relay or consume, with their heartbeats."""
 
 from __future__ import annotations
 

@@ -170,9 +170,9 @@ def _delays(topics: Collection[str]) -> Iterator[float]:
 def receives_notifications(
     using: str, stop: threading.Event | None = None
 ) -> bool | None:
-    """Start to listen on this thread's connection, and return whether it works: this
-    process sends a notification on another connection, and it must arrive here. None if
-    the driver cannot listen.
+    """Start to listen on this thread's connection, and return whether listening works.
+    To test this, the process sends a notification on another connection, which must
+    arrive on this one. Returns None if the driver cannot listen.
 
     Raises Django's database errors. Returns soon after `stop` is set.
     """

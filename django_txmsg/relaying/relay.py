@@ -176,9 +176,9 @@ class Relay:
             self._rest(lane, wakeup, interval)
 
     def _rest(self, lane: Lane, wakeup: notifications.Wakeup, interval: float) -> None:
-        """Wait until there may be rows: for the usual interval, or with a listener
-        until a notification. In any case, wait no longer than until a destination's
-        pause ends."""
+        """Wait until there may be new rows: for the usual interval, or with a listener
+        until a notification. The wait ends at the latest when a destination's pause
+        ends."""
         until = time.monotonic() + interval
         while not self._stop.is_set():
             liveness.turned()

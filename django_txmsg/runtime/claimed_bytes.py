@@ -2,8 +2,7 @@
 one process have claimed.
 
 A claim copies a body several times, so only one session at a time claims large bodies.
-Small ones never wait: a handler may need an hour for a large body while other threads
-go on.
+Claims of small bodies never wait, because a handler may need an hour for a large body.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ class Share:
 
     @contextmanager
     def claim(self, limit: int, wait: float) -> Iterator[Room]:
-        """Return what a claim inside the block may load. `limit` is that of the
-        process, in bytes. Waits up to `wait` seconds for another session's claim to
-        end.
+        """Return what a claim inside the block may load. `limit` is the process's
+        limit, in bytes. Waits up to `wait` seconds for another session's claim to end.
 
         The block must add what it has claimed to `held`.
         """

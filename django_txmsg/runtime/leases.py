@@ -49,8 +49,8 @@ class Lease:
     @property
     def lapsed(self) -> bool:
         """Whether the lease has ever expired, for example while the process was
-        stopped. If so, other workers may have held its rows, even if it has been
-        renewed since."""
+        stopped. After that, other workers may have held the lease's rows, even if the
+        lease has been renewed since."""
         return self._lapsed or not self.left
 
     @property

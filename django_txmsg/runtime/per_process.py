@@ -1,7 +1,7 @@
 """Objects that belong to one process, and that a forked child does not inherit.
 
-The parent's threads, sockets and locks are useless to a child. The child also looks up
-again what its parent has looked up.
+The parent's threads, sockets and locks are useless to a child. The child also repeats
+the look-ups of its parent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Made = TypeVar("Made")
 
 
 class PerProcess(Generic[Made]):
-    """Objects by key. `make(*key)` creates each when it is first used."""
+    """Objects by key. `make(*key)` creates the object of a key when it is first
+    used."""
 
     def __init__(self, make: Callable[..., Made]) -> None:
         self._make = make

@@ -55,8 +55,8 @@ class Address:
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Address | None:
-        """Return the address in the headers; None if they request no answer. Raises
-        DecodeError if answers may not go there."""
+        """Return the address in the headers, or None if the headers request no answer.
+        Raises DecodeError if answers may not go there."""
         destination = given.get(wire.REPLY_TO)
         if destination is None:
             return None
