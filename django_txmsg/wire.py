@@ -148,6 +148,17 @@ def is_task(destination: str) -> bool:
     return OF_TASKS in destination
 
 
+#: Most milliseconds after which RabbitMQ can expire a message: 49 days.
+MAX_RABBITMQ_DELAY = 2**32 - 1
+
+
+def delay_queue_seconds(milliseconds: int) -> int:
+    """Return the seconds in the name of the queue in which RabbitMQ lets a delayed
+    message wait, by either protocol. RabbitMQ expires only the first message of a
+    queue, so there is one queue for each power of two of seconds."""
+    return 1 << ((milliseconds - 1) // 1000).bit_length()
+
+
 def is_topic(destination: str) -> bool:
     """Return whether this is a topic, whose messages go to every subscriber."""
     return destination.startswith(TOPIC_PREFIX)

@@ -8,6 +8,7 @@ owned by one thread. Every broker class must pass `django_txmsg.testing.broker_s
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -123,10 +124,7 @@ class Session(abc.ABC):
         """
         copy = Outgoing(delivery.destination, headers, delivery.body)
         for error in self.send_delayed([copy]):
-            if isinstance(error, DispatchRejected | DestinationUnavailable):
-                raise error
-            if error is not None:
-                raise BrokerUnavailable(str(error)) from error
+            insist(error)
         self.ack([delivery])
 
     @abc.abstractmethod
@@ -240,6 +238,31 @@ class Broker(abc.ABC):
     def __repr__(self) -> str:
         # The URL may hold a password.
         return f"<{type(self).__name__} {self.alias!r}>"
+
+
+#: Longest time, in seconds, for which acknowledgements are gathered.
+LONGEST_GROUP = 1.0
+
+
+def acknowledges_now(gathered: int, *, prefetch: int, since: float) -> bool:
+    """Return whether a consumer that last acknowledged at the instant `since` must now
+    send the acknowledgements that it has gathered.
+
+    A busy consumer acknowledges in groups; a crash then causes more duplicates. A slow
+    consumer acknowledges at once, because some brokers close the connection of a
+    consumer that holds a delivery for too long.
+    """
+    slow = time.monotonic() - since > LONGEST_GROUP
+    return slow or gathered * 2 >= prefetch
+
+
+def insist(error: BrokerError | None) -> None:
+    """Raise the outcome of a message that must be stored before its delivery is
+    acknowledged: a refusal as it is, everything else as BrokerUnavailable."""
+    if isinstance(error, DispatchRejected | DestinationUnavailable):
+        raise error
+    if error is not None:
+        raise BrokerUnavailable(str(error)) from error
 
 
 def one_by_one(

@@ -31,7 +31,7 @@ from ..jms.delivery import DEFAULT, Encoded
 from ..jms.dialect import MAX_PROPERTY
 from ..jms.frames import escape
 from . import java, refusals
-from .base import Broker, Delivery, Outgoing, Session
+from .base import Broker, Delivery, Outgoing, Session, acknowledges_now
 
 #: Headers that differ for each message.
 _OWN = frozenset(
@@ -176,8 +176,6 @@ def outcome(
     return DispatchUnknown(str(error), written=written, hung_up=hung_up)
 
 
-#: Longest time, in seconds, for which acknowledgements are gathered.
-LONGEST_GROUP = 1.0
 #: Headers in which brokers record why they gave up on a message, and its destination.
 _CAUSES = ("dlqDeliveryFailureCause", "x-first-death-reason", "_AMQ_ORIG_ADDRESS")
 _ORIGINS = ("originalDestination", "original-destination", "x-first-death-queue")
@@ -432,12 +430,10 @@ class StompSession(Session):
         if self._transacted:
             self.commit(deliveries)
             return
-        # A busy consumer acknowledges in groups: a crash costs duplicates. A slow one
-        # acknowledges at once: some brokers hang up on a consumer that holds a delivery
-        # for too long.
         self._unsent_acks += [delivery.handle for delivery in deliveries]
-        slow = time.monotonic() - self._acknowledged_at > LONGEST_GROUP
-        if slow or len(self._unsent_acks) * 2 >= self._prefetch:
+        if acknowledges_now(
+            len(self._unsent_acks), prefetch=self._prefetch, since=self._acknowledged_at
+        ):
             self._send_acks()
 
     def _send_acks(self) -> None:

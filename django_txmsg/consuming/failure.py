@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 from django.db import transaction
 
 from .. import signals, wire
-from ..brokers.base import Outgoing
+from ..brokers.base import Outgoing, insist
 from ..dead_letters import burial
 from ..envelope.failure import Failure
 from ..envelope.redelivery import Dead, decide
 from ..errors import (
-    BrokerUnavailable,
     DecodeError,
     DestinationUnavailable,
     DispatchRejected,
@@ -238,18 +237,19 @@ def _hand_back(arrival: Arrival, record: InboxRecord, delay: float) -> bool:
     headers.setdefault(wire.MESSAGE_ID, str(record.message_id))
     headers[wire.FAILED_ATTEMPT] = str(record.attempt)
     copy = Outgoing(arrival.delivery.destination, headers, arrival.delivery.body, delay)
-    for error in arrival.session.send_delayed([copy]):
-        if isinstance(error, DestinationUnavailable | DispatchRejected):
-            log.info(
-                "stage %r: the broker does not take message %s back, so it waits in "
-                "the inbox: %s",
-                arrival.stage.name,
-                record.message_id,
-                error,
-            )
-            return False
-        if error is not None:
-            raise BrokerUnavailable(str(error)) from error
+    outcomes = arrival.session.send_delayed([copy])
+    try:
+        for error in outcomes:
+            insist(error)
+    except (DestinationUnavailable, DispatchRejected) as refusal:
+        log.info(
+            "stage %r: the broker does not take message %s back, so it waits in "
+            "the inbox: %s",
+            arrival.stage.name,
+            record.message_id,
+            refusal,
+        )
+        return False
     return True
 
 

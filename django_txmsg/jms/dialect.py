@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from urllib.parse import quote
 
+from .. import wire
 from .destination import Destination
 from .errors import (
     InvalidDestinationError,
@@ -157,8 +158,6 @@ class Dialect:
         return False
 
 
-#: Most milliseconds after which RabbitMQ can expire a message.
-MAX_EXPIRATION = 2**32 - 1
 #: Most bytes of a header's name, and of values that AMQP stores in a property.
 MAX_PROPERTY = 255
 _AMQP_PROPERTIES = frozenset(
@@ -262,12 +261,12 @@ class RabbitMQDialect(Dialect):
                 f"{self.name} proves no send by its COMMIT. Send a delayed message "
                 "outside the transaction, or let the outbox hold it."
             )
-        if delay_ms > MAX_EXPIRATION:
+        if delay_ms > wire.MAX_RABBITMQ_DELAY:
             raise UnsupportedOperationError(
                 f"{self.name} delays a message by 49 days at most. Let the outbox hold "
                 "it, which delays it for as long as you like."
             )
-        seconds = 1 << ((delay_ms - 1) // 1000).bit_length()
+        seconds = wire.delay_queue_seconds(delay_ms)
         return Destination(f"{destination}.delay-{seconds}s"), {
             "expiration": str(delay_ms),
             "x-dead-letter-exchange": "amq.topic" if destination.is_topic else "",

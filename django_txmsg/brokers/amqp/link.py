@@ -74,17 +74,22 @@ class Transport:
             made.close()
             raise
 
+    def _timed(self, timeout: float) -> socket.socket:
+        """Return the socket, with this time-out. Raises OSError if it is closed."""
+        if self.sock is None:
+            raise OSError("the connection is closed")
+        self.sock.settimeout(timeout)
+        return self.sock
+
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write all bytes. Raises TimeoutError if the server accepts no byte during the
         send time-out. After any error the connection is unusable, because only a part
         of a frame may have been written."""
-        if self.sock is None:
-            raise OSError("the connection is closed")
-        self.sock.settimeout(self._send_timeout)
+        sock = self._timed(self._send_timeout)
         view = memoryview(self._unsent + data if self._unsent else data)
         try:
             while view:
-                view = view[self.sock.send(view) :]
+                view = view[sock.send(view) :]
         except BaseException:
             self.connected = False
             raise
@@ -95,12 +100,10 @@ class Transport:
         """Write a heartbeat without waiting. Bytes that the socket does not accept now
         are written before the next write. While such bytes wait, further heartbeats are
         dropped."""
-        if self.sock is None:
-            raise OSError("the connection is closed")
-        self.sock.settimeout(0.0)
+        sock = self._timed(0.0)
         self._unsent = self._unsent or data
         try:
-            self._unsent = self._unsent[self.sock.send(self._unsent) :]
+            self._unsent = self._unsent[sock.send(self._unsent) :]
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except BaseException:
@@ -112,11 +115,9 @@ class Transport:
         """Read the bytes that have arrived. Wait for them at most `timeout` seconds.
         Return whether any byte was read. Raises OSError if the server has closed the
         connection."""
-        if self.sock is None:
-            raise OSError("the connection is closed")
-        self.sock.settimeout(max(0.0, timeout))
+        sock = self._timed(max(0.0, timeout))
         try:
-            piece = self.sock.recv(_AT_ONCE)
+            piece = sock.recv(_AT_ONCE)
         except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
             return False
         if not piece:

@@ -114,7 +114,7 @@ class Publisher:
             self._link.transport.close()
             return DispatchUnknown(closed.text, hung_up=True)
         error = refusals.by_amqp(closed.code, closed.text)
-        routes = {self._route(index) for index in self._pending.values()}
+        routes = {self._ready(index).route for index in self._pending.values()}
         of_all = isinstance(error, DestinationUnavailable) and len(routes) == 1
         if of_all or len(self._pending) == 1:
             return error
@@ -124,18 +124,18 @@ class Publisher:
         """Stop sending to a destination that refuses messages, because each refusal
         closes the channel."""
         refused = {
-            self._route(index)
+            self._ready(index).route
             for index, outcome in enumerate(sending.outcomes)
             if outcome is error
         }
         for index in sorted(sending.open):
-            if index in sending.open and self._route(index) in refused:
+            if index in sending.open and self._ready(index).route in refused:
                 sending.leave(index, error)
 
-    def _route(self, index: int) -> bytes:
+    def _ready(self, index: int) -> Ready:
         one = self._batch[index]
         assert one is not None
-        return one.route
+        return one
 
     def _open(self) -> None:
         """Open a channel in confirm mode. Keep an open channel unless a message was
@@ -163,8 +163,7 @@ class Publisher:
             chunk = bytearray()
             while sending.ready and len(number_of) < window and size < limit:
                 index = sending.ready.popleft()
-                one = self._batch[index]
-                assert one is not None
+                one = self._ready(index)
                 self._sent += 1
                 number_of[self._sent] = index
                 chunk += one.frames
@@ -180,9 +179,7 @@ class Publisher:
             if self._settled:
                 progress_at = time.monotonic()
                 for index, error in self._settled:
-                    done = self._batch[index]
-                    assert done is not None
-                    size -= len(done.frames)
+                    size -= len(self._ready(index).frames)
                     sending.settle(index, error)
                 self._settled.clear()
             elif left < 0:
@@ -222,8 +219,7 @@ class Publisher:
         )
         for exactly in (True, False):
             for tag, index in self._pending.items():
-                one = self._batch[index]
-                assert one is not None
+                one = self._ready(index)
                 if (
                     tag not in self._returned
                     and (one.route, one.body) == (route, body)

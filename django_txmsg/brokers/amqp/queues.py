@@ -20,8 +20,6 @@ from .frames import TOPICS, short
 from .link import ASKING, ChannelClosed, Link
 
 NOT_FOUND, REFUSED, LOCKED, DIFFERS = 404, 403, 405, 406
-#: RabbitMQ's longest time until a message expires, in milliseconds.
-MAX_EXPIRATION = 2**32 - 1
 #: Keeps an expired message until its destination has confirmed it.
 _AT_LEAST_ONCE = {
     "x-queue-type": "quorum",
@@ -143,13 +141,12 @@ class Queues:
         expires. RabbitMQ then moves the message to `destination`. Declare the queue if
         it is missing.
 
-        RabbitMQ expires only the first message of a queue, so there is one queue for
-        each power of two of seconds. A quorum queue keeps an expired message until its
+        A quorum queue keeps an expired message until its
         destination accepts it. A classic queue drops the expired message if the
         destination cannot accept it at that moment (after a restart, say). RabbitMQ's
         STOMP sessions use the same classic queues.
         """
-        if milliseconds > MAX_EXPIRATION:
+        if milliseconds > wire.MAX_RABBITMQ_DELAY:
             raise DispatchRejected(
                 "RabbitMQ delays a message by 49 days at most. Let the outbox hold it, "
                 "which delays it for as long as you like."
@@ -158,7 +155,7 @@ class Queues:
         name = destination.removeprefix(wire.TOPIC_PREFIX)
         if not topic:
             self.ensure(name)
-        seconds = 1 << ((milliseconds - 1) // 1000).bit_length()
+        seconds = wire.delay_queue_seconds(milliseconds)
         arguments = {
             "x-dead-letter-exchange": TOPICS if topic else "",
             "x-dead-letter-routing-key": name,

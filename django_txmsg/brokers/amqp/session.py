@@ -29,14 +29,11 @@ from ...errors import (
     DispatchUnknown,
 )
 from ...runtime.per_process import Members, PerProcess
-from ..base import Delivery, Outgoing, Session
+from ..base import Delivery, Outgoing, Session, acknowledges_now, insist
 from . import frames
 from .link import CONSUMING, PUBLISHING, ChannelClosed, Link
 from .publishing import Publisher, Unroutable
 from .queues import Queues
-
-#: Longest time, in seconds, for which acknowledgements are gathered.
-LONGEST_GROUP = 1.0
 
 
 class Acknowledgements:
@@ -71,8 +68,7 @@ class Acknowledgements:
         for tag in tags:
             self._open[tag] = True
         self._gathered += len(tags)
-        slow = time.monotonic() - self._acked_at > LONGEST_GROUP
-        return slow or self._gathered * 2 >= prefetch
+        return acknowledges_now(self._gathered, prefetch=prefetch, since=self._acked_at)
 
     def written(self) -> bytearray:
         """Return the frames that acknowledge all marked deliveries. A single frame
@@ -403,10 +399,7 @@ class AmqpSession(Session):
         # To this subscriber alone, if it came from a topic.
         copy = Outgoing(self._subscription.queue, headers, delivery.body)
         (error,) = self.send([copy], isolate=True)
-        if isinstance(error, REFUSALS):
-            raise error
-        if error is not None:
-            raise BrokerUnavailable(str(error)) from error
+        insist(error)
         # Acknowledged at once, not in a group: a worker that dies in between leaves two
         # messages.
         if self._transacted:

@@ -11,8 +11,9 @@ import pytest
 
 from django_txmsg import jms
 from django_txmsg.jms.destination import Destination
-from django_txmsg.jms.dialect import MAX_EXPIRATION, RABBITMQ
+from django_txmsg.jms.dialect import RABBITMQ
 from django_txmsg.testing import ScriptedBroker
+from django_txmsg.wire import MAX_RABBITMQ_DELAY
 
 Scripted = Callable[..., ScriptedBroker]
 Connect = Callable[..., jms.Connection]
@@ -70,7 +71,7 @@ def test_rabbitmq_cannot_delay_what_shall_expire(
         (2_000, "x.delay-2s"),
         (4_001, "x.delay-8s"),
         (300_000, "x.delay-512s"),
-        (MAX_EXPIRATION, "x.delay-8388608s"),
+        (MAX_RABBITMQ_DELAY, "x.delay-8388608s"),
     ],
 )
 def test_long_delay_blocks_only_similar_delays(milliseconds: int, queue: str) -> None:
@@ -83,4 +84,4 @@ def test_long_delay_blocks_only_similar_delays(milliseconds: int, queue: str) ->
 
 def test_a_delay_beyond_what_the_broker_can_is_refused_and_not_shortened() -> None:
     with pytest.raises(jms.UnsupportedOperationError, match="49 days"):
-        RABBITMQ.delayed(Destination("x"), MAX_EXPIRATION + 1, transacted=False)
+        RABBITMQ.delayed(Destination("x"), MAX_RABBITMQ_DELAY + 1, transacted=False)
