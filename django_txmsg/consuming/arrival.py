@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from ..envelope.redelivery import Dead, RedeliverAfter
 from ..models import InboxMessage
 from ..models.inbox import InboxRecord, Parked
 from ..models.inbox_order import Turn
+from ..models.outbox_store import NewMessage
 from ..runtime.handlers import running
 from ..sending.scope import Scope, in_scope
 from ..stages import Stage
@@ -237,6 +238,20 @@ class Mode(ABC):
         """Call the handler inside its sending scope. The scope ends before the commit,
         because hooks that run after the commit do not belong to the stage."""
         with in_scope(self.scope(arrival, message)), guarded(self.using):
+            self.call(message)
+
+    def handle_unguarded(
+        self,
+        arrival: Arrival,
+        message: Message,
+        enlist: Callable[[NewMessage], None] | None = None,
+    ) -> None:
+        """Call the handler outside any transaction of the database. If `enlist` is
+        given, it gets the messages that the handler sends."""
+        scope = self.scope(arrival, message)
+        if enlist is not None:
+            scope.enlist = enlist
+        with in_scope(scope):
             self.call(message)
 
     def call(self, message: Message) -> None:

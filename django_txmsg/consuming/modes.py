@@ -28,7 +28,7 @@ from ..errors import (
 from ..models.inbox import InboxRecord
 from ..models.outbox_store import NewMessage
 from ..runtime.connections import recycle
-from ..sending.scope import Scope, in_scope
+from ..sending.scope import Scope
 from ..sending.storing import store
 from ..stages import Stage
 from . import ordering, protocol
@@ -99,12 +99,9 @@ class Outside(Outbox):
         """Run the stage; then mark the row and store what it has sent."""
         inbox, pk = self.inbox, arrival.recorded.id
         sent: list[NewMessage] = []
-        scope = self.scope(arrival, message)
-        scope.enlist = sent.append
         # The handler may take long: return the connection, as CONN_MAX_AGE permits.
         recycle(idle=True)
-        with in_scope(scope):
-            self.call(message)
+        self.handle_unguarded(arrival, message, sent.append)
         _, employed = protocol.once(
             self.stage.definition,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),
@@ -143,8 +140,7 @@ class BrokerOnly(Mode):
         return employed
 
     def _work(self, arrival: Arrival, message: Message) -> bool:
-        with in_scope(self.scope(arrival, message)):
-            self.call(message)
+        self.handle_unguarded(arrival, message)
         return False
 
     def scope(self, arrival: Arrival, message: Message) -> Scope:
