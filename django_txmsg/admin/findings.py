@@ -13,7 +13,6 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import reverse
 from django.utils import timezone
-from django.utils.dateparse import parse_datetime
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
@@ -25,6 +24,7 @@ from . import display
 from .addresses import MESSAGE
 from .audit import audit, audited
 from .base import ReadOnlyAdmin, find, given
+from .filters import read_time
 
 
 @admin.register(Finding)
@@ -141,12 +141,13 @@ class FindingAdmin(ReadOnlyAdmin):
     ) -> QuerySet[Finding] | None:
         """Return the findings that the user has confirmed. If they are not the same any
         more, tell the user and return None."""
-        as_of = parse_datetime(request.POST.get("as_of", ""))
-        if as_of is None:
+        if "as_of" not in request.POST:
             return findings
-        shown = findings.filter(found_at__lte=as_of)
-        if str(shown.count()) == request.POST.get("count"):
-            return shown
+        as_of = read_time(request.POST["as_of"])
+        if as_of is not None:
+            shown = findings.filter(found_at__lte=as_of)
+            if str(shown.count()) == request.POST.get("count"):
+                return shown
         text = "Nothing is done yet: what you were shown has changed. Look again."
         messages.warning(request, text)
         return None

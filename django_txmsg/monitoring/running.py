@@ -49,7 +49,7 @@ def read(workers: Iterable[Worker]) -> list[Known]:
     code has written, and that are unreadable here, are left out."""
     found = []
     for worker in workers:
-        for given in worker.running or ():
+        for given in worker.running if isinstance(worker.running, list) else ():
             try:
                 since = worker.heartbeat_at - dt.timedelta(seconds=given["seconds"])
                 thread, stage = str(given["thread"]), str(given["stage"])

@@ -144,6 +144,23 @@ def test_replay_of_selected_findings_is_requested_once_and_audited(
     assert AuditEntry.objects.count() == 2
 
 
+@pytest.mark.parametrize(
+    "as_of", ["", "soon", "2026-13-45T00:00:00", "0001-01-01T00:00:00+23:59"]
+)
+def test_replay_asks_again_if_the_time_of_its_page_is_not_what_was_shown(
+    findings: list[Finding], settings, as_of: str
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "SERVICE": "shop"}
+    Finding.objects.update(sender="shop")
+    client = log_in("view_finding", "replay_finding")
+    page = replay_page(client, findings) | {"as_of": as_of}
+
+    done = client.post(URL, page)
+
+    assert "what you were shown has changed" in done.content.decode()
+    assert not PipelineRun.objects.exists()
+
+
 def test_replay_without_its_permission_or_its_page_requests_nothing(
     findings: list[Finding], settings
 ) -> None:

@@ -258,6 +258,7 @@ def test_a_message_is_replayed_from_the_database_or_from_the_lake(
     other = run(without_a_lake, "replay", "--where", f"message_id = '{ids[1]}'")
 
     assert (everything["chosen"], one["rows"], other["rows"]) == (9, 1, 1)
+    assert log.count() == 9
 
 
 @pytest.mark.matrix
@@ -280,7 +281,7 @@ def test_an_outcome_is_a_choice_wherever_a_message_lies(
         run(spec, "replay", "--where", one, "--dry-run")["chosen"] for one in filters
     ]
     assert chosen == [2, 2, 11, 3, 5, 3, 2]
-    assert log.count() == 9
+    assert log.count() == 7
 
 
 def test_a_name_is_one_choice_of_messages(
@@ -507,7 +508,7 @@ def test_requested_replay_stores_its_messages_once(spark, log: Log) -> None:
     ids = [uuid.uuid4() for _ in range(3)]
     log.send([{"message_id": one} for one in ids])
     expired = request_replay(log, ids[2], age=timedelta(days=2))
-    request = request_replay(log, *ids[:2], uuid.uuid4())
+    request = request_replay(log, *ids[:2])
     spec = JobSpec((log.spec,))
 
     def record() -> tuple[str, str, int]:
@@ -541,3 +542,53 @@ def test_requested_replay_stores_its_messages_once(spark, log: Log) -> None:
         run(spec, "replay", "--request", str(uuid.uuid4()))
     assert run(spec, "replay", "--request", expired)["rows"] == 1
     assert log.count() == 6
+
+
+@everywhere
+def test_request_replays_what_a_replay_has_stored_before(spark, log: Log) -> None:
+    sent, twice = uuid.uuid4(), uuid.uuid4()
+    log.send(
+        [
+            {"message_id": sent, "replay_id": "campaign"},
+            {"message_id": twice},
+            {"message_id": twice, "replay_id": "replay-1"},
+        ]
+    )
+    request = request_replay(log, sent, twice)
+
+    done = run(JobSpec((log.spec,)), "replay", "--request", request)
+
+    assert (done["chosen"], done["rows"]) == (2, 2)
+
+
+@everywhere
+def test_request_for_a_message_that_is_nowhere_fails_and_counts_it(
+    spark, log: Log
+) -> None:
+    here = uuid.uuid4()
+    log.send([{"message_id": here}])
+    request = request_replay(log, here, uuid.uuid4())
+    spec = JobSpec((log.spec,))
+
+    for _ in range(2):
+        with pytest.raises(UsageError, match="1 of 2 requested messages were not"):
+            run(spec, "replay", "--request", request)
+        [row] = log.rows("SELECT state, rows FROM django_txmsg_pipelinerun")
+        assert row[0] == "failed"
+        assert log.count() == 2
+
+
+@everywhere
+@pytest.mark.parametrize("more", [("--limit", "1"), ("--from", "dead_letters")])
+def test_request_is_replayed_as_it_was_made(spark, log: Log, more) -> None:
+    ids = [uuid.uuid4() for _ in range(2)]
+    log.send([{"message_id": one} for one in ids])
+    request = request_replay(log, *ids)
+    spec = JobSpec((log.spec,))
+
+    with pytest.raises(UsageError, match="only --rate and --dry-run"):
+        run(spec, "replay", "--request", request, *more)
+
+    with log.connected() as connection:
+        assert next_request(connection, log.spec) == request
+    assert run(spec, "replay", "--request", request)["rows"] == 2

@@ -54,7 +54,8 @@ class ReplayOptions:
     found_by: str = ""
     """That run's id; empty: the last one that has stored its results."""
     request: uuid.UUID | None = None
-    """Only the messages of this request of the admin."""
+    """Only the messages of this request of the admin, whether a replay stored them
+    before or not."""
     dry_run: bool = False
 
 
@@ -126,8 +127,9 @@ def run_replay(
         itself = run.id if table is DEAD_LETTERS else _digest(described)
         name = options.name or f"replay-{options.request or itself}"
         picked = [found_in(log, judged, options.verdict)] if judged else []
-        if options.request:
-            ids = [[one] for one in requested_ids(source, options.request)]
+        wanted = requested_ids(source, options.request) if options.request else []
+        if wanted:
+            ids = [[one] for one in wanted]
             picked.append(spark.createDataFrame(ids, "message_id string"))
         chosen = choose(log, table, options, picked)
         if table is DEAD_LETTERS:
@@ -135,7 +137,15 @@ def run_replay(
         if not options.dry_run:
             _insist_on_proof(log, chosen)
         rows = to_outbox_rows(chosen, run=name, mode=options.mode)
-        return _store(rows, source, name, options.rate, options.dry_run, run)
+        stored = _store(rows, source, name, options.rate, options.dry_run, run)
+        if wanted and not options.dry_run and stored.chosen < len(wanted):
+            raise UsageError(
+                f"{len(wanted) - stored.chosen:,} of {len(wanted):,} requested "
+                "messages were not replayed: they have not been sent yet, were "
+                "cancelled, or are neither in the database nor in the lake. The others "
+                f"are stored as {name}."
+            )
+        return stored
 
 
 def run_send(
@@ -223,12 +233,15 @@ def choose(
             f"The filter {recordable(options.where)!r} does not parse: "
             f"{_short(error)} Columns: {', '.join(struct.fieldNames())}."
         ) from error
-    if table is OUTBOX and not options.replayed:
+    if table is OUTBOX and not (options.replayed or options.request):
         frames = [frame.where("replay_id = ''") for frame in frames]
     chosen = whole_log(frames, struct)
     for ids in picked:
         chosen = chosen.join(sf.broadcast(ids), "message_id", "left_semi")
         chosen = chosen.select(*struct.fieldNames())
+    if options.request:
+        # Earlier replays of the same messages have rows of their own.
+        chosen = chosen.dropDuplicates(["message_id"])
     if options.limit:
         chosen = chosen.orderBy("created_at", "id").limit(options.limit)
     return chosen
@@ -374,6 +387,19 @@ def _digest(described: Any) -> str:
 
 def _short(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].partition(";")[0].rstrip(".") + "."
+
+
+def insist_on_the_request(given: argparse.Namespace) -> None:
+    """Refuse options that would change what was requested. Raises UsageError."""
+    options = options_of(ReplayOptions, given, found_by=given.run)
+    allowed = ReplayOptions(
+        request=options.request, rate=options.rate, dry_run=options.dry_run
+    )
+    if options.request and options != allowed:
+        raise UsageError(
+            "The request names the messages: with --request, give only --rate and "
+            "--dry-run."
+        )
 
 
 def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:

@@ -54,6 +54,10 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         from .follow import follow_command
 
         return follow_command(spec, given, options)
+    if given.job == "replay":
+        from .outgoing import insist_on_the_request
+
+        insist_on_the_request(given)
     request = None if given.dry_run else getattr(given, "request", None)
     record: AbstractContextManager[Run] = recorded(spec, given.job, options, request)
     looks = given.job in ("show", "views")
