@@ -37,15 +37,14 @@ def audit(
     request: HttpRequest, subject: Model, deed: Deed, text: str, *, count: int = 1
 ) -> None:
     """Record who did what to a row, in its database. Call it within `audited()`.
-    `count` is how many were shown; for a bulk operation, it is the number of its
-    rows."""
+    `count` is how many were shown."""
     user: Any = request.user
     operation = subject if isinstance(subject, BulkOperation) else None
     AuditEntry.objects.db_manager(subject._state.db).record(
         user.get_username(),
         text,
         deed=deed,
-        count=count if operation is None else operation.total,
+        count=count,
         operation=operation,
     )
     LogEntry.objects.create(

@@ -61,7 +61,6 @@ class BulkAdmin(RowPageAdmin):
     def row_page(self, request: HttpRequest, row: BulkOperation) -> HttpResponse:
         """Show the progress of an operation; the page reloads itself."""
         operation, using = row, row._state.db or "default"
-        consumed = attendance.read_living(using, clock(using)).consumed
         handled = operation.done + operation.skipped
         ended = operation.finished_at or timezone.now()
         seconds = max((ended - operation.created_at).total_seconds(), 0.001)
@@ -81,7 +80,8 @@ class BulkAdmin(RowPageAdmin):
             "lasted": display.duration(seconds),
             "filters": filter_text(operation.filter),
             "may": request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]),
-            "idle": operation.state == BulkState.RUNNING and not consumed,
+            "idle": operation.state == BulkState.RUNNING
+            and not attendance.read_living(using, clock(using)).consumed,
             "skipped_why": sorted(operation.skipped_why.items()),
         }
         return render(request, "admin/django_txmsg/bulk.html", context)

@@ -105,8 +105,8 @@ class ConfirmPages:
         forced = request.POST.get("force") == "1"
         tolerates = int(request.POST.get("tolerates") or 0)
         first = request.POST.get("first") == "1" and kind == BulkKind.REDELIVER
-        how = f"{', even if processed in the meantime' if forced else ''}"
-        how += f"{', one first' if first else ''}"
+        how = ", even if processed in the meantime" if forced else ""
+        how += ", one first" if first else ""
         operation = start(
             request,
             kind,

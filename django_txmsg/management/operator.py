@@ -25,10 +25,7 @@ def record(
     count: int | None = 1,
     operation: BulkOperation | None = None,
 ) -> None:
-    """Record an action. Call it in the transaction of the action. For a bulk operation,
-    `count` is the number of its rows."""
-    if operation is not None:
-        count = operation.total
+    """Record an action. Call it in the transaction of the action."""
     entries = AuditEntry.objects.db_manager(using)
     by = f"command: {name()}"
     entries.record(by, text, deed=deed, count=count, operation=operation)

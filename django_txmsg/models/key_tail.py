@@ -41,7 +41,7 @@ class KeyTailManager(SqlManager):
         """Make these messages the last ones of their chains. Each chain grows by at
         most `longest` messages. Locks the tails, always in the same order, until the
         transaction ends, so that no other relay extends these chains meanwhile."""
-        connection, table = connections[self.db], self._table
+        connection = connections[self.db]
         native = connection.vendor == "postgresql"
         given = [
             {"destination": place, "key": key, "id": str(last) if native else last.hex}
@@ -53,22 +53,22 @@ class KeyTailManager(SqlManager):
         else:
             now = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000"
         greatest = "greatest" if native else "max"
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"INSERT INTO {table} AS t (broker, destination, key, last_id, last_at)"  # noqa: S608 - constants only
-                f" SELECT %s, g.destination, g.key, g.id, {now} FROM {source}"
-                " WHERE TRUE ORDER BY g.destination, g.key"
-                " ON CONFLICT (broker, destination, key) DO UPDATE SET"
-                " previous_id = t.last_id, previous_at = t.last_at,"
-                f" last_id = excluded.last_id,"
-                f" last_at = {greatest}(excluded.last_at, t.last_at + %s)"
-                " RETURNING destination, key, previous_id, previous_at, last_at",
-                [broker, json.dumps(given), longest],
-            )
-            return {
-                (destination, key): Joint(read_uuid(previous), at, last_at)
-                for destination, key, previous, at, last_at in cursor.fetchall()
-            }
+        rows = self._rows(
+            f"INSERT INTO {self._table} AS t"  # noqa: S608 - constants only
+            " (broker, destination, key, last_id, last_at)"
+            f" SELECT %s, g.destination, g.key, g.id, {now} FROM {source}"
+            " WHERE TRUE ORDER BY g.destination, g.key"
+            " ON CONFLICT (broker, destination, key) DO UPDATE SET"
+            " previous_id = t.last_id, previous_at = t.last_at,"
+            " last_id = excluded.last_id,"
+            f" last_at = {greatest}(excluded.last_at, t.last_at + %s)"
+            " RETURNING destination, key, previous_id, previous_at, last_at",
+            [broker, json.dumps(given), longest],
+        )
+        return {
+            (destination, key): Joint(read_uuid(previous), at, last_at)
+            for destination, key, previous, at, last_at in rows
+        }
 
 
 class KeyTail(models.Model):

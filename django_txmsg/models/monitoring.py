@@ -13,6 +13,7 @@ from django.db import IntegrityError, models, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from .bulk_operation import BulkOperation
 from .fields import Later
 
 # What was wrong, from when to when, and whether it was reported.
@@ -184,21 +185,21 @@ class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         *,
         deed: Deed,
         count: int | None = 1,
-        operation: models.Model | None = None,
+        operation: BulkOperation | None = None,
     ) -> None:
         """Record an action. Call it in the transaction of the action, in its database.
         When the transaction commits, the action is also logged, for systems that
         collect logs.
 
         `count` is the number of messages, stages or other rows that the operator was
-        shown, or None if they were not counted. A bulk `operation` counts its finished
-        rows.
+        shown, or None if they were not counted. For a bulk `operation`, it is the
+        number of its rows; the operation counts its finished rows.
         """
         self.create(
             by=by[:255],
             deed=deed.value,
             text=text.replace("\x00", "")[:4000],  # PostgreSQL stores no NUL
-            count=count,
+            count=count if operation is None else operation.total,
             operation=operation,
         )
 

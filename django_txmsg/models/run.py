@@ -84,7 +84,7 @@ class RunManager(SqlManager):
         connection, columns = connections[self.db], _readers()
         lock = " FOR UPDATE" if connection.vendor == "postgresql" else ""
         row = self._row(
-            f"SELECT {', '.join(columns)} FROM {self.model._meta.db_table}"  # noqa: S608 - constants only
+            f"SELECT {', '.join(columns)} FROM {self._table}"  # noqa: S608 - constants only
             f" WHERE {condition}{lock}",
             [prepared(self.model, "run_id", one, connection) for one in values],
         )
@@ -107,7 +107,7 @@ class RunManager(SqlManager):
         and what the run waits for then. PostgreSQL does both in one statement. Returns
         False, with nothing written, if the run does not wait under this turn."""
         connection = connections[self.db]
-        table, quoted = self.model._meta.db_table, connection.ops.quote_name
+        table, quoted = self._table, connection.ops.quote_name
         places: list[str] = []
         given: list[Any] = []
         for name, value in columns.items():

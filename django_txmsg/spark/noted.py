@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .connection import Connection, connect_plain
+from .databases.sqlite import read_json
 from .errors import UsageError
 from .spec import SourceSpec
 
@@ -145,9 +146,7 @@ class Noted:
         if not rows:
             return None
         [(at, counts)] = rows
-        return _plain("found_at", at), (
-            json.loads(counts) if isinstance(counts, str) else counts
-        )
+        return _plain("found_at", at), read_json(counts)
 
     def _set(
         self, which: Which, before: bool, at: dt.datetime | None, by: str, note: str

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .connection import Connection, connect_plain
-from .databases.sqlite import read_instant
+from .databases.sqlite import read_instant, read_json
 from .errors import PipelineError, UsageError, VerificationRefused
 from .lake import NotMounted, is_mounted
 from .lock import alive
@@ -173,7 +173,7 @@ def requested_ids(source: SourceSpec, request: uuid.UUID) -> list[str]:
         found = connection.value(
             f"SELECT options FROM {_RUNS} WHERE id = %s", connection.given(request)
         )
-    ids = _as_dict(found).get("message_ids")
+    ids = (read_json(found) or {}).get("message_ids")
     if not ids:
         raise UsageError(f"There is no request {request}.")
     return list(ids)
@@ -189,18 +189,10 @@ def next_request(connection: Connection, source: SourceSpec) -> str:
     )
     now = connection.clock()
     for found, options in rows:
-        at = read_instant(_as_dict(options).get("requested_at"))
+        at = read_instant((read_json(options) or {}).get("requested_at"))
         if at is not None and now - at < REQUEST_EXPIRES:
             return str(uuid.UUID(str(found)))
     return ""
-
-
-def _as_dict(options: Any) -> dict[str, Any]:
-    """Return the options of a run, which are a text in SQLite."""
-    found: dict[str, Any] = (
-        json.loads(options) if isinstance(options, str) else options or {}
-    )
-    return found
 
 
 def progressed(source: SourceSpec, run: Run) -> None:

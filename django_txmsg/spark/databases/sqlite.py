@@ -7,6 +7,7 @@ are converted to the types that PostgreSQL gives.
 from __future__ import annotations
 
 import datetime as dt
+import json
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -93,6 +94,11 @@ def read_instant(value: Any) -> dt.datetime | None:
         return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
     found: dt.datetime | None = value
     return found
+
+
+def read_json(value: Any) -> Any:
+    """Return JSON from either database: parsed from text, or unchanged."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def read_rows(
