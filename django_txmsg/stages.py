@@ -105,7 +105,7 @@ class Stage:
     @property
     def reader(self) -> BodyReader | None:
         """The codec that turns a body into the handler's argument. None if the handler
-        takes only the message, whose body is then parsed JSON. Raises
+        takes only the message. The message's body is parsed JSON in this case. Raises
         ConfigurationError if no codec fits."""
         if self.accepts is None or isinstance(self.accepts, BodyReader):
             return self.accepts

@@ -45,7 +45,7 @@ class _Link:
             end.close()
 
     def receive(self, source: socket.socket) -> bytes:
-        """Return the next bytes; none at the end of the stream or of the link."""
+        """Return the next bytes, or b"" if the stream has ended or the link is cut."""
         while not self.cut:
             with contextlib.suppress(TimeoutError):
                 return source.recv(65536)

@@ -146,7 +146,7 @@ def named(place: str, task: str | None) -> SafeString:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes in words."""
+    """Return a size in bytes as text, such as "1.5 KiB"."""
     if count < 1024:
         return f"{count} byte{'s' * (count != 1)}"
     if count < 1024 * 1024:

@@ -119,7 +119,7 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="failed attempts")
     def tries(self, row: OutboxMessage) -> SafeString | str:
-        """Failed and allowed dispatches, and the last error."""
+        """How many dispatches have failed, how many are allowed, and the last error."""
         if not row.attempts:
             return "-"
         return display.tried(

@@ -68,8 +68,9 @@ class Heads:
         self._mark = uuid.uuid4().hex
 
     def item(self, one: Outgoing) -> Item:
-        """Return the encoded frame of a message. Return the message and its destination
-        if no template fits. The session then checks and encodes the message."""
+        """Return the encoded frame of a message. If no template fits, return its
+        destination and the message instead: the session then checks and encodes the
+        message."""
         try:
             encoded = self._encoded(one)
         except (AttributeError, TypeError, UnicodeEncodeError):  # a header is not text

@@ -53,9 +53,10 @@ def is_ours(using: str, identity: str, sent_at: dt.datetime) -> bool:
     """Return whether a message with this identity was sent from this database. Call it
     outside a transaction. Raises database errors.
 
-    An identity contains the server's start. An identity from another start may come
-    from this database before a restart or a failover, or from a copy. A message with
-    such an identity is ours if it was sent before the present start was first seen.
+    An identity contains the time when the database's server started. If this time is
+    not the present one, the message came from this database before a restart or a
+    failover, or from a copy of the database. Such a message counts as ours if it was
+    sent before the present start time was first seen.
     """
     if identity == current(using):
         return True

@@ -62,6 +62,6 @@ def claim_sql(
 def bounds(
     limit: int, max_bytes: int | None = None, *, alone: int = UNLIMITED
 ) -> Sequence[Any]:
-    """Return the parameters that limit a claim in rows and in bytes, by default
-    MAX_BYTES. A single message may have up to `alone` bytes."""
+    """Return the parameters that limit the rows and the bytes of a claim. The default
+    limit of bytes is MAX_BYTES. A single message may have up to `alone` bytes."""
     return [limit, MAX_BYTES if max_bytes is None else max_bytes, alone]

@@ -35,9 +35,10 @@ class Attendance:
     @property
     def lost(self) -> list[Worker]:
         """The workers that have become silent and were not replaced by another process.
-        A replacement has the same kind and runs the same stages. It started after the
-        last heartbeat of the silent worker, or at most REPLACED before that (as in a
-        rolling update). Each process replaces only one worker."""
+        A replacement has the same kind and runs the same stages. The replacement
+        started after the last heartbeat of the silent worker, or before that heartbeat
+        by no more than the time REPLACED (as in a rolling update). Each process
+        replaces only one worker."""
         missing = []
         younger = sorted(self.living, key=lambda one: one.started_at)
         for one in sorted(self.workers, key=lambda worker: worker.heartbeat_at):

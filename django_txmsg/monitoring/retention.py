@@ -177,8 +177,8 @@ def prune(
 
 
 def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q]:
-    """Yield pages of `size` rows of the table, settled or not. Each is read by an
-    index."""
+    """Yield a condition for each page of `size` rows of the table. The rows may be
+    settled or not. Each condition can use an index."""
     rows: QuerySet[Any] = kind.model._default_manager.using(using)
     if kind.by != "pk":
         rows = rows.filter(**{f"{kind.by}__lt": cutoff})

@@ -109,7 +109,8 @@ def send_part(
     using: str | None = None,
     broker: str = "default",
 ) -> Message:
-    """Store a message that belongs to the conversation in the headers `conversation`.
+    """Store a message of a conversation. The headers `conversation` say which one it
+    is.
 
     Raises the errors of send_message().
     """

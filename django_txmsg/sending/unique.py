@@ -46,7 +46,7 @@ def recorded_by(recorder: Callable[[str, str], Collection[str]]) -> None:
 
 
 def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
-    """Insert rows, like `store()`, some of which have a unique key.
+    """Insert rows like `store()` does. Some of the rows have a unique key.
 
     Returns one message for each row: the stored one or, if the row was not stored, the
     message that holds its key. Raises AlreadyPending or DuplicateMessage, and then

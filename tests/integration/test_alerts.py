@@ -32,8 +32,9 @@ MAIL = "ops@example.com"
 
 
 class Receiver(ThreadingHTTPServer):
-    """A webhook that records its calls. `answers` are the statuses to answer with: 0
-    for none at all; then 204."""
+    """A webhook that records its calls. It answers with the statuses in `answers`, one
+    for each call, and with 204 after the last of them. For the status 0 it sends no
+    answer."""
 
     daemon_threads = True
 

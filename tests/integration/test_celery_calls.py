@@ -177,7 +177,8 @@ ELSEWHERE = {
     "url", ["redis://127.0.0.1:1/5", "amqp://127.0.0.1:1/other", "amqp://127.0.0.1:2//"]
 )
 def test_stored_task_never_goes_to_another_broker(by: str, url: str) -> None:
-    """The row's app would send the task, perhaps to a queue without a consumer."""
+    """The call is refused, because the row's app would send the task to its own broker,
+    perhaps to a queue without a consumer."""
     calls: list[Callable[..., Any]] = [
         lambda **given: add.apply_async((1, 2), **given),
         lambda **given: app.send_task("elsewhere.task", (3,), **given),

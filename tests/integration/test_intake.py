@@ -35,7 +35,8 @@ class WithDeadLetters(DatabaseBroker):
 
 @contextmanager
 def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
-    """Run the intake of the broker's dead letters until it has made one of ours."""
+    """Run the intake of the broker's dead letters until it has stored a
+    `DeadLetter`."""
     stop = threading.Event()
     with txmsg(BROKERS={"default": {"URL": url, **entry}}):
         group = ThreadGroup(stop.set)

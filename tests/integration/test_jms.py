@@ -27,7 +27,7 @@ def server(request: pytest.FixtureRequest) -> StompServer:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Connect to a URL; closed in the end."""
+    """A function that connects to a URL. The connections are closed after the test."""
     with contextlib.ExitStack() as stack:
 
         def make(url: str, **options: Any) -> jms.Connection:

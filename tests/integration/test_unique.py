@@ -1,4 +1,5 @@
-"""Only one pending message has a unique key, whichever transactions want it."""
+"""At most one pending message holds a unique key, even if several transactions ask for
+the key at once."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def test_a_missing_certificate_is_found_by_the_check_and_opens_nothing() -> None
 
 @pytest.mark.parametrize("isolate", [False, True])
 def test_failure_of_rabbitmq_itself_blames_no_message(isolate: bool) -> None:
-    """RabbitMQ gives this answer if the message before this one has just ended the
-    channel. The other messages of the batch are then sent one by one."""
+    """RabbitMQ answers "Processing error" to a message if the message before it has
+    just ended the channel. The other messages of the batch are then sent one by one."""
     batch = [
         Outgoing("orders.place", {wire.MESSAGE_ID: str(uuid.uuid4())}, b"x"),
         Outgoing("orders.place", {wire.MESSAGE_ID: str(uuid.uuid4())}, b"y"),

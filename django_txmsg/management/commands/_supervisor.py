@@ -46,7 +46,8 @@ def is_child() -> bool:
 
 def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
     """Start this process's command once more. `pipe` is the read end of a pipe to which
-    this process never writes; `environment` is added to its own.
+    this process never writes. The new process gets this process's environment variables
+    and those in `environment`.
 
     Call it in the main thread.
     """

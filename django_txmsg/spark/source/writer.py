@@ -54,7 +54,7 @@ class OutboxWriter(DataSourceArrowWriter):
         self.rate = float(options.get("rate", 0))
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedTask:
-        """Stage one task attempt's rows."""
+        """Write the rows of one attempt of a task to the staging table."""
         messages = (_complete(batch) for batch in iterator)
         return StagedTask(self._staging().stage(attempt_key(), messages))
 

@@ -236,8 +236,8 @@ def changes(
     since: dt.datetime | None,
 ) -> DataFrame:
     """Return CHANGE rows: the new findings of a run, and the findings of earlier runs
-    (`before`) that are resolved now. Only messages sent since `since` count as
-    resolved."""
+    (`before`) that are resolved now. An earlier finding counts as resolved only if its
+    message was sent at the time `since` or later."""
     same = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
     stood = before.select(*[sf.col(n).alias(f"stood_{n}") for n in _IDENTITY])
     fresh = findings.join(stood, is_finding("stood_"), "left_anti")
@@ -383,8 +383,9 @@ def _verdict(by: Judgement) -> Column:
 
 
 def _is_a_task(by: Judgement) -> Column:
-    """Return the condition that a message was sent to a Celery worker that keeps no
-    inbox: no task with the same name has ever been received."""
+    """Return a condition, true for a message that went to a Celery worker without an
+    inbox. A worker counts as one without an inbox if no inbox has ever received a task
+    with the message's task name."""
     left = [
         (sf.col("sender") == service) & (sf.col("broker") == alias)
         for service, alias in by.task_brokers

@@ -18,7 +18,7 @@ from tests.services.stomp_server import StompServer
 
 @pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> StompServer:
-    """Both brokers, one after the other."""
+    """Each broker, and RabbitMQ by both protocols, one after the other."""
     found: StompServer = request.getfixturevalue(request.param)
     return found
 
