@@ -281,23 +281,22 @@ class DatabaseSession(Session):
 
     def _insert(self, batch: Sequence[Outgoing]) -> None:
         topics = {one.destination for one in batch if wire.is_topic(one.destination)}
-        queues = self._subscriptions.queues(topics)
-        rows = [
-            QueueMessage(
-                queue=queue,
-                headers=dict(one.headers),
-                body=one.body,
-                **priority(one),
-                available_at=due_in(one.delay),
-            )
-            for one in batch
-            for queue in (
-                queues[one.destination]
-                if one.destination in topics
-                else (one.destination,)
-            )
-        ]
-        self._rows.bulk_create(rows, batch_size=500)
+        # bulk_create() would begin this transaction, too; it has to begin before the
+        # subscriptions are read.
+        with transaction.atomic(self._using, savepoint=False):
+            queues = self._subscriptions.queues(topics) if topics else {}
+            rows = [
+                QueueMessage(
+                    queue=queue,
+                    headers=dict(one.headers),
+                    body=one.body,
+                    **priority(one),
+                    available_at=due_in(one.delay),
+                )
+                for one in batch
+                for queue in queues.get(one.destination, [one.destination])
+            ]
+            self._rows.bulk_create(rows, batch_size=500)
         shed(self._using, sum(len(row.body) for row in rows))
         self._to_notify |= {notifications.queue(row.queue) for row in rows}
         self._to_notify |= {

@@ -202,7 +202,7 @@ class QueueMessage(models.Model):
         return f"{self.id} in {self.queue}"
 
 
-class SubscriptionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class SubscriptionManager(SqlManager):
     """Starts and ends subscriptions, and finds the queues of a topic."""
 
     def add(self, topic: str, subscriber: str) -> None:
@@ -210,12 +210,19 @@ class SubscriptionManager(models.Manager):  # type: ignore[type-arg]  # not gene
         self.get_or_create(topic=topic, subscriber=subscriber)
 
     def queues(self, topics: Collection[str]) -> dict[str, list[str]]:
-        """Return the queues to which each topic's messages are delivered."""
+        """Return the queues to which each topic's messages are delivered. `remove()`
+        waits until the caller's transaction has ended, so that it deletes the copies
+        which that transaction inserts."""
         found: dict[str, list[str]] = {topic: [] for topic in topics}
-        if topics:
-            named = self.filter(topic__in=topics).values_list("topic", "subscriber")
-            for topic, subscriber in named:
-                found[topic].append(queue_name(topic, subscriber))
+        connection = connections[self.db]
+        condition, values = ids_sql(connection, "topic", list(found))
+        # On SQLite, the transaction excludes all other writers.
+        lock = " FOR KEY SHARE" if connection.vendor == "postgresql" else ""
+        for topic, subscriber in self._rows(
+            f"SELECT topic, subscriber FROM {self._table} WHERE {condition}{lock}",  # noqa: S608 - constants only
+            values,
+        ):
+            found[topic].append(queue_name(topic, subscriber))
         return found
 
     def remove(self, topic: str, subscriber: str) -> int:

@@ -9,6 +9,7 @@ import datetime as dt
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import StringIO
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import transaction
+from django.db import connection, transaction
 from django.utils import timezone
 
 from django_txmsg import stages
+from django_txmsg.brokers import get_broker
+from django_txmsg.brokers.base import Outgoing
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import ConfigurationError
@@ -208,9 +211,7 @@ def test_a_service_that_retires_under_traffic_costs_the_other_one_nothing(
                     send_message(topic, number)
             wait_until(lambda: Effect.objects.count() >= 200, deadline=60)
             wait_until(lambda: not OutboxMessage.objects.filter(dispatched_at=None))
-            # A copy that was put into the other queue just as it ended stays there.
-            ours = QueueMessage.objects.exclude(queue__endswith=left)
-            wait_until(lambda: not ours.all())
+            wait_until(lambda: not QueueMessage.objects.all())
     assert Effect.objects.values("message_id").distinct().count() == 200
     assert Effect.objects.count() == 200
     assert not OutboxMessage.objects.exclude(attempts=0).exists()
@@ -341,3 +342,27 @@ def test_services_that_conflict_are_refused(
             assert Worker.objects.count() == 1
         else:
             consumer.run(once=True)
+
+
+@pytest.mark.postgresql
+def test_a_copy_stored_while_its_subscription_is_removed_is_deleted_too() -> None:
+    QueueSubscription.objects.add(TOPIC, "old")
+
+    def remove() -> int:
+        try:
+            return QueueSubscription.objects.remove(TOPIC, "old")
+        finally:
+            connection.close()
+
+    def waits_for_a_lock() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            return bool(cursor.fetchone()[0])
+
+    with ThreadPoolExecutor(1) as pool, txmsg(), get_broker().open() as session:
+        with transaction.atomic():
+            session.send([Outgoing(TOPIC, {}, b"{}")])
+            removed = pool.submit(remove)
+            wait_until(lambda: removed.done() or waits_for_a_lock())
+        assert removed.result(timeout=30) == 1
+    assert not QueueMessage.objects.exists()
