@@ -35,7 +35,7 @@ app.conf.update(
 
 
 def die_once() -> None:
-    """Kill this process once, or the whole worker, if the file exists."""
+    """If the file exists, delete it and kill this process once, or the whole worker."""
     note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE", "/nowhere"))
     if note.exists():
         whole_worker = note.read_text() == "worker"
@@ -47,8 +47,8 @@ def die_once() -> None:
 
 @signals.task_success.connect
 def die_late(sender: Any = None, **_: Any) -> None:
-    """Kill this process once, at a moment when a task has called its links and its
-    message is not acknowledged yet."""
+    """Kill this process once, after a task has called its links and before its message
+    is acknowledged."""
     note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE_LATE", "/nowhere"))
     if note.exists() and note.read_text() == sender.request.id:
         note.unlink()
@@ -88,7 +88,7 @@ def charge(self: Any, *given: Any) -> list[Any]:
 
 @app.task(bind=True, base=OnceTask, default_retry_delay=0, max_retries=3)
 def retried(self: Any, times: int) -> int:
-    """Insert a row that must be rolled back, and retry, the given number of times."""
+    """Insert a row and retry, `times` times. Each retry must roll its row back."""
     effect(self, f"retried {self.request.retries}")
     if self.request.retries < times:
         raise self.retry()

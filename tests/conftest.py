@@ -49,7 +49,8 @@ S = TypeVar("S", bound=services.Server)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Mark the database's tests, and deselect those for the other database."""
+    """Mark the tests that use the database, and deselect those for the other
+    database."""
     engine = settings.DATABASES["default"]["ENGINE"]
     other = "sqlite" if "postgresql" in engine else "postgresql"
     chosen, left_out = [], []
@@ -84,8 +85,8 @@ def _on_sqlite(item: pytest.Item) -> bool:
 
 
 def _parameters(item: pytest.Item) -> set[str]:
-    """Return those parameters of a test that are texts. Often they are names of
-    fixtures."""
+    """Return those parameters of a test that are strings, because many name a
+    fixture."""
     callspec = getattr(item, "callspec", None)
     values = callspec.params.values() if callspec else ()
     return {value for value in values if isinstance(value, str)}
@@ -99,8 +100,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """End the threads that a test's commits have started. Otherwise these threads would
-    work during the next test."""
+    """End the threads that the test's commits have started, so that they do not disturb
+    the next test."""
     from django_txmsg.relaying import pauses
     from django_txmsg.relaying.dispatcher import stop_dispatchers
     from django_txmsg.runtime import breaker
@@ -144,7 +145,7 @@ globals().update(
 
 @pytest.fixture(scope="module")
 def rabbitmq_amqp(rabbitmq: services.RabbitMQ) -> services.ByAmqp:
-    """The same node, used over AMQP."""
+    """The RabbitMQ server of the other tests, used over AMQP."""
     return services.ByAmqp(rabbitmq)
 
 
@@ -174,8 +175,8 @@ def _sendable(data: object) -> object:
 
 @pytest.fixture(scope="session")
 def django_db_modify_db_settings_parallel_suffix() -> None:
-    """Keep the databases' names under pytest-xdist and tox, because a process that a
-    test starts takes the names from the settings. Each worker has its own server and
+    """Keep the names of the databases, also under pytest-xdist and tox. Processes that
+    a test starts take the names from the settings. Each worker has its own server and
     files."""
 
 
@@ -183,10 +184,10 @@ def django_db_modify_db_settings_parallel_suffix() -> None:
 def django_db_setup(
     django_db_setup: None, django_db_blocker: DjangoDbBlocker
 ) -> Iterator[None]:
-    """Create the databases of the run.
+    """Create the test databases.
 
-    The server refuses to drop a database while a session of a killed process is still
-    open.
+    At the end, terminate the sessions of killed processes. Otherwise the server would
+    refuse to drop the databases.
     """
     from tests.emptying import delete_where_little_is, keep_permissions
 

@@ -1,9 +1,10 @@
-"""Orders over HTTP while every component on their way is killed, stopped, cut and
-failed over.
+"""Places orders over HTTP while every component is killed, stopped, cut off and failed
+over.
 
-A web server, two relays and two consumers use PostgreSQL through PgBouncer; killed
-processes are restarted, as by systemd. Each order is two messages, and the stage of
-each sends a third: no message of a placed order may be lost, doubled or stuck.
+A web server, two relays and two consumers use PostgreSQL through PgBouncer. Killed
+processes are restarted, like under systemd. Each order stores two messages, and for
+each of them a stage sends one more. No message of a placed order may be lost, processed
+twice or stuck.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ REST = 180.0
 
 
 def declare() -> None:
-    """Declare stages in the consumers that record an effect of each message, and of the
-    message that the stage sends."""
+    """Declare two stages. Each stage records an effect of its message, and the first
+    one sends a message to the second."""
     service = conf.get().SERVICE
 
     def effect(message: Message, what: str) -> None:
@@ -64,7 +65,7 @@ def declare() -> None:
 
 @dataclass
 class Report:
-    """The result of a run."""
+    """The result of one chaos run."""
 
     seed: int
     kills: Counter[str] = field(default_factory=Counter)
@@ -86,12 +87,12 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Whether every order has happened exactly once."""
+        """Whether no message was lost, doubled, stuck or dead."""
         return not (self.lost or self.doubled or self.stuck or self.dead)
 
 
 class Chaos:
-    """One run, with its processes, its servers and their faults."""
+    """One chaos run: its processes, its servers and the faults."""
 
     def __init__(
         self,
@@ -135,8 +136,8 @@ class Chaos:
     def run(
         self, seconds: float, faults: list[Callable[[Chaos], None]], pause: float
     ) -> Report:
-        """Place orders for `seconds` while the faults occur, each at least once, and
-        count the results."""
+        """Place orders for `seconds`, cause each fault at least once, and count the
+        results."""
         self._web = self._start_web()
         for name in ("relay-1", "relay-2", "consume-1", "consume-2"):
             self._start_worker(name)
@@ -165,7 +166,8 @@ class Chaos:
     # What is done to them. -----------------------------------------------------------
 
     def web_worker_killed(self) -> None:
-        """Kill one of the web server's processes, which its master replaces."""
+        """Kill one of the web server's worker processes. Its master replaces the
+        process."""
         assert self._web is not None
         for pid in self._web.workers()[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -185,53 +187,55 @@ class Chaos:
         self._workers[f"consume-{self._random.randint(1, 2)}"].kill()
 
     def worker_stopped_in_good_order(self) -> None:
-        """Send SIGTERM to a worker, as a deployment does. The worker ends with exit
-        code 0, whatever else is broken."""
+        """Send SIGTERM to a worker, as a deployment does. The worker must exit with
+        code 0, even while other components are broken."""
         name = self._random.choice(list(self._workers))
         self._end(self._workers[name])
 
     def worker_stands_still(self) -> None:
-        """Stop a worker by SIGSTOP for longer than every lease, and resume it."""
+        """Suspend a worker with SIGSTOP for longer than every lease, and resume it."""
         worker = self._workers[self._random.choice(list(self._workers))]
         self._stand_still([worker.pid])
 
     def web_stands_still(self) -> None:
-        """Stop the web processes by SIGSTOP in the middle of their requests, for longer
-        than every lease."""
+        """Suspend the web processes with SIGSTOP in the middle of their requests, for
+        longer than every lease."""
         assert self._web is not None
         self._stand_still(self._web.workers())
 
     def broker_killed(self) -> None:
-        """Cut the broker's power. Does nothing if the broker is the database."""
+        """Kill the broker, and start it again. Does nothing if the broker is the
+        database."""
         if self._broker is not None:
             self._broker.kill()
             self._enough.wait(self._random.uniform(0, 3))
             self._broker.start()
 
     def broker_stands_still(self) -> None:
-        """Let the broker answer nothing for a while."""
+        """Suspend the broker for a while, so that it answers nothing."""
         if self._broker is not None and self._broker.process is not None:
             self._stand_still([self._broker.process.pid])
 
     def postgresql_killed(self) -> None:
-        """Cut the database's power."""
+        """Kill the database server, and start it again."""
         self._postgres.kill()
         self._enough.wait(self._random.uniform(0, 3))
         self._postgres.start()
 
     def postgresql_restarted(self) -> None:
-        """Restart the database regularly, which ends all sessions with an error."""
+        """Restart the database server in the normal way, which ends all sessions with
+        an error."""
         self._postgres.restart()
 
     def sessions_terminated(self) -> None:
-        """End every session, as an administrator can."""
+        """Terminate the database sessions of all clients."""
         self._as_administrator(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
         )
 
     def failed_over_to_read_only(self) -> None:
-        """Make the server read-only, as a demotion does, and promote it again."""
+        """Make the database server read-only for some seconds, like a failover."""
         self._as_administrator(
             "ALTER SYSTEM SET default_transaction_read_only = on",
             "SELECT pg_reload_conf()",
@@ -253,7 +257,7 @@ class Chaos:
         self._stand_still([self._pgbouncer.process.pid])
 
     def disk_full(self) -> None:
-        """Let PostgreSQL report for a while that it has no room for another row."""
+        """Let PostgreSQL report a full disk for some seconds."""
         name = str(connection.settings_dict["NAME"])
         models = (OutboxMessage, InboxMessage, Effect)
         tables = [one._meta.db_table for one in models]
@@ -274,8 +278,7 @@ class Chaos:
         )
 
     def queue_full(self) -> None:
-        """Let RabbitMQ accept no message for one of our queues, even while messages are
-        consumed."""
+        """Let RabbitMQ reject all messages to our queues for some seconds."""
         policy = "full"
         self._control(
             "set_policy", policy, f"^{self._service}[.](orders|done)$",
@@ -285,14 +288,14 @@ class Chaos:
         self._control("clear_policy", policy)
 
     def memory_alarm(self) -> None:
-        """Let RabbitMQ be low on memory, so that it reads nothing from senders."""
+        """Raise RabbitMQ's memory alarm, so that it reads nothing from publishers."""
         self._control("set_vm_memory_high_watermark", "absolute", "1MB")
         self._enough.wait(self._random.uniform(3, 8))
         self._control("set_vm_memory_high_watermark", "0.4")
 
     def permission_revoked(self) -> None:
-        """Take the permission to write from our user on RabbitMQ. Close the connections
-        too, because RabbitMQ caches permissions for each connection."""
+        """Revoke our user's write permission on RabbitMQ. Close the connections too,
+        because RabbitMQ caches permissions for each connection."""
         self._control("set_permissions", USER, ".*", "^$", ".*")
         assert isinstance(self._broker, RabbitMQ)
         self._broker.close_all_connections()
@@ -318,8 +321,8 @@ class Chaos:
                 one.send_signal(signal.SIGCONT)
 
     def _end(self, worker: ManageProcess) -> None:
-        """Send SIGTERM once the process runs: an interpreter that is starting has no
-        handler yet."""
+        """Send SIGTERM once the command has started. While the interpreter starts, the
+        process has no signal handler yet."""
         at_work = ("Stop with Ctrl-C", "Consuming:")
         wait_until(
             lambda: not worker.running or any(it in worker.output for it in at_work)
@@ -334,7 +337,7 @@ class Chaos:
                 admin.execute(statement)
 
     def _keep_alive(self) -> None:
-        """Restart killed processes, as the machine's own supervisor does."""
+        """Restart killed processes, like a supervisor."""
         for name, worker in list(self._workers.items()):
             if not worker.running:
                 self._start_worker(name)
@@ -400,7 +403,8 @@ class Chaos:
         report.dead = [str(one) for one in DeadLetter.objects.all()]
 
     def _not_done(self) -> tuple[set[str], list[str]]:
-        """Return the placed orders, each with its missing effects."""
+        """Return the numbers of the placed orders, and the names of their missing
+        effects."""
         placed = set(Order.objects.values_list("number", flat=True))
         effects = set(Effect.objects.values_list("name", flat=True))
         return placed, sorted(set(_effects(placed)) - effects)

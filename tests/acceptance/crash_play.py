@@ -1,6 +1,8 @@
-"""Plays one fault at every step of one transaction mode. A process stops at each step.
-The fault hits all of them at the same time. Then the system is repaired, and all
-processes continue. The counts are those that a customer would see.
+"""Causes one fault at every step of one transaction mode.
+
+For each step, one process stops at that step. Then the fault hits all these processes
+at the same time. Then the system is repaired, and all processes continue. The test
+counts the effects that a customer would see.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ HOOK = "tests.acceptance.crash_points.consumer"
 
 
 class Play:
-    """The processes, the broker and the destinations of one run."""
+    """The processes, the broker and the destinations of one test."""
 
     def __init__(
         self, mode: str, url: str, manage: Manage, directory: Path, tag: str
@@ -45,13 +47,13 @@ class Play:
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """Return settings by which the test's own process uses the broker directly,
+        """Use settings in which the test's own process connects directly to the broker,
         without a proxy."""
         with txmsg(BROKERS={"default": {"URL": self.url}}):
             yield
 
     def consume(self, steps: list[str], *, point: str = "", url: str = "") -> Any:
-        """Start a consumer of the stages of `steps` that stops at `point`."""
+        """Start a consumer of the stages of `steps`. The consumer stops at `point`."""
         declared = [
             {
                 "destination": self.stages[step],
@@ -74,7 +76,8 @@ class Play:
         )
 
     def bring_to(self, step: str, url: str = "") -> None:
-        """Start a process that will stop at `step` while it holds a message."""
+        """Put a message into the queue of `step`, and start a consumer that will stop
+        at `step` with this message."""
         self.ids[step] = put(self.stages[step])
         self.workers.append(self.consume([step], point=step, url=url))
 
@@ -167,7 +170,7 @@ def killed_broker(play: Play, server: services.Server) -> dict[str, Outcome]:
 
 
 def terminated_backends(play: Play) -> dict[str, Outcome]:
-    """Let the database end every session of the workers."""
+    """Terminate all database sessions of the workers."""
     with play.settings():
         play.set_up()
         with connection.cursor() as cursor:

@@ -1,7 +1,8 @@
 """Hooks for the processes that tests kill: each stops at one step.
 
-The environment controls the process: CRASH_STAGES is a JSON list of stages, CRASH_POINT
-the step, CRASH_GO a file whose appearance lets the process continue.
+Environment variables control the process. CRASH_STAGES is a JSON list of stages, and
+CRASH_POINT is the step. CRASH_GO is a path: when that file exists, the process
+continues.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _stood = threading.Event()
 
 
 def stand(step: str) -> None:
-    """Stop this process once, if this is the chosen step."""
+    """If `step` is CRASH_POINT, wait until the file CRASH_GO exists. Each process waits
+    only once."""
     if step != os.environ.get("CRASH_POINT") or _stood.is_set():
         return
     _stood.set()

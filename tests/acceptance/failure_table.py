@@ -41,7 +41,7 @@ FAULTS = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result for a message that met the fault."""
+    """The result for one message that the fault has hit."""
 
     effects: int
     """Rows that its handler has left in the database."""
@@ -99,21 +99,21 @@ ON_RABBITMQ_ALSO = {
 
 
 def expected(mode: str, fault: str, step: str, broker: str) -> list[Outcome]:
-    """Return the results that the test allows on this broker."""
+    """Return the outcomes that the test accepts on this broker."""
     outcomes = EXPECTED[mode, fault][step]
     also = ON_RABBITMQ_ALSO.get((mode, fault, step))
     return [*outcomes, also] if also and broker.startswith("rabbitmq") else outcomes
 
 
 def cell(mode: str, fault: str, step: str) -> str:
-    """Return the text of this case's cell in the docs."""
+    """Return the text of this case's table cell in the docs."""
     words = " or ".join(WORDS[one] for one in EXPECTED[mode, fault][step])
     also = ON_RABBITMQ_ALSO.get((mode, fault, step))
     return f"{words}; on RabbitMQ also {WORDS[also]}" if also else words
 
 
 def table() -> str:
-    """Return the table as Markdown, a section for each mode."""
+    """Return the tables as Markdown, with a section for each mode."""
     lines: list[str] = []
     for mode, steps in STEPS.items():
         lines += [
@@ -130,7 +130,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """Return the page of the docs with the table in it."""
+    """Return the docs page with the new tables in it."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table()}\n{END}{rest.partition(END)[2]}"
 

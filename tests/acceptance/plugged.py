@@ -1,4 +1,4 @@
-"""A project that tests itself with the pytest plugin: its files."""
+"""The files of a project that tests itself with the pytest plugin."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ FILES = {
 
 
 def write(where: Path, **tests: str) -> None:
-    """Write the project's files there, with these test modules."""
+    """Write the project's files and these test modules into `where`."""
     named = {f"{name}.py": text for name, text in tests.items()}
     for name, text in {**FILES, **named}.items():
         path = where / name

@@ -1,4 +1,4 @@
-"""Gives the tests the example project's demo program as a module."""
+"""Loads the example project's demo program as a module, for the tests."""
 
 from __future__ import annotations
 

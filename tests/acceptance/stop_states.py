@@ -1,8 +1,7 @@
-"""The states in which a `relay`, a `consume` or a `run` can be when it is stopped.
+"""The states in which the tests stop a `relay`, `consume` or `run` process.
 
-Each state is a context manager: it starts the process, waits until that process is
-certainly in the state, and repairs the system at its end. `during`, if present, runs
-after the signal and before the end.
+Each state is a context manager. It starts the process, and waits until the process is
+certainly in the state. At its end, it repairs the system.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ COUNT = 6
 
 
 def declare() -> None:
-    """Declare one stage in the process that behaves as the test requires."""
+    """Declare a stage that behaves as the test has set in STOP_SCRIPT."""
     _process.PATIENCE = 4.0
     script = json.loads(os.environ["STOP_SCRIPT"])
     go = Path(script["go"])
@@ -64,7 +63,7 @@ def declare() -> None:
 
 
 class World:
-    """The messages on their way, their broker, their database, and the process."""
+    """The process under test, with its messages, its broker and its database."""
 
     def __init__(
         self, manage: Manage, directory: Path, destination: str, stack: ExitStack
@@ -83,7 +82,8 @@ class World:
         self.process: ManageProcess
 
     def settings(self, url: str = "") -> dict[str, Any]:
-        """Return the settings of the process, or with no `url` of the test's own."""
+        """Return the settings of the process under test, whose broker is at `url`.
+        Without `url`, return the settings of the test's own process."""
         return {
             **IMPATIENT,
             "SERVICE": self.destination,
@@ -120,7 +120,7 @@ class World:
         self.stored += count
 
     def dispatch(self, count: int = COUNT) -> None:
-        """Store messages and hand them to the broker."""
+        """Store messages, and dispatch them to the broker."""
         self.store(count)
         with txmsg(**self.settings()):
             ship()
@@ -132,17 +132,17 @@ class World:
         return url.replace(f":{self.postgres.port}/", f":{proxy.port}/")
 
     def proxy(self, port: int) -> Proxy:
-        """Return a proxy before a port, for as long as the test runs."""
+        """Start a proxy in front of a port. The proxy stops at the end of the test."""
         return self.stack.enter_context(Proxy(port))
 
     def waiting(self, text: str) -> str:
-        """Wait until the process has printed this."""
+        """Wait until the process has printed `text`."""
         return self.process.wait_for_line(text)
 
 
 @contextmanager
 def _locked(table: str) -> Iterator[None]:
-    """Hold the lock that every statement on a table waits for, from another session."""
+    """Lock a table in another session, so that every statement on the table waits."""
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -173,7 +173,7 @@ def _waits_for_a_lock() -> bool:
 
 @contextmanager
 def _silent_host() -> Iterator[tuple[int, threading.Event]]:
-    """A port that accepts connections and never sends a byte."""
+    """Open a port that accepts connections and never sends a byte."""
     taken, end = threading.Event(), threading.Event()
     with socket.create_server(("127.0.0.1", free_port())) as server:
         kept = []
@@ -198,7 +198,8 @@ def _silent_host() -> Iterator[tuple[int, threading.Event]]:
 
 @contextmanager
 def broker_refuses(world: World, command: str) -> Iterator[None]:
-    """Stop during the pause of a breaker: nothing listens on the port."""
+    """Stop while the circuit breaker pauses, because nothing listens on the broker's
+    port."""
     world.store()
     world.start(command, url=f"stomp://u:p@127.0.0.1:{free_port()}")
     world.waiting("cannot be used")
@@ -207,7 +208,8 @@ def broker_refuses(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def broker_is_silent(world: World, command: str) -> Iterator[None]:
-    """Stop during the log-in at a host that accepts connections and sends nothing."""
+    """Stop while the process logs in at a host that accepts connections and sends
+    nothing."""
     world.store()
     with _silent_host() as (port, taken):
         world.start(command, url=f"stomp://u:p@127.0.0.1:{port}")
@@ -217,8 +219,8 @@ def broker_is_silent(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def host_drops_packets(world: World, command: str) -> Iterator[None]:
-    """Stop while the process connects to a host that drops SYN packets, because its
-    queue is full."""
+    """Stop while the process connects to a host that drops SYN packets. (The host's
+    queue of connections is full.)"""
     world.store()
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket())
@@ -243,8 +245,8 @@ def _connects(pid: int, port: int) -> bool:
 
 @contextmanager
 def broker_keeps_its_answers(world: World, command: str) -> Iterator[None]:
-    """Stop during a batch whose receipts do not arrive, or while a receive waits for a
-    message."""
+    """Stop while the broker's answers do not arrive. The relay waits for the receipts
+    of a batch, the consumer for a message."""
     assert world.activemq is not None
     world.url = world.activemq.url()
     proxy = world.proxy(world.activemq.port)
@@ -263,7 +265,7 @@ def broker_keeps_its_answers(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def database_refuses(world: World, command: str) -> Iterator[None]:
-    """Stop while the process waits for a database that has gone away."""
+    """Stop while the process waits for an unreachable database."""
     assert world.postgres is not None
     proxy = world.proxy(world.postgres.port)
     world.dispatch(1)
@@ -291,7 +293,8 @@ def database_is_silent(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def waits_for_a_lock(world: World, command: str) -> Iterator[None]:
-    """Stop during a claim, or the record of an arrival, that waits for a lock."""
+    """Stop while a statement waits for a lock: the relay's claim, or the consumer's
+    insert into the inbox."""
     world.dispatch(1)
     world.start(command)
     _is_at_work(world, command)
@@ -324,7 +327,7 @@ def _is_at_work(world: World, command: str) -> None:
 
 @contextmanager
 def in_the_handler(world: World, command: str) -> Iterator[None]:
-    """Stop during a handler, which takes its time and ends after the signal."""
+    """Stop while a handler runs. The handler returns after the signal."""
     world.script["hold_at"] = 2
     world.dispatch()
     world.start(command)
@@ -345,7 +348,7 @@ def in_the_handler_of_a_batch(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_the_handler_of_1pc(world: World, command: str) -> Iterator[None]:
-    """Stop during a handler inside the broker's own transaction."""
+    """Stop while a handler runs inside the broker's own transaction."""
     world.script["options"] = {"transaction": "best_effort_1pc"}
     with in_the_handler(world, command):
         yield
@@ -353,7 +356,8 @@ def in_the_handler_of_1pc(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_blocking_redelivery(world: World, command: str) -> Iterator[None]:
-    """Stop between two attempts of a message that its thread holds."""
+    """Stop between two attempts of a message. The thread waits and keeps the
+    message."""
     world.script["redelivery"] = {"mode": "blocking", "initial_delay": 300.0}
     world.script["fail"] = True
     world.dispatch()
@@ -364,7 +368,7 @@ def in_blocking_redelivery(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def with_parked_messages(world: World, command: str) -> Iterator[None]:
-    """Stop while messages are parked that are due in minutes."""
+    """Stop while all messages are parked for some minutes."""
     world.script["redelivery"] = {"initial_delay": 300.0, "max_delay": 300.0}
     world.script["fail"] = True
     world.dispatch()
@@ -377,7 +381,7 @@ def with_parked_messages(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def throttled(world: World, command: str) -> Iterator[None]:
-    """Stop during the pause of a stage that fails each time."""
+    """Stop while a stage pauses because its handler has failed each time."""
     world.script["redelivery"] = {"max_redeliveries": 99, "initial_delay": 0.1}
     world.script["fail"] = True
     world.dispatch()

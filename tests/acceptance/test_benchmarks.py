@@ -1,4 +1,4 @@
-"""The benchmarks run, each of them, and end in one table."""
+"""Every benchmark runs, and all results are in one table."""
 
 from __future__ import annotations
 

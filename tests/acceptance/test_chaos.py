@@ -1,7 +1,8 @@
-"""Orders while everything is killed and fails, on each broker, behind PgBouncer.
+"""Orders are placed while everything is killed and fails, on each broker, behind
+PgBouncer.
 
-`make soak` runs all brokers for an hour together, or for TXMSG_SOAK_SECONDS. `make
-test` runs the part with the pooler for some seconds.
+`make soak` tests the brokers one after the other, for one hour in total or for
+TXMSG_SOAK_SECONDS. `make test` only restarts and suspends the pooler, for some seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def run(
     postgres: PostgreSQL,
     pgbouncer: PgBouncer,
 ) -> object:
-    """Run the chaos on a broker; None is the embedded one."""
+    """Return a function that sets up the chaos on a broker. None stands for the
+    embedded broker."""
 
     def make(broker: StompServer | None) -> Chaos:
         return Chaos(manage, tmp_path, destination, postgres, pgbouncer, broker)

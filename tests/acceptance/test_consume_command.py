@@ -1,4 +1,5 @@
-"""`manage.py consume` and `relay` as an operator runs them: once, stopped, refused."""
+"""`manage.py consume` and `relay` as an operator uses them: with `--once`, stopped by a
+signal, and with an unknown stage."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = committing
 
 
 def consumer(destination: str) -> dict[str, object]:
-    """Return how a process is started that consumes `destination`."""
+    """Return the options that start a consumer of `destination`."""
     stage = {"destination": destination, "batch": 1}
     return {
         "hook": "tests.acceptance.test_kill_servers.declare",
@@ -45,8 +46,8 @@ def test_relay_and_consume_once_end_by_themselves(
 def test_once_waits_for_a_broker_that_is_slow_to_answer(
     manage: Manage, destination: str, activemq: services.ActiveMQ
 ) -> None:
-    """A consumer is idle only once it has connected and received nothing, not while it
-    is connecting."""
+    """A consumer that is still connecting is not idle. It is idle once it has connected
+    and received nothing."""
     with (
         txmsg(BROKERS={"default": {"URL": activemq.url()}}),
         Proxy(activemq.port) as proxy,

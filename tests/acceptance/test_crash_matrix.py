@@ -1,10 +1,11 @@
-"""Every step of every transaction mode against every fault, and the result.
+"""Every fault at every step of every transaction mode, and its result.
 
 The table in `docs/explanation/failures.md` is generated from the expectations here:
 
-python -m tests.acceptance.failure_table
+    python -m tests.acceptance.failure_table
 
-`make test` runs a sample, `make test-matrix` more of it, `make soak` the rest.
+`make test` runs a sample. `make test-matrix` runs more cases, and `make soak` runs the
+rest.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def marks(case: tuple[str, str, str]) -> list[pytest.MarkDecorator]:
 def play(
     mode: str, fault: str, manage: Manage, directory: Path, broker: StompServer
 ) -> dict[str, Outcome]:
-    """Let `fault` strike at every step of `mode`."""
+    """Cause `fault` at every step of `mode`, and return the outcomes by step."""
     scene = Play(mode, broker.url(), manage, directory, uuid.uuid4().hex[:8])
     if fault == "kill -9 of the worker":
         return crash_play.killed_worker(scene)

@@ -41,7 +41,7 @@ def read_only(on: str) -> None:
 
 
 def all_connections_ended() -> None:
-    """End every connection but the test's, as a proxy does when it fails over."""
+    """End every connection to the database except the test's own."""
     ask(
         "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity"
         " WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -49,8 +49,8 @@ def all_connections_ended() -> None:
 
 
 def table_locked() -> None:
-    """Lock a table for longer than the lock time-out and the statement time-out of the
-    processes."""
+    """Lock the outbox and the inbox for longer than the processes' lock time-out and
+    statement time-out."""
     ask("BEGIN")
     ask("LOCK TABLE django_txmsg_outboxmessage, django_txmsg_inboxmessage")
     threading.Event().wait(3)
@@ -83,8 +83,8 @@ def test_relay_and_consumer_continue_after_time_outs(
 def test_a_pool_of_four_connections_is_enough_for_eight_threads(
     fault: Callable[[], None], manage: Manage, destination: str
 ) -> None:
-    """The threads give their connections back, so no thread waits until a time-out ends
-    the wait."""
+    """Threads return their connections to the pool, so no thread waits for one until a
+    time-out."""
     stream = Stream(manage, EMBEDDED, destination, 1, concurrency=8)
     stream.env["TXMSG_TEST_DATABASE_OPTIONS"] = json.dumps({"pool": {"timeout": 10}})
     through(stream, fault)

@@ -1,4 +1,4 @@
-"""The example project on PostgreSQL and ActiveMQ, driven as its users drive it."""
+"""The example project on PostgreSQL and ActiveMQ, used as its users use it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Flows of four steps over three services, whose processes are killed throughout: each
-is answered once, each that fails is undone once and newest first, and nothing is kept.
+"""Flows of four steps over three services, whose processes are killed throughout.
 
-A service refuses some flows, some send requests that no stage answers, and some have
-deadlines so short that each kill lets a deadline and an answer compete.
+Each flow is answered once. Each failed flow is undone once, newest step first. No run
+and no undo stays open.
+
+A service refuses some of the flows. Some flows send requests that no stage answers.
+Some have deadlines so short that each kill lets a deadline and an answer compete.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ class Purchase(Flow[Buy, Bought], name=f"{HERE}.purchase", within=dt.timedelta(d
 
 
 def note(what: str, message: Message) -> None:
-    """Leave an effect, and fail now and then."""
+    """Record an effect, and fail at the first attempt of some messages."""
     Effect.objects.create(name=what, message_id=str(message.id))
     if message.delivery_attempt == 1 and message.id.int % 7 == 0:
         raise ValueError
@@ -204,7 +206,7 @@ class Market:
         self.processes[service] = self._start(service)
 
     def buy(self, total: int) -> None:
-        """Start that many flows."""
+        """Start `total` flows."""
         with (
             txmsg(**{**self.settings, "SERVICE": "home"}),
             at_hand(Purchase),
@@ -215,7 +217,7 @@ class Market:
                     start(Purchase, buy, key=str(number), answer_to=answers)
 
     def reach(self, ended: int) -> None:
-        """Wait for the end of that many flows."""
+        """Wait until `ended` flows have ended."""
 
         def enough() -> bool:
             # Nobody waits here for the end of a killed worker's lease.
@@ -232,7 +234,7 @@ class Market:
         self._wait(enough)
 
     def settle(self) -> None:
-        """Wait until no message is pending or parked any more."""
+        """Wait until no message is pending or parked, and every run has its answer."""
         self._wait(
             lambda: (
                 not (
@@ -258,9 +260,12 @@ class Market:
 
 
 def judge(total: int) -> str:
-    """Check that each flow is answered once, after all its work; that each failed flow
-    is undone once, newest first; and that nothing is kept. Returns how many of each
-    there were, in words."""
+    """Check all flows, and return their numbers by outcome as text.
+
+    Each flow was answered once, after all its work. Each failed flow was undone once,
+    newest step first. No run, no undo and no dead letter is open, except those of
+    refused requests.
+    """
     found: dict[int, list[str]] = defaultdict(list)
     for name in Effect.objects.order_by("id").values_list("name", flat=True):
         number, what = name.split()

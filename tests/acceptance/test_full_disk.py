@@ -1,5 +1,5 @@
-"""Relays and consumers while the database's disk is full: they log little, connect
-rarely, resume when there is room, and no message has used an attempt."""
+"""Relays and consumers while the database's disk is full. They log little, connect
+rarely, and resume when there is space again. No message uses an attempt."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def disk() -> Iterator[services.SmallDisk]:
 
 
 def on_postgresql(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
-    """The server's log is on another disk: without room for its log the server would
-    end, which is another fault."""
+    """Move the tables to the small disk. The server's log stays on another disk,
+    because without space for it the server would stop, which is another fault."""
     place = disk.path / "tablespace"
     place.mkdir()
     if os.geteuid() == 0:
@@ -65,7 +65,7 @@ def on_postgresql(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
 
 
 def move_to(tablespace: str) -> None:
-    """Move all tables and their indexes there."""
+    """Move all tables and their indexes to `tablespace`."""
     kinds = {"r": "TABLE", "i": "INDEX"}
     for name, kind in ask(
         "SELECT c.oid::regclass::text, relkind FROM pg_class c"
@@ -81,7 +81,8 @@ def ask(sql: str) -> list[Any]:
 
 
 def on_sqlite(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
-    """Keep the whole database file there, for this process and those that it starts."""
+    """Move the database file to the small disk, for this process and those that it
+    starts."""
     settings = connections["default"].settings_dict
     usual = Path(str(settings["NAME"]))
     connections.close_all()
@@ -95,8 +96,8 @@ def on_sqlite(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
 
 
 def keep_full(disk: services.SmallDisk, seconds: float) -> None:
-    """Keep the disk full for that long. Space may become free meanwhile, when a
-    roll-back deletes a journal."""
+    """Keep the disk full for `seconds`. Space that a roll-back frees, by deleting a
+    journal, is filled again."""
     end, pause = time.monotonic() + seconds, threading.Event()
     while time.monotonic() < end:
         disk.fill()
@@ -105,7 +106,7 @@ def keep_full(disk: services.SmallDisk, seconds: float) -> None:
 
 
 def sessions() -> int:
-    """Return how many connections were made to the test's database so far."""
+    """Return how many connections to the test's database were made so far."""
     if connection.vendor != "postgresql":
         return 0
     ((count,),) = ask(
@@ -116,7 +117,8 @@ def sessions() -> int:
 
 @pytest.fixture(params=["embedded", pytest.param("apart", marks=pytest.mark.matrix)])
 def broker(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URLs of a broker in the same database, and of one that still works."""
+    """The broker's URL: the embedded broker on the full disk, or a broker that still
+    works."""
     if request.param == "embedded":
         yield EMBEDDED
     else:

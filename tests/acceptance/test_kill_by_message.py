@@ -1,5 +1,5 @@
-"""A message that kills its worker is buried after as many attempts as one that
-fails."""
+"""A message that kills its worker is buried after as many attempts as a message whose
+handler fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ATTEMPTS = 3
 
 
 def deadly() -> None:
-    """Declare a stage in the worker whose handler is killed by one message."""
+    """Declare a stage whose handler kills the worker when it gets the deadly
+    message."""
 
     def handler(message: Message) -> None:
         if message.body == "deadly":
@@ -42,9 +43,8 @@ def deadly() -> None:
 def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
     batch: int, manage: Manage, destination: str
 ) -> None:
-    """The other messages of its batch are processed without losing an attempt. Which
-    message of a batch has killed the worker is unknown, so no message counts the
-    attempt."""
+    """The batch's other messages are processed and lose no attempt. The batch itself
+    counts no attempt, because it is unknown which of its messages killed the worker."""
     settings = {
         **IMPATIENT,
         "BROKERS": {"default": {"URL": "database://?poll=0.01&lease=1"}},
@@ -84,7 +84,8 @@ def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
 def test_message_of_one_attempt_survives_death_of_its_batch_worker(
     manage: Manage, destination: str
 ) -> None:
-    """The first of a batch kills its worker; the others have not run yet."""
+    """The first message of a batch kills the worker before the other messages have
+    run."""
     settings = {
         **IMPATIENT,
         "BROKERS": {"default": {"URL": "database://?poll=0.01&lease=1"}},

@@ -1,5 +1,5 @@
-"""A consumer killed at each step of mode outbox: no message is lost, no effect
-doubled."""
+"""A consumer is killed at each step of mode "outbox". No message is lost, and no effect
+happens twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Mode "broker": a worker killed between the copy and the acknowledgement."""
+"""Redelivery mode "broker": a worker is killed after it has sent the copy of a failed
+message, and before it acknowledges the original."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ pytestmark = committing
 
 
 def declare() -> None:
-    """Declare stages in the worker that fail, and stop after the first copy is
-    stored."""
+    """Declare stages whose handlers fail, and stop the worker after the broker has
+    stored the first copy."""
 
     def handler(message: Message) -> None:
         if message.body == "always" or message.delivery_attempt == 1:

@@ -1,4 +1,5 @@
-"""A relay killed at each step: every message leaves, and copies keep their ids."""
+"""A relay is killed at each step. Every message is dispatched, and copies keep their
+ids."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def arrivals(broker: str, destination: str, wanted: int) -> Counter[str]:
 
 
 def play(url: str, manage: Manage, destination: str) -> None:
-    """Kill a relay at each step, each with its own outbox; let another relay finish."""
+    """Kill one relay at each step, each with its own messages. Then let another relay
+    send the rest."""
     # A lane for each step: to the same broker, but by another alias.
     lanes = {f"lane{number}": step for number, step in enumerate(RELAY_STEPS)}
     settings: dict[str, Any] = {

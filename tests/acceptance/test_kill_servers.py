@@ -1,4 +1,4 @@
-"""Relays and consumers while the broker, the database or they themselves are killed."""
+"""Relays and consumers while they, the broker or the database are killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [committing, pytest.mark.timeout(300)]
 
 
 def declare() -> None:
-    """Declare a stage in the workers that leaves one effect."""
+    """Declare a stage that records one effect of each message."""
     options = json.loads(os.environ["BUSY_STAGE"])
 
     def handler(message: Message) -> None:
@@ -78,7 +78,8 @@ class Stream:
         self.total += count
 
     def reach(self, effects: int) -> None:
-        """Wait for that many effects, however often the database goes away."""
+        """Wait until `effects` effects are recorded, even if the database is
+        unavailable meanwhile."""
 
         def there() -> bool:
             try:
@@ -95,7 +96,7 @@ class Stream:
         )
 
     def finish(self) -> None:
-        """Check that every message has had its effect, and had it once."""
+        """Check that every message has had its effect exactly once."""
         self.reach(self.total)
         wait_until(
             lambda: not OutboxMessage.objects.filter(dispatched_at=None).exists()
@@ -112,7 +113,7 @@ class Stream:
 
 
 def through(stream: Stream, fault: Callable[[], None]) -> None:
-    """Let the fault strike twice in mid-stream."""
+    """Cause the fault twice while messages are on their way."""
     stream.start("relay")
     stream.start("consume")
     stream.store(200)

@@ -1,4 +1,4 @@
-"""How much memory large messages use in a relay and a consumer: real processes."""
+"""The memory that large messages use in real relay and consumer processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THREADS = 4
 
 
 def say_the_peak() -> None:
-    """A hook for a process: print the most memory that it had, at its end."""
+    """Declare a stage, and print the peak memory of the process when it exits."""
     stages.stage(os.environ["LARGE"], concurrency=THREADS)(lambda _: None)
     atexit.register(_say)
 
@@ -40,8 +40,8 @@ def _say() -> None:
 
 
 def peak(process: ManageProcess) -> float:
-    """Return the most memory that a process has used, in MiB. getrusage() would include
-    the parent's memory at the fork."""
+    """Return the peak memory of a process in MiB. getrusage() would include the memory
+    that the parent had at the fork."""
     found = re.search(r"VmHWM:\s+(\d+) kB", process.output)
     assert found is not None, process.output
     return int(found[1]) / 1024

@@ -1,4 +1,4 @@
-"""This release beside the next one: on tables that the next release's migrations have
+"""This release beside the next one. It works on tables that the next release has
 extended, and with messages whose headers only the next release knows."""
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_this_release_works_on_the_tables_of_the_next(destination: str) -> None:
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: str(sample["name"]))
 def test_a_message_of_the_release_before_is_read(sample: dict[str, Any]) -> None:
-    """A message in the former wire format is read with the same identity, body and
+    """A message in the previous wire format is read with the same id, body and
     headers."""
     seen: list[Message] = []
     with txmsg(), declared(seen.append) as stage:

@@ -1,5 +1,5 @@
-"""Relays, consumers, brokers and the database killed, or away for a while: each key is
-processed in its order, each message once."""
+"""Relays, consumers, brokers and the database are killed, or unavailable for a while.
+Each message is processed once, and the messages of each key in order."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ COMMANDS = ("relay", "relay", "consume", "consume")
 
 
 def declare() -> None:
-    """Declare the stage in a process that is going to be killed."""
+    """Declare an ordered stage in a worker that the test kills."""
     stages.stage(os.environ[STAGE], ordered="block", concurrency=2)(note)
 
 
 def note(message: Message) -> None:
-    """Leave an effect, and fail now and then."""
+    """Record an effect, and fail at the first attempt of some messages."""
     Effect.objects.create(name=str(message.body), message_id=str(message.id))
     if message.delivery_attempt == 1 and message.id.int % 7 == 0:
         raise ValueError
@@ -73,7 +73,7 @@ class Traffic:
         self.workers[place] = self._start(COMMANDS[place])
 
     def store(self, each: int) -> None:
-        """Store that many messages of each key."""
+        """Store `each` messages of each key."""
         for number in range(self.each, self.each + each):
             for key in range(KEYS):
                 with transaction.atomic():
@@ -81,7 +81,8 @@ class Traffic:
         self.each += each
 
     def reach(self, effects: int) -> None:
-        """Wait for that many effects, however often the database goes away."""
+        """Wait until `effects` effects are recorded, even if the database is
+        unavailable meanwhile."""
         wait_until(
             lambda: asked(Effect.objects.count) >= effects,
             deadline=120,
@@ -92,7 +93,7 @@ class Traffic:
         return [one.output[-2000:] for one in self.workers]
 
     def finish(self) -> None:
-        """Everything has happened, once, and in the order of its key."""
+        """Check that each message was processed once, in the order of its key."""
         # A killed worker's claim has a lease, whose end nobody waits for here.
         asked(
             lambda: InboxMessage.objects.filter(lease_until__isnull=False).update(
@@ -110,7 +111,7 @@ class Traffic:
 
 
 def asked(query: Callable[[], int]) -> int:
-    """Query the database. Return 0 if it is away."""
+    """Return the result of a database query, or 0 if the database is unavailable."""
     try:
         return query()
     except (DatabaseError, InterfaceError):
@@ -119,7 +120,7 @@ def asked(query: Callable[[], int]) -> int:
 
 
 def open_rows() -> list[dict[str, Any]]:
-    """Return the rows that are not processed."""
+    """Return the inbox rows that are not processed."""
     rows = InboxMessage.objects.filter(processed_at=None)
     names = ("message_id", "key", "waits_for", "due_at", "attempts", "lease_until")
     return list(rows.values(*names))
@@ -173,13 +174,13 @@ def test_killed_broker_keeps_the_order_of_each_key(
 def test_read_only_database_keeps_the_order_of_each_key(
     fault: Callable[[], None], times: int, manage: Manage, destination: str
 ) -> None:
-    """The server becomes read-only by a failover, or a proxy makes it so."""
+    """A failover, or a proxy, makes the server read-only."""
     traffic = Traffic(manage, "database://?poll=0.05&lease=5", destination)
     through(traffic, fault, times)
 
 
 def through(traffic: Traffic, fault: Callable[[], None], times: int) -> None:
-    """Let the fault strike in the middle of the traffic, that many times."""
+    """Cause the fault `times` times while messages are on their way."""
     with txmsg(**traffic.settings):
         traffic.store(3)
         for _ in range(times):

@@ -1,5 +1,5 @@
-"""The wheel works outside the checkout, with its own and Django's dependencies
-alone."""
+"""The wheel works outside the checkout, with only its own dependencies and those of
+Django."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_a_new_project_checks_migrates_and_stores_a_message(
 
 
 def test_pytest_finds_the_plugin_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """pytest finds it by its entry point, in an environment that has pytest and
-    pytest-django too."""
+    """pytest finds the plugin by its entry point, in an environment with pytest and
+    pytest-django."""
     testing = ["iniconfig", "packaging", "pluggy", "Pygments", "pytest"]
     stomp = ["docopt-ng", "stomp.py", "websocket-client"]
     lent = [*LENT, *testing, "pytest-django", *stomp]

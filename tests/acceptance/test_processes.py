@@ -73,7 +73,7 @@ class Echo(Flow[str, str], name="tests.echo", version=1):
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    """The service's own code, which may change."""
+    """The file with the service's code, which a test may change."""
     file = tmp_path / "processes_of_a_test.py"
     file.write_text(STAGES.replace("VERSION", "first"))
     return file
@@ -81,8 +81,8 @@ def code(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
-    """Start a command with that code. Its state files are in a directory of the
-    test."""
+    """Return a function that starts a command with that code. The command keeps its
+    state files in a directory of the test."""
 
     def start(*arguments: str, **more: object) -> ManageProcess:
         return manage(
@@ -105,7 +105,8 @@ def children(parent: ManageProcess) -> dict[int, psutil.Process]:
 
 
 def working(count: int, kind: str = "consumer") -> set[int]:
-    """Wait until that many processes have sent a heartbeat. Returns their ids."""
+    """Wait until exactly `count` processes have sent a heartbeat, and return their
+    ids."""
 
     def found() -> set[int]:
         pids = set(Worker.objects.filter(kind=kind).values_list("pid", flat=True))
@@ -115,7 +116,7 @@ def working(count: int, kind: str = "consumer") -> set[int]:
 
 
 def address(process: ManageProcess) -> str:
-    """Return the HTTP address at which a process answers."""
+    """Return the URL of the HTTP server that a process has started."""
     line = process.wait_for_line(r"Answering at http://")
     found = re.search(r"http://[\w.]+:\d+", line)
     assert found is not None
@@ -123,7 +124,7 @@ def address(process: ManageProcess) -> str:
 
 
 def ask(url: str) -> tuple[int, str]:
-    """Return the status and the text of an answer."""
+    """Return the status and the text of an HTTP response."""
     try:
         with urllib.request.urlopen(url, timeout=20) as answer:
             return answer.status, answer.read().decode()
@@ -331,7 +332,7 @@ def test_probes_of_a_healthy_a_hung_and_a_draining_process(
 
 
 def failing(start: Callable[..., ManageProcess], words: list[str]) -> ManageProcess:
-    """Return the result of a probe once it fails."""
+    """Run a probe again until it fails, and return its process."""
 
     def run() -> ManageProcess | None:
         probe = start(*words)
@@ -371,7 +372,7 @@ def test_a_broker_that_is_away_leaves_a_process_alive_and_ready(
 
 
 def answers_for_a_while(url: str) -> set[tuple[int, str]]:
-    """Return the answers within eight seconds."""
+    """Return the different responses within eight seconds."""
     answers: list[tuple[int, str]] = []
 
     def asked() -> bool:

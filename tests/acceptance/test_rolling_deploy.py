@@ -1,4 +1,4 @@
-"""A deployment that changes a message, worker by worker, and its roll-back."""
+"""A rolling deployment that changes a message type, and its roll-back."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Deployment:
 
     @staticmethod
     def stop(worker: ManageProcess) -> None:
-        """Stop a worker as a deployment does."""
+        """Stop a worker with SIGTERM, as a deployment does."""
         worker.terminate()
         assert worker.wait() == 0
 
     def send(self, *bodies: object) -> None:
-        """Send bodies, as the code of their version does."""
+        """Send these bodies. Each body's class decides its version."""
         with txmsg():
             for body in bodies:
                 self._sent.append(str(send(self._destination, body).id))
 
     def done(self, left: int = 0) -> None:
-        """Wait until all messages are processed, except the `left` ones that need newer
-        code. Checks that each was processed once and none is dead."""
+        """Wait until all messages are processed, except `left` messages that need newer
+        code. Check that each was processed once, and that none is dead."""
         expected = len(self._sent) - left
         wait_until(
             lambda: Effect.objects.count() >= expected and self.waiting == left,

@@ -1,6 +1,6 @@
 """`manage.py txmsg run`: relay, stages and pruning in one process, and `--reload`.
 
-Its end in every state is in `test_stop.py`.
+`test_stop.py` tests how the process stops in every state.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def declare():
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    """The service's own code, which may change."""
+    """The file with the service's code, which a test may change."""
     file = tmp_path / "service_of_a_test.py"
     file.write_text(STAGES.replace("VERSION", "first"))
     return file
@@ -69,7 +69,7 @@ def code(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
-    """Start `txmsg run` with that code."""
+    """Return a function that starts `txmsg run` with that code."""
 
     def start(*options: str) -> ManageProcess:
         process = manage(
@@ -267,7 +267,7 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed(
 
 @pytest.fixture
 def world(manage: Manage, tmp_path: Path, destination: str) -> Iterator[World]:
-    """Messages on their way."""
+    """The process under test, not started yet, with its messages and its broker."""
     with ExitStack() as stack:
         yield World(manage, tmp_path, destination, stack)
 
@@ -284,8 +284,8 @@ def test_killed_in_a_handler_its_messages_are_processed_once(world: World) -> No
 
 @pytest.mark.postgresql
 def test_messages_of_a_stopped_process_are_processed_once(world: World) -> None:
-    """SIGSTOP comes in the middle of a handler; on SQLite, at a moment when the process
-    does not hold the database's only lock."""
+    """SIGSTOP comes while the process handles messages, at a moment when it has no open
+    transaction."""
     world.dispatch(1)
     world.start("run")
     wait_until(Effect.objects.exists, message=lambda: world.process.output)
@@ -303,8 +303,10 @@ def test_messages_of_a_stopped_process_are_processed_once(world: World) -> None:
 
 
 def _stands_still(process: ManageProcess) -> bool:
-    """Stop a process, unless it is in a transaction, because that transaction's locks
-    would block all others. A statement may just be on its way to the server, so this
+    """Suspend a process, and return whether it has no open transaction.
+
+    A suspended transaction's locks would block all other processes, so a process with a
+    transaction is resumed. A statement may still be on its way to the server, so this
     checks twice.
     """
     process.pause()

@@ -85,7 +85,7 @@ def _table() -> Iterator[object]:
 def world(
     request: pytest.FixtureRequest, manage: Manage, tmp_path: Path, destination: str
 ) -> Iterator[World]:
-    """Messages on their way."""
+    """The process under test, not started yet, with its messages and its broker."""
     with ExitStack() as stack:
         made = World(manage, tmp_path, destination, stack)
         if "TXMSG_TEST_DATABASE_URL" in os.environ:
@@ -128,8 +128,8 @@ def test_a_worker_that_was_stopped_says_so(command: str, world: World) -> None:
 def test_a_second_signal_stops_at_once(
     number: signal.Signals, command: str, world: World
 ) -> None:
-    """The process stops even if its main thread's heartbeat waits for a lock that the
-    handler holds (SQLite)."""
+    """On SQLite, the heartbeat in the main thread waits for a lock that the handler
+    has. The process stops even then."""
     world.script["hold_at"] = 2
     world.dispatch()
     world.start(command, CONSUME={"POLL_INTERVAL": 0.05, "HEARTBEAT": 0.05})
@@ -143,7 +143,8 @@ def test_a_second_signal_stops_at_once(
 
 
 def everything_happens_once(world: World) -> None:
-    """Repair the system, let other processes work, and count the effects."""
+    """Process the remaining messages in this process, and check that each message had
+    one effect."""
     connections.close_all()
 
     def effect(message: Message) -> None:

@@ -1,4 +1,5 @@
-"""Once per tick, over processes that are killed at random."""
+"""A recurring message is stored once per tick while its processes are killed at
+random."""
 
 from __future__ import annotations
 

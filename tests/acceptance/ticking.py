@@ -1,4 +1,5 @@
-"""Ten processes that run the schedule, killed at random: run by `test_ticks.py`.
+"""Ten processes that run the schedule and are killed at random. `test_ticks.py` runs
+it.
 
 `python -m tests.acceptance.ticking PROCESSES TICKS SEED`. The processes are forked from
 one that has Django set up, so that many can be killed in little time. Their clock is
@@ -34,10 +35,10 @@ class Clock:
 
 
 class Hurried(threading.Event):
-    """Waits for a shorter time, by the factor of the clock."""
+    """An event whose waits are shortened like the minutes of the clock."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait by the faked clock."""
+        """Wait for `timeout` seconds of the faked clock."""
         return super().wait(None if timeout is None else timeout * PACE / 60)
 
 
@@ -54,7 +55,7 @@ def keep_time(clock: Clock) -> NoReturn:
 
 
 def main(processes: int, ticks: int, seed: int) -> None:
-    """Kill and start processes until that many ticks have come."""
+    """Kill and start processes until `ticks` ticks have come."""
     import django
 
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")

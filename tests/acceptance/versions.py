@@ -42,7 +42,7 @@ class Third:
 
 
 def from_cents(body: dict[str, Any]) -> dict[str, Any]:
-    """Make a body of version 2 one of version 3."""
+    """Convert a body of version 2 to version 3."""
     return body | {"amount": str(Decimal(body.pop("cents")) / 100)}
 
 
@@ -51,7 +51,7 @@ def done(version: int, order: Any, message: Message) -> None:
 
 
 def first() -> None:
-    """Run the code of version 1."""
+    """Declare the stage of version 1."""
 
     @stage(os.environ["VERSIONS"])
     def place(order: First, message: Message) -> None:
@@ -59,7 +59,7 @@ def first() -> None:
 
 
 def second() -> None:
-    """Run the code of version 2."""
+    """Declare the stage of version 2."""
 
     @stage(os.environ["VERSIONS"])
     def place(order: Second, message: Message) -> None:
@@ -67,7 +67,7 @@ def second() -> None:
 
 
 def third() -> None:
-    """Run the code of version 3."""
+    """Declare the stage of version 3."""
     upgrade(NAME, from_version=2)(from_cents)
 
     @stage(os.environ["VERSIONS"])

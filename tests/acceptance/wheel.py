@@ -55,8 +55,8 @@ def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path, wheel: Path, lent: Sequence[str]) -> Path:
-    """Create an environment with the wheel and some packages of ours; return its
-    interpreter."""
+    """Create an environment with the wheel and with links to the packages `lent`.
+    Return its interpreter."""
     venv.create(home, symlinks=True)
     purelib = sysconfig.get_path("purelib", vars={"base": str(home)})
     for name in lent:

@@ -68,7 +68,7 @@ class Browser:
         self.driver.get(self._base + path)
 
     def look(self, *, dark: bool = False, size: tuple[int, int] = WIDE) -> None:
-        """Set the window's size, and light or dark mode."""
+        """Set the window's size, and the light or dark mode."""
         command = self.driver.execute_cdp_cmd
         scheme = "dark" if dark else "light"
         command(
@@ -87,7 +87,7 @@ class Browser:
         )
 
     def find(self, css: str) -> Any:
-        """Return the element, as soon as there is one."""
+        """Return the first element that matches, and wait until there is one."""
         return wait_until(
             lambda: next(iter(self.driver.find_elements(By.CSS_SELECTOR, css)), None),
             message=f"an element {css} at {self.driver.current_url}",
@@ -134,8 +134,7 @@ class Browser:
         )
 
     def errors(self) -> list[str]:
-        """Return the console's errors, except the missing favicon, which is up to the
-        project."""
+        """Return the errors on the console, except the missing favicon."""
         return [
             entry["message"]
             for entry in self.driver.get_log("browser")

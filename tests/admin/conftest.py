@@ -23,13 +23,14 @@ ALL_VIEWS = (
 
 @pytest.fixture(autouse=True)
 def nothing_counted() -> None:
-    """Clear this process's counts, because they are of another test's rows."""
+    """Clear the counts that this process has cached for another test's rows."""
     periods.forget()
 
 
 @pytest.fixture
 def somebody(db: None) -> Callable[..., Client]:
-    """Log in a staff user with exactly these permissions of ours."""
+    """Return a function that logs in a staff user with exactly the named
+    permissions."""
 
     def log_in(*codenames: str) -> Client:
         user = User.objects.create_user(f"user-{User.objects.count()}", is_staff=True)

@@ -1,5 +1,5 @@
-"""Hooks for processes started by these tests: they stop at a step, or have stages of
-their own."""
+"""Hooks for processes that these tests start. A hook stops its process at a step, or
+declares stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FRAGILE, SOUND, SLOW = "admin.fragile", "admin.sound", "admin.slow"
 
 
 def hang_after_the_work_of_the_third_batch() -> None:
-    """Stop in the transaction of the third batch, after the batch's work."""
+    """Hang after the third batch is redelivered, before its transaction commits."""
     redeliver = resolution.redeliver
     batches = 0
 
@@ -46,7 +46,7 @@ def declare_stages() -> None:
 
 
 def declare_a_slow_stage() -> None:
-    """Declare a stage whose second attempt runs until it is allowed to end."""
+    """Declare a stage whose second attempt runs until the test allows it to end."""
 
     def slow(message: Message) -> None:
         if message.delivery_attempt == 1:

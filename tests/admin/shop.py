@@ -47,7 +47,7 @@ TIMEOUT = (
 
 
 def open_shop(orders: int = 240) -> None:
-    """Store a day's flows, some of them unfinished, some of them dead."""
+    """Store the messages of a day's orders. Some are unfinished, and some are dead."""
     chance = random.Random(orders)
     now = timezone.now()
     stored: list[OutboxMessage] = []
@@ -151,7 +151,7 @@ def order_body(number: int) -> bytes:
 
 
 def trouble(failed_orders: int = 23) -> DeadLetter:
-    """Let some orders die of two errors, and return a dead letter that has every
+    """Store dead letters with two different errors, and return one that has every
     field."""
     for number in range(failed_orders):
         _die("shipping.send", NO_STOCK, number, minutes=5 + number * 3)
@@ -176,7 +176,7 @@ def trouble(failed_orders: int = 23) -> DeadLetter:
 
 
 def audited() -> None:
-    """Let operators have done something."""
+    """Record some operators' actions in the audit."""
     operation = factories.BulkOperationFactory(total=23, done=9)
     AuditEntry.objects.record(
         "grace",

@@ -1,5 +1,6 @@
-"""Whom dead letters affect: the counts are those of the rows, what the mask hides is
-nowhere, and an export needs its permission and is in the audit."""
+"""The keys, flows and tenants that dead letters affect. The counts match the rows, and
+masked values appear nowhere. An export needs a permission, and is recorded in the
+audit."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def letters(number: int = 40) -> None:
 
 
 def shown(client: Client) -> dict[str, tuple[str, list[tuple[str, int]]]]:
-    """Return each part of the page: its heading, and its rows."""
+    """Return the heading and the rows of each part of the page."""
     page = client.get(PAGE, {"fingerprint": ERROR}).content.decode()
     found = {}
     for part in page.split("<h2>")[1:]:
@@ -75,7 +76,7 @@ def shown(client: Client) -> dict[str, tuple[str, list[tuple[str, int]]]]:
 
 
 def counted(value: Callable[[DeadLetter], str | None]) -> tuple[Counter[str], int]:
-    """Return the number of open dead letters by value, and those without one."""
+    """Count the open dead letters for each value, and those without a value."""
     rows = DeadLetter.objects.filter(fingerprint=ERROR, resolution="open")
     found = Counter(value(row) or "" for row in rows)
     without = found.pop("", 0)

@@ -82,7 +82,7 @@ def test_action_on_all_changes_exactly_the_listed_rows(
 
 
 def link_of(page: Any, kind: str) -> str:
-    """Return the target of the list's button for all rows."""
+    """Return the URL of the list's button for all rows."""
     return f"{URL}confirm/?kind={kind}&{page.context['cl'].bulk_query}"
 
 

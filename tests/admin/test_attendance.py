@@ -1,5 +1,4 @@
-"""Live and missing processes, as pages, the terminal and the health check report
-them."""
+"""Pages, terminal and health check report live and missing processes."""
 
 from __future__ import annotations
 

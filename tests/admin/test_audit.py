@@ -1,5 +1,5 @@
-"""The audit: what pages and commands record, and how an operator finds it. And what
-each permission allows."""
+"""Pages and commands record their actions in the audit, and an operator can search it.
+A page lists the user's permissions."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def test_the_audit_is_filtered_by_operator_deed_and_date(
 
 
 def test_every_deed_is_recorded_somewhere() -> None:
-    """A deed that no code names any more would be an empty choice of the filter."""
+    """Without code that records it, a deed would be a choice of the filter that finds
+    nothing."""
     package = Path(django_txmsg.__file__).parent
     named = {
         node.attr
@@ -135,7 +136,8 @@ def test_every_deed_is_recorded_somewhere() -> None:
 
 
 def allowed(client: Client) -> tuple[set[str], set[str]]:
-    """Return the permissions that the page lists as granted, and the others."""
+    """Return the permissions that the page lists as granted, and those that it lists as
+    missing."""
     page = client.get(MAY).content.decode()
     granted, _, denied = page.partition("<h2>You may not</h2>")
     names = r"<code>(\w+\.\w+)</code>"
@@ -179,7 +181,7 @@ def test_may_i_needs_no_permission_and_links_only_to_pages_that_open(
 
 
 def test_may_i_lists_each_permission_that_the_code_asks_for() -> None:
-    """The page is of no use if a permission that a button needs is not on it."""
+    """The page must list each permission that a button needs."""
     package = Path(django_txmsg.__file__).parent / "admin"
     texts = "\n".join(path.read_text() for path in package.glob("*.py"))
     asked = set(re.findall(r'"(?:django_txmsg|txmsg_spark)\.(\w+_\w+)"', texts))

@@ -91,7 +91,7 @@ def walker(chromium: Browser, live_server: Any) -> Browser:
 
 @pytest.fixture
 def shop_stages() -> Iterator[None]:
-    """The shop's stages are declared."""
+    """Declare the shop's stages."""
     for stage in shop.STAGES:
         stages.register(stage)
     yield
@@ -101,7 +101,8 @@ def shop_stages() -> Iterator[None]:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """The directory for screenshots: that of `TXMSG_SCREENSHOTS`, if it is set."""
+    """The directory for screenshots: `TXMSG_SCREENSHOTS` if it is set, else a temporary
+    one."""
     return Path(os.environ.get("TXMSG_SCREENSHOTS") or tmp_path)
 
 
@@ -280,8 +281,8 @@ def test_the_overview_keeps_itself_up_to_date(walker: Browser) -> None:
 def test_a_page_says_when_it_is_not_renewed_any_more(
     walker: Browser, pictures: Path
 ) -> None:
-    """A user who is logged out, or whose server is gone, must not watch old figures
-    without knowing."""
+    """A user who is logged out, or whose server is down, must see that the figures are
+    old."""
     walker.open("/admin/django_txmsg/?live")
     walker.until("As of ")
     name = settings.SESSION_COOKIE_NAME

@@ -111,7 +111,7 @@ def test_two_workers_share_an_operation_and_double_nothing(settings: Any) -> Non
 
 
 def ids_of(number: int) -> list[int]:
-    """Return overlapping thirds of all ids."""
+    """Return one of three overlapping parts of all ids."""
     ids = list(DeadLetter.objects.order_by("pk").values_list("pk", flat=True))
     return ids[number * 250 : number * 250 + 400]
 

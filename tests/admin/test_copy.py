@@ -15,12 +15,12 @@ from tests import factories
 
 @pytest.fixture(autouse=True)
 def allowed(settings: Any) -> None:
-    """Editing is allowed here."""
+    """Allow operators to edit dead letters."""
     settings.TXMSG = {**settings.TXMSG, "EDIT_DEAD_LETTERS": True}
 
 
 def letter_with(**values: Any) -> DeadLetter:
-    """Return a dead letter with a header of its own."""
+    """Return a dead letter with a `tenant` header."""
     letter: DeadLetter = factories.DeadLetterFactory(**values)
     letter.headers["tenant"] = "north"
     letter.save()

@@ -1,7 +1,6 @@
-"""Counts that hide nothing: every report has the same numbers of waiting and dead
-messages.
+"""Every report shows the same numbers of waiting and dead messages.
 
-They are compared with plain SQL, for any rows and any number of them.
+The tests compare the numbers with plain SQL, for many kinds and numbers of rows.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Counts = dict[tuple[str, str], int]
 
 @pytest.fixture(autouse=True)
 def elsewhere() -> Iterator[None]:
-    """A stage with another database, which makes that database one in use."""
+    """Declare a stage that uses the second database."""
     one = stages.Stage(
         "elsewhere", "elsewhere", handler=lambda message: None, using="other"
     )
@@ -77,7 +76,8 @@ def told(*options: str) -> tuple[dict[str, Any], int]:
 
 
 def gauges(name: str) -> Counts:
-    """Return a gauge by database and place, without zeros."""
+    """Return a gauge's values by database and place (stage or destination), without
+    zeros."""
     found = {
         (sample.labels["database"], sample.labels.get("stage", "")
          or sample.labels.get("destination", "")): int(sample.value)
@@ -89,7 +89,7 @@ def gauges(name: str) -> Counts:
 
 
 def counted(sql: str) -> Counts:
-    """Return the counts of plain SQL, by database and place."""
+    """Run a query in both databases, and return its counts by database and place."""
     found: Counts = {}
     for alias in BOTH:
         with connections[alias].cursor() as cursor:
@@ -99,14 +99,15 @@ def counted(sql: str) -> Counts:
 
 
 def among(places: dict[str, Any], read: Callable[[Any], int]) -> Counts:
-    """Return one number of each place in a status, by database and place, without
-    zeros."""
+    """Call `read` for each place of a status, and return the numbers by database and
+    place, without zeros."""
     found = {(one.database, one.name): read(one) for one in places.values()}
     return {place: number for place, number in found.items() if number}
 
 
 def in_facts(section: str, number: str) -> Counts:
-    """Return one number of each place, as the command reports it."""
+    """Return this number of each place in the command's output, by database and place,
+    without zeros."""
     facts, _ = told()
     return {
         (one["database"], one["name"]): one[number]
@@ -138,7 +139,7 @@ def served() -> Counts:
 
 
 def agree() -> None:
-    """Compare every report with plain SQL."""
+    """Check that every report agrees with plain SQL."""
     picture = status.read()
     for loud, read, gauge, fact in (
         ("NOT", lambda one: one.dead, "dead", "dead"),
@@ -282,7 +283,7 @@ def test_all_reports_equal_plain_sql_counts(
 
 
 def flood(number: int, **columns: Any) -> None:
-    """Park that many messages at one place."""
+    """Park `number` messages at one place."""
     InboxMessage.objects.bulk_create(
         factories.InboxMessageFactory.build_batch(number, parked=True, **columns)
     )
@@ -500,7 +501,7 @@ def test_a_mute_ends_by_itself(admin_client: Client) -> None:
 
 
 def check_overdue(what: str, gauge: str, *, state: str) -> None:
-    """Check that every report says that something with this name is overdue."""
+    """Check that every report shows the place `what` as overdue."""
     picture = status.read()
     found = [str(one) for one in alarms.of(picture) if one.kind == "overdue"]
     facts, code = told()

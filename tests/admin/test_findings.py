@@ -1,5 +1,5 @@
-"""Findings of the pipeline in the admin: permissions to acknowledge and to replay them,
-and the record."""
+"""Findings of the pipeline in the admin: the permissions to acknowledge and to replay
+them, and the audit entries."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_all_that_match_are_acknowledged(findings: list[Finding]) -> None:
 
 
 def replay_page(client: Client, chosen: list[Finding]) -> dict[str, Any]:
-    """Return what the page that asks before a replay submits."""
+    """Return the form data of the page that confirms a replay."""
     keys = [str(one.pk) for one in chosen]
     asked = client.post(URL, {"action": "replay", ACTION_CHECKBOX_NAME: keys})
     fields = re.findall(r'name="(\w+)" value="([^"]*)"', asked.content.decode())
@@ -205,7 +205,7 @@ def test_request_and_its_log_entry_commit_together(
 
 
 class FindingsOnAReplica:
-    """A router of a project with a replica that lags behind."""
+    """A database router that reads findings from a replica."""
 
     def db_for_read(self, model: type[Model], **hints: object) -> str | None:
         return "other" if model is Finding else None

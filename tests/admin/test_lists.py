@@ -78,7 +78,7 @@ def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
 
 def test_short_ids_of_one_flow_differ(viewer: Client) -> None:
     """The ids begin with the same characters. One pair in 65,536 also ends with the
-    same ones."""
+    same characters."""
     flow = "019e2f6c-0123-84a1-966a-"
     ids = {f"{flow}{own}" for own in ("b653ee1c3571", "0f53ee1c3571")}
     for message_id in ids:
@@ -368,7 +368,8 @@ def test_the_keyboard_scrolls_a_list_without_links(admin_client: Client) -> None
 def test_a_list_looks_up_what_became_of_the_rows_that_it_shows(
     admin_client: Client, table: str
 ) -> None:
-    """The list reads only the shown rows of other tables, of 5,000 rows."""
+    """Each table has 5,000 rows. The list reads only the rows that it shows, and their
+    rows in the other tables."""
     factories.OutboxMessageFactory(dispatched=True)
     factories.InboxMessageFactory()
     factories.DeadLetterFactory()

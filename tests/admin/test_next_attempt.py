@@ -1,4 +1,4 @@
-"""When a message is tried again, and its badge while it waits."""
+"""The time of a message's next attempt, and its badge while it waits."""
 
 from __future__ import annotations
 

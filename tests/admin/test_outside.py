@@ -108,7 +108,7 @@ def test_health_tells_nothing_but_ages_and_asks_for_get(
 
 @pytest.fixture
 def registry() -> Iterator[CollectorRegistry]:
-    """Metrics counted into a registry of the test's own."""
+    """A registry for the metrics of one test."""
     metrics.uninstall()
     own = CollectorRegistry()
     metrics.install(own)

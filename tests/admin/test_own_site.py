@@ -15,7 +15,7 @@ URL = "/ops/django_txmsg/"
 
 @pytest.fixture(autouse=True)
 def editable(settings: Any) -> None:
-    """Copies may be edited."""
+    """Allow operators to edit dead letters."""
     settings.TXMSG = {**settings.TXMSG, "EDIT_DEAD_LETTERS": True}
 
 

@@ -1,5 +1,5 @@
-"""The page "Running now": what handlers process, what is claimed, and what no worker
-runs."""
+"""The page "Running now": messages in handlers, claimed rows, and stages without a
+worker."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows(client: Client, heading: str) -> list[list[str]]:
 
 
 def entry(message_id: uuid.UUID, **changed: object) -> dict[str, object]:
-    """Return what a heartbeat writes of one message."""
+    """Return the entry that a heartbeat writes for one message."""
     return {
         "thread": "txmsg-orders.place-0",
         "stage": "orders.place",
@@ -104,7 +104,8 @@ def test_what_a_killed_worker_was_running_is_shown_as_such(
 
 @pytest.mark.django_db
 def test_entries_of_other_code_are_left_out(admin_client: Client) -> None:
-    """A rolling deployment runs two releases."""
+    """In a rolling deployment, another release may write entries that this one cannot
+    read."""
     message_id = uuid.uuid4()
     strange = [
         entry(message_id, message="none"),

@@ -1,4 +1,5 @@
-"""The pages of runs: the list, a run as a diagram, and the five acts."""
+"""The pages of runs: the list, the diagram of a run, and the operator's five
+actions."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def shop() -> Iterator[None]:
 
 @pytest.fixture
 def operator(somebody: Callable[..., Client]) -> Client:
-    """A user who may see runs with their states, and do all acts."""
+    """A user who may see runs with their states, and use all actions."""
     return somebody("view_run", "view_message_body", *RIGHTS)
 
 

@@ -1,4 +1,4 @@
-"""Tasks in the console and in the command: by name, their arguments masked."""
+"""Tasks in the admin and in the command are shown by name, with masked arguments."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def meaning_of_life() -> int:
 
 @task
 def lose_delivery() -> str:
-    """Finish when another worker has the message already, as after a long pause."""
+    """Lose the message to another worker before the task returns, as after a long
+    pause."""
     QueueMessage.objects.update(lease_token=uuid.uuid4())
     return "done"
 
@@ -53,7 +54,7 @@ def fail() -> None:
 
 @task
 def leave() -> None:
-    """Fail with an exception that is no Exception."""
+    """Raise SystemExit, which is not a subclass of Exception."""
     raise SystemExit("This Task failed due to SystemExit")
 
 
@@ -89,7 +90,7 @@ def return_number(text: str) -> Any:
 
 @task(takes_context=True)
 def own_id(context: Any) -> str:
-    """Return the id of its result."""
+    """Return the id of this task's result."""
     return str(context.task_result.id)
 
 
@@ -125,7 +126,7 @@ async def note_async(text: str) -> str:
 
 @task(takes_context=True)
 def fail_until(context: Any, attempt: int, text: str) -> int:
-    """Do work that fails until the task is tried for this time."""
+    """Do work, and fail until the attempt with the number `attempt`."""
     Effect.objects.create(name=text)
     if context.attempt < attempt:
         raise ValueError(f"attempt {context.attempt}")
@@ -140,7 +141,7 @@ def refuse() -> None:
 
 @task
 def ask_again() -> None:
-    """Request another attempt at some time."""
+    """Request another attempt at once."""
     raise Redeliver(after=0.0)
 
 
@@ -157,7 +158,7 @@ def die_once(text: str, marker: str) -> str:
 
 @task
 def lose_connection() -> str:
-    """Work until the server has closed the idle connection."""
+    """Let the server end this task's database connection."""
     import psycopg
 
     connection = transaction.get_connection()
@@ -168,4 +169,4 @@ def lose_connection() -> str:
 
 
 def no_task() -> None:
-    """A function that is no task, and must not be run."""
+    """A function that is not a task, and must not be run."""

@@ -1,4 +1,5 @@
-"""Business rows of the tests: what a view writes, and what a handler has done."""
+"""Business rows of the tests: orders that views write, and effects that handlers
+record."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A second admin site, beside Django's own, which a project has made for its
-operators."""
+"""A project's second admin site, which it has made for its operators."""
 
 from __future__ import annotations
 

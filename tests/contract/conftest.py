@@ -40,5 +40,5 @@ def served(request: pytest.FixtureRequest) -> Iterator[Party]:
 
 @pytest.fixture
 def allowed(destination: str) -> str:
-    """A destination that the user with limited permissions may use, too."""
+    """A destination that the user with limited permissions may use."""
     return f"{ALLOWED}{destination}"

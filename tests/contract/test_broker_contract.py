@@ -70,15 +70,15 @@ class OnServer(BrokerSuite):
 @pytest.mark.parametrize("server", BROKERS)
 class TestServers(OnServer):
     def refused(self, destination: str) -> Outgoing | None:
-        """RabbitMQ reads this header as a list of further queues, and refuses a
-        text."""
+        """Return a message that RabbitMQ refuses, because this header must be a
+        list."""
         if isinstance(self.server, ActiveMQ):
             return None
         return Outgoing(destination, {"CC": "no list"}, b"refused")
 
     def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
-        """Use a queue that is full and rejects more. (`test_refusals.py` uses another
-        ActiveMQ for this.)"""
+        """Use a queue that is full and rejects messages. (For ActiveMQ,
+        `test_refusals.py` does this with another server.)"""
         if isinstance(self.server, ActiveMQ):
             return None
         return self._full(destination)
@@ -113,7 +113,7 @@ if ELSEWHERE:
 
 
 def ship(broker: Broker, batch: list[Outgoing]) -> dict[bytes, BrokerError | None]:
-    """Send until each message has its outcome, as the relay does."""
+    """Send the messages again until each has its outcome, as the relay does."""
     outcomes: dict[bytes, BrokerError | None] = {}
     isolate = False
     for _ in range(2 * len(batch)):

@@ -53,8 +53,8 @@ def named(url: str, path: str = "tests.redis_broker.RedisBroker"):
 def test_stages_work_with_the_class_that_a_setting_names(
     redis: Redis, destination: str, mode: str
 ) -> None:
-    """One stage receives what the other sends; failures are redelivered and finally
-    buried."""
+    """The handler receives the messages that it sends. A failing message is redelivered
+    and finally buried."""
     got: list[int] = []
 
     def handler(message: Message) -> None:

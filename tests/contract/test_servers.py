@@ -28,7 +28,8 @@ Open = Callable[[str], Session]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Open sessions by URL; they are closed at the end of the test."""
+    """Return a function that opens a session by URL. The sessions are closed at the end
+    of the test."""
     with ExitStack() as stack:
         yield lambda url: stack.enter_context(make_broker("tested", url).open())
 

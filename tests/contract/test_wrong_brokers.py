@@ -26,14 +26,14 @@ Answers = list[BrokerError | None]
 
 
 class Wrong(RedisSession):
-    """A correct session; each subclass breaks one promise."""
+    """A correct session. Each subclass breaks one promise."""
 
     transacted = False
 
 
 class WrongBroker(RedisBroker):
-    """The URL's fragment names the class of its sessions, so that a process can create
-    the broker from alias and URL alone."""
+    """A broker whose URL names the class of its sessions in the fragment. So a process
+    can create the broker from alias and URL alone."""
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
@@ -136,7 +136,7 @@ class AcknowledgesAllBefore(Wrong):
 
 class NeverAcknowledges(Wrong):
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Send a duplicate of each message, endlessly."""
+        """Do nothing, so the broker delivers each message again and again."""
 
 
 class DeliversTwice(Wrong):

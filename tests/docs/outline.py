@@ -1,4 +1,4 @@
-"""The structure of an admin page, whatever rows it shows."""
+"""The structure of an admin page, without the contents of its rows."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def _written() -> str:
 
 
 def likeness(one: list[str], other: list[str]) -> float:
-    """Return the share that two pages have in common, from 0 to 1."""
+    """Return how similar two outlines are, from 0 to 1."""
     return len({*one} & {*other}) / max(1, len({*one} | {*other}))

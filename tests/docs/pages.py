@@ -60,8 +60,8 @@ def links(page: Path) -> Iterator[str]:
 
 
 def here(link: str) -> str:
-    """Return the path of the file if the address leads to one of our files. Other
-    addresses are returned unchanged."""
+    """If the link leads to one of our files on GitHub, return the file's path. Return
+    other links unchanged."""
     found = _AT_HOME.match(link)
     return str(ROOT / link[found.end() :]) if found else link
 

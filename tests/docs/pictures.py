@@ -85,7 +85,7 @@ print(json.dumps([letter.pk, str(letter.message_id), letter.fingerprint,
 
 
 def main() -> int:
-    """Run the example, and renew every picture."""
+    """Run the example project, and take every picture again."""
     demo = load_demo()
     with ExitStack() as stack:
         there = Path(stack.enter_context(tempfile.TemporaryDirectory()))

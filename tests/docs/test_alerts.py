@@ -1,4 +1,4 @@
-"""The alerts of the how-to use metrics and labels that a scrape has."""
+"""The alerts of the how-to use only metrics and labels that a scrape contains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ QUERIES += [target["expr"].replace("$__rate_interval", "5m") for target in TARGE
 
 @pytest.fixture
 def offered() -> dict[str, set[str]]:
-    """Return the series that a scrape can have, each with its labels."""
+    """Return the names of the series that a scrape can contain, each with its
+    labels."""
     registry = prometheus_client.CollectorRegistry()
     metrics.install(registry)
     found = {f"txmsg_{name}": _labels(name) for name in gauges.TEXTS}

@@ -1,4 +1,4 @@
-"""Lists on pages that repeat the code are complete, and contain nothing else."""
+"""Lists in the docs that repeat the code are complete, and contain nothing else."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def table(page: Path, heading: str) -> Iterator[list[str]]:
 
 
 def calls() -> Iterator[tuple[str, str]]:
-    """Return each call in the package of a function whose name begins with a text: the
-    name and the first argument."""
+    """Return the name and the first argument of each call in the package whose first
+    argument is a string."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and node.args:

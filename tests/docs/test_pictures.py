@@ -78,8 +78,7 @@ def test_every_picture_resembles_its_page(pages: dict[str, str]) -> None:
 
 
 def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None:
-    """An added or removed page might change the page's likeness too little to be
-    noticed."""
+    """The comparison of outlines might not notice that a page was added or removed."""
     known = {capfirst(model._meta.verbose_name_plural) for model in apps.get_models()}
     registered = {
         capfirst(model._meta.verbose_name_plural)

@@ -25,7 +25,7 @@ SOON = 30.0
 
 @pytest.fixture(scope="module")
 def permitted(rabbitmq: services.RabbitMQ) -> services.RabbitMQ:
-    """The node after the page's commands."""
+    """The RabbitMQ server after the commands of the page."""
     for command in COMMANDS:
         # As an argument: 4.3 cannot read it from a pipe.
         password = ["secret"] if command[0] == "add_user" else []
@@ -35,7 +35,7 @@ def permitted(rabbitmq: services.RabbitMQ) -> services.RabbitMQ:
 
 @pytest.fixture(scope="module", params=["stomp", "amqp"])
 def shop(request: pytest.FixtureRequest, permitted: services.RabbitMQ) -> Broker:
-    """The broker as the service `shop` may use it."""
+    """The broker, with the permissions of the service `shop`."""
     who = {"user": "shop", "password": "secret"}
     url = permitted.url(**who, dialect="rabbitmq")
     if request.param == "amqp":
@@ -51,7 +51,8 @@ def send(broker: Broker, destination: str) -> Any:
 
 
 def receives(broker: Broker, destination: str, subscriber: str | None = None) -> bool:
-    """Receive one message. Raise if it may not be read."""
+    """Return whether a message can be received. Raises an error without the permission
+    to read."""
     with broker.open(subscriber=subscriber) as session:
         session.subscribe(destination, prefetch=1, subscriber=subscriber)
         if subscriber:

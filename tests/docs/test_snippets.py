@@ -29,8 +29,8 @@ SHOWING = [
 
 @pytest.fixture
 def _shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The application that the pages use, and stages that are removed after the
-    page."""
+    """Provide the application that the pages import. Remove the stages of the page at
+    the end."""
     known = {stage.name for stage in stages.all_stages()}
     models = ModuleType("shop.models")
     models.Order = Order  # type: ignore[attr-defined]

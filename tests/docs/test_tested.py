@@ -44,7 +44,7 @@ def test_is_left_out():
 
 @pytest.fixture(scope="module")
 def what_ran() -> Any:
-    """The script as a module."""
+    """`scripts/what_ran.py` as a module."""
     spec = spec_from_file_location("what_ran", ROOT / "scripts" / "what_ran.py")
     assert spec
     assert spec.loader
@@ -60,7 +60,7 @@ def what_ran() -> Any:
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """Return the results of a run in which some tests failed."""
+    """Return the results of a pytest run in which some tests failed."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "test_mixed.py").write_text(MIXED)
     (folder / "test_broken.py").write_text("import there_is_no_such_module\n")

@@ -1,4 +1,4 @@
-"""One word for each thing: glossary words are in use, and dropped ones gone."""
+"""The docs use each word of the glossary, and no word that was dropped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DROPPED = re.compile(
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """Return everything that a person reads, except the glossary itself."""
+    """Return all texts for readers, except the glossary itself."""
     return "\n".join(path.read_text() for path in READ if path != GLOSSARY)
 
 
