@@ -1,4 +1,4 @@
-"""How the tables are emptied after a test that commits."""
+"""Empties the tables after a test that commits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _sql_flush = DatabaseOperations.sql_flush
 
 
 def delete_where_little_is() -> None:
-    """Let Django delete from tables with few pages, under the same lock, instead of
-    using TRUNCATE. TRUNCATE creates new files for each table and all its indexes, and
-    syncs them."""
+    """Let Django use DELETE instead of TRUNCATE for tables with few pages, under the
+    same lock. TRUNCATE creates new files for each table and all its indexes, and syncs
+    them."""
     DatabaseOperations.sql_flush = sql_flush
 
 
 def keep_permissions() -> None:
-    """Let Django keep the rows of permissions and content types instead of creating
-    them again. That took a quarter of a second in each test."""
+    """Let Django keep the rows of permissions and content types. Creating them again
+    took a quarter of a second in each test."""
     flush.sql_flush = flush_statements
     flush.emit_post_migrate_signal = lambda *_, **__: None
 
 
 def flush_statements(style: Any, connection: Any, **how: Any) -> list[str]:
-    """Return the statements that empty the tables, except those that are kept."""
+    """Return the statements that empty all tables, except permissions and content
+    types."""
     names = connection.introspection.django_table_names(
         only_existing=True, include_views=False
     )
@@ -44,7 +45,7 @@ def flush_statements(style: Any, connection: Any, **how: Any) -> list[str]:
 def sql_flush(
     self: DatabaseOperations, style: Any, tables: Sequence[str], **how: Any
 ) -> list[str]:
-    """Return the statements that empty the tables."""
+    """Return the statements that empty these tables."""
     if not tables or not how.get("allow_cascade") or how.get("reset_sequences"):
         return _sql_flush(self, style, tables, **how)
     with self.connection.cursor() as cursor:

@@ -1,8 +1,8 @@
-"""Real faults: processes killed, connections cut; and waiting without sleep.
+"""Real faults: killed processes and cut connections. And waiting without sleep.
 
 `manage()` starts `manage.py` commands as processes on the test's database. A test stops
 them with SIGTERM or kills them with SIGKILL. A hook in the process can stop it at the
-exact step at which it is killed.
+exact step at which the test kills it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def hang_here(line: str) -> NoReturn:
 
 
 class ManageProcess:
-    """A running `manage.py` command. When the `with` block is left, it is killed."""
+    """A running `manage.py` command. At the end of the `with` block it is killed."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class ManageProcess:
     ) -> None:
         """Start the command.
 
-        `txmsg` is merged over `settings.TXMSG` of the process. `hook` is the dotted
-        path of a function called there when the apps are ready: it may connect
-        receivers to signals, or replace a function by another one that calls
+        `txmsg` is merged over the process's `settings.TXMSG`. `hook` is the dotted path
+        of a function that the process calls when its apps are ready. The hook may
+        connect receivers to signals, or replace a function by one that calls
         `hang_here`.
         """
         self.arguments = arguments
@@ -122,12 +122,13 @@ class ManageProcess:
 
     @property
     def output(self) -> str:
-        """Everything it has written so far, on both streams."""
+        """Everything that the process has written so far, to stdout and stderr."""
         with self._changed:
             return "\n".join(self._lines)
 
     def wait_for_line(self, pattern: str, *, deadline: float = 60.0) -> str:
-        """Return the first line in which `pattern` is found."""
+        """Wait for a line that matches `pattern`, and return the first one. Raises
+        AssertionError at the deadline, or if the process ends before."""
         regex = re.compile(pattern)
 
         def found() -> str | None:
@@ -153,14 +154,15 @@ class ManageProcess:
         return code
 
     def succeed(self, *, deadline: float = 60.0) -> str:
-        """Wait for the end, check that the exit code is 0, and return the output."""
+        """Wait until the process exits, check that its exit code is 0, and return its
+        output."""
         code = self.wait(deadline=deadline)
         if code != 0:
             raise AssertionError(f"{self}: exit code {code}:\n{self.output}")
         return self.output
 
     def terminate(self) -> None:
-        """Send SIGTERM, after which the process drains and exits."""
+        """Send SIGTERM. The process then drains and exits."""
         self.process.send_signal(signal.SIGTERM)
 
     def interrupt(self) -> None:
@@ -173,7 +175,7 @@ class ManageProcess:
         self.process.wait(30)
 
     def pause(self) -> None:
-        """Send SIGSTOP, which stops the process, while its lease goes on."""
+        """Suspend the process with SIGSTOP. Its leases run out meanwhile."""
         self.process.pause()
 
     def resume(self) -> None:
@@ -181,7 +183,7 @@ class ManageProcess:
         self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the process, if it runs, and its children."""
+        """Kill the process, if it is running, and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait(30)

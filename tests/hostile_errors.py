@@ -8,7 +8,7 @@ from django.core.exceptions import ValidationError
 
 
 class SilentError(LookupError):
-    """An exception whose text raises, in several ways."""
+    """An exception whose `str()`, `repr()` and `format()` raise."""
 
     def __str__(self) -> str:
         raise KeyError("no text")
@@ -31,7 +31,7 @@ class NoTextError(LookupError):
 
 
 class UntracedError(LookupError):
-    """An exception of which no traceback can be formatted."""
+    """An exception whose traceback cannot be formatted."""
 
     @property
     def _hidden(self) -> Any:
@@ -57,15 +57,15 @@ class NamelessError(LookupError, metaclass=_Nameless):
 
 
 class DurableError(RuntimeError, LookupError):
-    """An exception that raises when its class is checked."""
+    """An exception whose `str()` raises. It has two base classes."""
 
     def __str__(self) -> str:
         raise KeyError("no text")
 
 
 def misspelt() -> ValidationError:
-    """Return an exception of Django. Its text lacks a parameter, so reading the text
-    raises."""
+    """Return a ValidationError whose text raises, because a parameter of the text is
+    missing."""
     return ValidationError("%(value)s is no colour", params={"vlaue": 1})
 
 

@@ -95,7 +95,7 @@ _FILE = re.compile(r"# (\S+\.py)\n")
 
 @dataclass
 class Project:
-    """A project that is written from a page, and its commands."""
+    """The project that is written from a page, and commands to run it."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Project:
         return done.stdout
 
     def environ(self) -> dict[str, str]:
-        """Return a user's environment."""
+        """Return the environment variables of a user."""
         ours = ("DJANGO_", "TXMSG_", "PYTEST_", "COVERAGE_")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         return {
@@ -153,7 +153,7 @@ class Project:
             self._part(tree, code)
 
     def _part(self, tree: ast.Module, code: str) -> None:
-        """Distribute the statements of a block to the project's files."""
+        """Distribute a block's statements over the project's files."""
         executing = False
         for node in tree.body:
             kind, source = _kind(node), _source(node, code)

@@ -30,7 +30,7 @@ UNTYPED = ("python -m venv", "pip install", "python manage.py createsuperuser",
 @dataclass
 class Typist:
     """Follows a page literally, in a new folder, with the programs of one environment.
-    Processes that the page starts run until the end of the block."""
+    Processes that a block of the page starts run until the end of the `with` block."""
 
     folder: Path
     programs: Path
@@ -51,8 +51,8 @@ class Typist:
             process.wait(60)
 
     def follow(self, page: Path, since: str = "", until: str = "") -> dict[str, str]:
-        """Execute the page, block by block. If `since` or `until` is given, begin or
-        end at that line. Returns the outputs of the commands that have ended."""
+        """Execute the page, block by block, from the line `since` to the line `until`.
+        Both are optional. Returns the outputs of the commands that have ended."""
         outputs = {}
         text = page.read_text()
         begin = text[: text.index(since)].count("\n")
@@ -93,7 +93,7 @@ class Typist:
             file.write(rest)
 
     def interrupt(self, command: str) -> None:
-        """Press Ctrl-C, and check that the command ends regularly."""
+        """Press Ctrl-C, and check that the command exits without an error."""
         self.running[command].send_signal(signal.SIGINT)
         assert self.running.pop(command).wait(60) == 0, self.said(command)
 
@@ -116,8 +116,8 @@ class Typist:
         return self.folder / f"{command.replace(' ', '-')}.txt"
 
     def start(self, command: str) -> None:
-        """Start a command that runs until it is stopped, and wait for its first
-        line."""
+        """Start a command that runs until it is stopped, and wait for its first line of
+        output."""
         typed = command
         if command.endswith("runserver"):
             typed = f"{command} 127.0.0.1:{self.port}"

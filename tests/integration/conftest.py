@@ -1,4 +1,4 @@
-"""Settings under which a test waits for nothing."""
+"""Settings that let tests run without long waits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.running import txmsg
 
 @pytest.fixture
 def impatient() -> Iterator[None]:
-    """The package's settings for the tests of its core."""
+    """The package's settings in these tests."""
     with txmsg():
         yield

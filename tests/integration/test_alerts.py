@@ -1,4 +1,5 @@
-"""Each alert is raised once and ended once, over every channel, by any process."""
+"""Each alert is reported once when it begins and once when it ends, over every channel,
+by any process."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ MAIL = "ops@example.com"
 
 
 class Receiver(ThreadingHTTPServer):
-    """A webhook that records its calls. It answers with the statuses in `answers`, one
-    for each call, and with 204 after the last of them. For the status 0 it sends no
+    """A webhook that records its calls. It answers each call with the next status in
+    `answers`, and with 204 after the last of them. For the status 0 it does not
     answer."""
 
     daemon_threads = True
@@ -161,8 +162,8 @@ def test_a_refused_alert_is_delivered_later_and_its_end_only_after_it(
 
 
 class Refusing(BaseEmailBackend):
-    """A mail backend that raises its own kind of exception, as backends of mail
-    providers do."""
+    """A mail backend that raises its own type of exception, like those of mail
+    providers."""
 
     def send_messages(self, email_messages: Any) -> int:
         raise LookupError("the provider refuses")

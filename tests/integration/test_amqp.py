@@ -1,5 +1,5 @@
-"""RabbitMQ over AMQP: its queues and topics, returned messages, and messages shared
-with STOMP."""
+"""RabbitMQ over AMQP: queues, topics, returned messages, and messages that cross
+between AMQP and STOMP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ Open = Callable[..., Session]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Open sessions by URL; they end with the test."""
+    """Return a function that opens a session by URL. The sessions are closed at the end
+    of the test."""
     with ExitStack() as stack:
 
         def open_(url: str, **options: Any) -> Session:
@@ -52,7 +53,7 @@ def opened() -> Iterator[Open]:
 
 @pytest.fixture
 def bare(rabbitmq: RabbitMQ) -> Iterator[amqp.Channel]:
-    """A channel of a foreign client."""
+    """An AMQP channel of a client other than ours."""
     link = amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD)
     with link:
         yield link.channel()
@@ -132,8 +133,8 @@ def test_a_queue_that_is_there_is_taken_as_it_is(
 def test_stage_cannot_subscribe_to_a_stream(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """Ten messages were sent before the consumer subscribed: none arrives, and RabbitMQ
-    reports no error."""
+    """A consumer of a stream would get none of the messages that were sent before, and
+    RabbitMQ would report no error."""
     bare.queue_declare(
         destination,
         durable=True,
@@ -172,8 +173,8 @@ def test_a_stage_on_a_stream_reports_it_and_waits(
 def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
     rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
 ) -> None:
-    """RabbitMQ confirms messages to such a queue, and deletes them when that connection
-    ends."""
+    """RabbitMQ confirms messages to such a queue, and deletes them when the other
+    connection ends."""
     session = opened(rabbitmq_amqp.url())
     with amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD) as other:
         other.channel().queue_declare(destination, exclusive=True)
@@ -190,8 +191,8 @@ def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
 def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
     rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
 ) -> None:
-    """The relay once ended in this case, because it read RabbitMQ's closing frame
-    before the next write."""
+    """The send returns the error as the message's outcome. The relay once crashed
+    here."""
     session = opened(rabbitmq_amqp.url())
     assert session.send([Outgoing(destination, {}, b"1")]) == [None]
     rabbitmq.close_all_connections()
@@ -203,8 +204,8 @@ def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
 def test_queue_declared_concurrently_is_used_as_it_is(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """Between our check and our declaration, another client declares the queue with
-    another type. The session uses that queue."""
+    """Another client declares the queue with another type, after our check and before
+    our declaration. The session uses that queue."""
     with Proxy(rabbitmq_amqp.port) as proxy, ThreadPoolExecutor(1) as pool:
         quick = opened(rabbitmq_amqp.url(queue_type="classic"))
         slow = opened(rabbitmq_amqp.url(port=proxy.port))
@@ -247,7 +248,7 @@ def test_returned_message_is_refused_alone_and_its_queue_redeclared(
     destination: str,
     isolate: bool,
 ) -> None:
-    """The queue is deleted behind the session's back."""
+    """The queue is deleted while the session believes that it exists."""
     gone, stays = f"{destination}.gone", f"{destination}.stays"
     session = opened(rabbitmq_amqp.url())
     batch = [
@@ -354,8 +355,8 @@ def test_group_acknowledgement_skips_open_deliveries(
 def test_delivery_counted_or_dead_lettered_by_the_broker_is_a_redelivery(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """The message comes from a quorum queue, or from a dead-letter queue that leads
-    back."""
+    """The message comes from a quorum queue, or from a dead-letter queue that returns
+    it to its first queue."""
     back = f"{destination}.back"
     bare.queue_declare(
         destination, durable=True, auto_delete=False,
@@ -400,8 +401,8 @@ def test_a_queue_that_is_deleted_ends_its_consumers_session(
 def test_subscription_ends_if_its_channel_ends_during_a_send(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """RabbitMQ's consumer_timeout ends a channel. After that, no thread may wait for
-    deliveries, because none can arrive."""
+    """RabbitMQ's consumer_timeout closes a channel. No thread may wait for deliveries
+    on it."""
     session = opened(rabbitmq_amqp.url())
     elsewhere = Outgoing(f"{destination}.other", {}, b"y")
     assert session.send([elsewhere]) == [None]
@@ -449,8 +450,8 @@ def test_a_subscription_in_use_is_not_deleted(
 def test_heart_beats_flow_while_the_session_s_thread_is_busy(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """The session neither reads nor writes for longer than RabbitMQ waits for a
-    heartbeat."""
+    """The session's thread neither reads nor writes for longer than RabbitMQ waits for
+    a heartbeat."""
     session = opened(rabbitmq_amqp.url(heartbeat="1"))
     assert session.send([Outgoing(destination, {}, b"x")]) == [None]
     session.subscribe(destination, prefetch=1)
@@ -494,7 +495,8 @@ def test_queue_deleted_before_the_commit_is_redeclared_for_returned_messages(
 def test_only_returned_messages_are_resent_after_the_commit(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """Messages with one body go to three queues, one of which has been deleted."""
+    """Messages with the same body go to two queues and a topic. One of the queues has
+    been deleted."""
     gone, stays = f"{destination}.gone", f"{destination}.stays"
     session = opened(rabbitmq_amqp.url(), transacted=True)
     session.subscribe(destination, prefetch=1)
@@ -528,7 +530,7 @@ def of_sender(delivery: Delivery) -> dict[str, str]:
 def test_a_message_is_the_same_by_either_protocol(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """The queue was declared by STOMP."""
+    """The queue was declared over STOMP."""
     urls = (rabbitmq.url(), rabbitmq_amqp.url())
     for url in urls:
         assert opened(url).send([Outgoing(destination, HEADERS, b"{}")]) == [None]
@@ -545,7 +547,8 @@ def test_a_message_is_the_same_by_either_protocol(
 def test_stomp_sends_nothing_that_amqp_has_no_place_for(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """RabbitMQ would hang up on every AMQP consumer of the message, again and again."""
+    """Otherwise RabbitMQ would close the connection of every AMQP consumer that gets
+    the message."""
     name, correlation_id = Outgoing(destination, {"n" * 256: "x"}, b""), "é" * 255
     media_type = Outgoing(destination, {"content-type": "a/" + "b" * 254}, b"")
     headers = {"correlation-id": correlation_id, "x": "y" * 999}
@@ -608,7 +611,8 @@ def test_stomp_uses_a_queue_that_amqp_made(
     destination: str,
     kind: str,
 ) -> None:
-    """The URL has to name a quorum queue, because STOMP would declare a classic one."""
+    """For a quorum queue, the URL must name the queue as `existing`. Otherwise STOMP
+    would declare a classic queue."""
     maker = opened(rabbitmq_amqp.url(queue_type=kind))
     assert maker.send([Outgoing(destination, {}, b"by amqp")]) == [None]
     options = {"existing": "other,tests.*"} if kind == "quorum" else {}
@@ -630,8 +634,8 @@ def test_a_topics_subscriber_goes_back_to_stomp_if_its_queue_is_classic(
     destination: str,
     kind: str,
 ) -> None:
-    """`existing` does not help: STOMP always declares the queue of a subscription. The
-    queue's messages stay for AMQP."""
+    """For a quorum queue, STOMP fails even with `existing`, because it always declares
+    a subscription's queue. The messages stay there for AMQP."""
     topic, name = f"topic:{destination}", f"{destination}.subscriber"
     url = rabbitmq_amqp.url(queue_type=kind)
     before = opened(url)
@@ -696,8 +700,8 @@ def test_headers_become_text_or_a_problem(
 def test_a_message_to_several_queues_goes_back_to_the_one_it_came_from(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """RabbitMQ reads the header as a list of queues, and refuses a copy in which it is
-    text."""
+    """RabbitMQ expects a list of queues in the header CC, and refuses a copy whose
+    header is text."""
     copied = f"{destination}.copied"
     session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
     session.subscribe(destination, prefetch=2)

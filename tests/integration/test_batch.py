@@ -1,5 +1,5 @@
-"""Many messages in one transaction: each fails alone, and their messages leave
-together."""
+"""A batch runs in one transaction. A failing message fails alone, and the others'
+messages are sent together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def effect(message: Message) -> None:
 
 
 def failing(bad: object, error: type[Exception] = ValueError) -> Handler:
-    """Return a handler that leaves its effect, and then fails for one body."""
+    """Return a handler that records an effect, and then fails if the body is `bad`."""
 
     def handler(message: Message) -> None:
         effect(message)
@@ -148,8 +148,8 @@ def test_a_failed_member_succeeds_at_its_second_attempt_alone(mode: str) -> None
 
 
 def test_an_operational_error_costs_only_its_member_an_attempt() -> None:
-    """A deadlock or lock time-out is a failure of that message, and no outage. No
-    attempt may be counted for the other messages."""
+    """A deadlock or a lock time-out is a failed attempt of that message, not an outage.
+    The other messages count no attempt."""
     with declared(failing(1, OperationalError), batch=10) as stage:
         send_many(stage.destination, [0, 1, 2])
         step(stage, times=4)
@@ -159,8 +159,8 @@ def test_an_operational_error_costs_only_its_member_an_attempt() -> None:
 
 
 def test_redelivered_messages_run_outside_of_a_batch() -> None:
-    """A message that kills its worker affects the other messages of its batch once. Its
-    next attempt runs alone."""
+    """If a message kills its worker, the batch's other messages are affected only once.
+    The next attempt of each message runs outside the batch."""
     together: list[int] = []
     attempts: list[list[int]] = []
 

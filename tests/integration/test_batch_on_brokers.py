@@ -1,4 +1,4 @@
-"""A batch on brokers that run as a server: a failing message fails alone."""
+"""Batches on brokers that run as a server. A failing message fails alone."""
 
 from __future__ import annotations
 

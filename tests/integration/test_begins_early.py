@@ -1,4 +1,4 @@
-"""The statement that counts an attempt begins the stage's transaction as well."""
+"""One statement counts the attempt and begins the stage's transaction."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 @pytest.mark.postgresql
 def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
-    """One round trip counts the attempt and begins the stage's work, but these are two
-    transactions."""
+    """The attempt is counted in one transaction, and the stage's work is another. Both
+    take one round trip."""
     statements: list[str] = []
 
     def note(execute: Any, sql: str, *rest: Any) -> Any:
@@ -59,8 +59,8 @@ def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
 @pytest.mark.postgresql
 @pytest.mark.parametrize("own", [None, "read committed"])
 def test_a_stage_without_a_level_has_its_connections_level(own: Any) -> None:
-    """OPTIONS sets the isolation level. It applies to the first message of a connection
-    and to later ones."""
+    """OPTIONS sets the connection's isolation level. The level applies to the first
+    message and to later ones."""
     seen: list[str] = []
 
     def handler(message: Message) -> None:

@@ -1,5 +1,4 @@
-"""Large bodies travel over every broker; header blocks that are too large are
-refused."""
+"""Every broker carries large bodies. Header blocks that are too large are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ MEGABYTES = 5
 
 @pytest.fixture(autouse=True, params=["activemq", "rabbitmq"])
 def broker(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make each of the brokers the default one in turn."""
+    """Make each broker the default in turn."""
     server: StompServer = request.getfixturevalue(request.param)
     with txmsg(BROKERS={"default": {"URL": server.url()}}):
         yield

@@ -1,8 +1,8 @@
-"""Facts about real brokers that the design depends on, and that no manual states.
+"""Facts about real brokers on which the design depends, and which no manual states.
 
-These tests query the brokers, not our code: a raw client writes the frames and reads
-the answers. If one fails, a broker has changed, and `docs/explanation/broker-facts.md`
-and a dialect must change with it.
+These tests check the brokers, not our code: a raw client writes frames and reads the
+answers. If a test fails, a broker has changed. Then `docs/explanation/broker-facts.md`
+and a dialect must change too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Client = Callable[..., RawClient]
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    """Connect raw clients, closed with the test."""
+    """Return a function that connects a raw client. The clients are closed at the end
+    of the test."""
     with ExitStack() as stack:
 
         def connect(server: StompServer, user: str = USER) -> RawClient:
@@ -57,7 +58,8 @@ def client() -> Iterator[Client]:
 
 
 def queue(prefix: str = ALLOWED) -> str:
-    """Return the name of an unused queue that the limited user may use too."""
+    """Return a new queue's address. The user with limited permissions may use queues
+    with the default prefix."""
     return f"/queue/{prefix}{uuid.uuid4().hex}"
 
 
@@ -68,14 +70,14 @@ def send(
     headers: Mapping[str, str] | None = None,
     **more: str,
 ) -> None:
-    """Write a SEND with the keywords as headers. It is persistent unless `headers` are
-    given."""
+    """Send a SEND frame. `more` are further headers. Without `headers`, the message is
+    persistent."""
     chosen = STORED if headers is None else headers
     client.send("SEND", {"destination": destination, **chosen}, body, **more)
 
 
 def read_to(client: RawClient, receipt: str) -> list[str]:
-    """Read frames up to this receipt, and return a short name for each."""
+    """Read frames until this receipt arrives, and return a short name for each."""
     found: list[str] = []
     while receipt not in found:
         frame = client.next()
@@ -85,15 +87,15 @@ def read_to(client: RawClient, receipt: str) -> list[str]:
 
 
 def short(frame: Frame) -> str:
-    """Return a short name for a frame: of a RECEIPT its receipt id, of another frame
-    its command and receipt id."""
+    """Return a short name for a frame: the receipt id of a RECEIPT, otherwise the
+    command and the receipt id."""
     receipt = frame.headers.get("receipt-id", "-")
     return receipt if frame.command == "RECEIPT" else f"{frame.command} {receipt}"
 
 
 def contents(client: RawClient, destination: str) -> list[bytes]:
-    """Receive all messages of a queue. This function sends one more message, which
-    marks the end."""
+    """Receive all messages of a queue. A message that this function sends marks the
+    end."""
     send(client, destination, b"end", receipt="end put")
     read_to(client, "end put")
     client.send("SUBSCRIBE", id="all", destination=destination, ack="auto")
@@ -111,8 +113,8 @@ def contents(client: RawClient, destination: str) -> list[bytes]:
 def test_activemq_commits_the_rest_when_a_send_with_receipt_failed(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """A client must count the refusals and ABORT, because the broker commits the
-    rest."""
+    """The broker stores the other messages. So a client must count the refusals, and
+    ABORT."""
     producer, name = client(activemq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -130,8 +132,8 @@ def test_activemq_commits_the_rest_when_a_send_with_receipt_failed(
 def test_activemq_refuses_the_commit_when_a_send_without_receipt_failed(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The relay relies on this: only COMMIT asks for a receipt, for all messages or
-    none."""
+    """The relay relies on this. It requests a receipt only for COMMIT, which covers all
+    messages or none."""
     producer, name = client(activemq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -149,9 +151,9 @@ def test_activemq_refuses_the_commit_when_a_send_without_receipt_failed(
 def test_activemq_keeps_a_transaction_whose_commit_it_refused(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The broker no longer knows the transaction's name, so ABORT cannot end it, and
-    its acknowledged messages cannot be acknowledged again. Only the end of the
-    connection releases them."""
+    """The transaction's name is already gone, so ABORT cannot end it. Its acknowledged
+    messages cannot be acknowledged again. Only the end of the connection releases
+    them."""
     name = queue()
     send(client(activemq), name, b"one")
     consumer = client(activemq, LIMITED_USER)
@@ -178,7 +180,7 @@ def test_activemq_keeps_a_transaction_whose_commit_it_refused(
 def test_rabbitmq_closes_the_connection_on_a_forbidden_send_and_stores_nothing(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """The queue is declared when the SEND arrives, before any COMMIT."""
+    """RabbitMQ declares the queue when SEND arrives, before any COMMIT."""
     producer, name = client(rabbitmq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t", receipt="begin")
@@ -210,7 +212,8 @@ def test_rabbitmq_commits_the_rest_when_a_destination_was_malformed(
 def test_rabbitmq_confirms_a_commit_that_stored_half_of_the_transaction(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """Frames are replayed one by one: COMMIT's receipt proves nothing."""
+    """RabbitMQ executes the frames one by one at the COMMIT, so the receipt of COMMIT
+    proves nothing."""
     producer, name = client(rabbitmq), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -245,8 +248,8 @@ def test_activemq_sends_a_receipt_inside_a_transaction_before_the_commit(
 def test_rabbitmq_sends_a_receipt_inside_a_transaction_only_after_the_commits(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """A client that waits for it before COMMIT waits for ever. A barrier shows that the
-    frame arrived."""
+    """A client that waits for the SEND's receipt before COMMIT waits for ever. A second
+    transaction's receipt shows that RabbitMQ has read the SEND."""
     producer, name = client(rabbitmq), queue()
 
     producer.send("BEGIN", transaction="t", receipt="begin")
@@ -283,7 +286,8 @@ def test_rabbitmq_never_sends_the_receipts_of_an_aborted_transaction(
 def test_activemq_sends_receipts_in_order_while_no_queue_is_full(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """Big and small messages, persistent and not, are sent to queues and to a topic."""
+    """Large and small messages, persistent and not, are sent to queues and to a
+    topic."""
     producer = client(activemq)
     names = [queue(), queue(), queue().replace("/queue/", "/topic/")]
 
@@ -302,8 +306,8 @@ def test_activemq_sends_receipts_in_order_while_no_queue_is_full(
 def test_activemq_lets_later_receipts_overtake_those_of_a_full_queue(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """ActiveMQ holds back a SEND to a full queue without an answer. It handles later
-    frames of the connection."""
+    """ActiveMQ does not answer a SEND to a full queue, and handles later frames of the
+    connection meanwhile."""
     producer, full, roomy = client(activemq), queue(CRAMPED), queue()
 
     for number in range(TOO_MANY):
@@ -324,7 +328,7 @@ def test_activemq_lets_later_receipts_overtake_those_of_a_full_queue(
 def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """So a client must commit only when it has each receipt of the transaction."""
+    """So a client must not commit before it has every receipt of the transaction."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -350,7 +354,7 @@ def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
 def test_activemq_answers_a_barrier_while_a_send_with_receipt_waits(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """A barrier proves that earlier frames without a receipt were handled. It proves
+    """The answer proves that earlier frames without a receipt were handled. It proves
     nothing about frames with a receipt."""
     filler, producer = client(activemq), client(activemq)
     full, other = queue(CRAMPED), queue()
@@ -372,7 +376,8 @@ def test_activemq_answers_a_barrier_while_a_send_with_receipt_waits(
 def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The relay relies on this: with COMMIT's receipt, the whole batch is stored."""
+    """The relay relies on this: when the receipt of COMMIT arrives, the whole batch is
+    stored."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -394,11 +399,11 @@ def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
 
 
 def take(client: RawClient, destination: str, count: int) -> list[bytes]:
-    """Receive at least that many messages from a queue, which makes room for the
-    blocked ones.
+    """Receive at least `count` messages from a queue, so that it accepts blocked
+    messages.
 
-    Messages that arrive before we disconnect are received too, and returned: they are
-    no longer in the queue.
+    Messages that arrive before the UNSUBSCRIBE are returned too, because they are no
+    longer in the queue.
     """
     client.send("SUBSCRIBE", id="some", destination=destination, ack="auto")
     bodies = [client.expect("MESSAGE").body for _ in range(count)]
@@ -421,7 +426,7 @@ def take(client: RawClient, destination: str, count: int) -> list[bytes]:
 def test_rabbitmq_sends_receipts_out_of_order_over_two_queues(
     rabbitmq: RabbitMQ, client: Client, of_odd_ones: dict[str, str], size: int
 ) -> None:
-    """Each receipt arrives once; only the order is not guaranteed."""
+    """Each receipt arrives once, in any order."""
     overtaken = 0
     for _ in range(20):
         producer, names = client(rabbitmq), [queue(), queue()]
@@ -490,7 +495,7 @@ def test_rabbitmq_confirms_unroutable_messages(
 def test_rabbitmq_receipts_a_subscribe_it_has_just_refused(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """The ERROR before the receipt is the answer. The connection ends."""
+    """The ERROR comes before the receipt, and the connection ends."""
     consumer = client(rabbitmq, LIMITED_USER)
     consumer.send("SUBSCRIBE", id="s", destination=FORBIDDEN, receipt="subscribed")
     assert [short(frame) for frame in consumer.drain(30)] == ["ERROR -", "subscribed"]
@@ -500,8 +505,8 @@ def test_rabbitmq_receipts_a_subscribe_it_has_just_refused(
 def test_rabbitmq_confirms_messages_to_a_deleted_queue(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """A connection declares a queue only once, so never delete a queue while a relay
-    runs."""
+    """RabbitMQ declares a queue only once for each connection. So never delete a queue
+    while a relay runs."""
     producer, name = client(rabbitmq), queue()
     send(producer, name, b"before", receipt="before")
     read_to(producer, "before")
@@ -549,8 +554,8 @@ def quorum_queue(channel: amqp.Channel, **arguments: object) -> str:
 
 
 def returned(channel: amqp.Channel, *names: str) -> str:
-    """Receive the queue's message, return it to the queue, and return the queue's
-    name."""
+    """Receive the queue's message, return it to the queue, and return the queue's name.
+    Return "" if no message is there."""
     for name in names:
         if message := channel.basic_get(name):
             channel.basic_reject(message.delivery_tag, requeue=True)
@@ -559,8 +564,8 @@ def returned(channel: amqp.Channel, *names: str) -> str:
 
 
 def deliveries(channel: amqp.Channel, name: str, grave: str) -> int:
-    """Return how often a message is delivered before it is dead-lettered, at most
-    30."""
+    """Return how often a message is delivered before it is dead-lettered. The count
+    stops at 30."""
     for number in range(30):
         came: list[str] = []
 
@@ -591,8 +596,7 @@ def test_a_quorum_queue_of_rabbitmq_4_drops_a_message_after_21_deliveries(
 def test_rabbitmq_4_3_delays_returned_messages_by_the_queues_rule(
     rabbitmq: RabbitMQ, channel: amqp.Channel
 ) -> None:
-    """The delay grows by `min` each time, up to `max`. All messages have the same
-    delays."""
+    """The delay starts at the queue's `min` and grows up to its `max`."""
     name = quorum_queue(
         channel,
         x_delayed_retry_type="all",
@@ -612,7 +616,7 @@ def test_rabbitmq_4_3_delays_returned_messages_by_the_queues_rule(
 def test_rabbitmq_4_3_answers_who_may_not_configure_as_if_the_queue_was_there(
     rabbitmq: RabbitMQ,
 ) -> None:
-    """Before 4.3 a passive declaration needed no permission, and showed whether the
+    """Before 4.3, a passive declaration needed no permission, and revealed whether the
     queue exists."""
     with amqp.Connection(
         f"127.0.0.1:{rabbitmq.amqp_port}", userid=LIMITED_USER, password=PASSWORD

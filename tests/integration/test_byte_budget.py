@@ -1,4 +1,4 @@
-"""The bodies that one claim loads into memory are limited in bytes, not only in
+"""One claim loads a limited number of bytes into memory, not only a limited number of
 rows."""
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def test_large_messages_leave_in_order(key: str | None) -> None:
 
 
 class Counted(DatabaseBroker):
-    """The embedded broker, which counts the bytes that are being sent at a time."""
+    """The embedded broker, which measures the bytes that all sessions send at the same
+    time."""
 
     lock, now, most = threading.Lock(), 0, 0
 
@@ -100,8 +101,7 @@ class Counted(DatabaseBroker):
 def test_lanes_hold_no_more_together_and_leave_nothing(
     sizes: list[int], most: int
 ) -> None:
-    """Each of four lanes once had the whole budget, so together they loaded four times
-    as much."""
+    """All lanes share one budget."""
     Counted.most = 0
     with txmsg(BROKERS={"default": {"BACKEND": f"{__name__}.Counted"}}):
         store(*sizes)
@@ -127,7 +127,8 @@ def test_prefetch_is_limited_in_bytes() -> None:
 
 @pytest.fixture
 def sessions() -> Iterator[Callable[[], DatabaseSession]]:
-    """Open sessions that consume one queue, as the threads of a stage do."""
+    """Return a function that opens a session on one queue, like the threads of a
+    stage."""
     claimed_bytes._claims.clear()  # sessions that another test has not closed
     broker = DatabaseBroker("default", "database://?poll=0.01")
     with ExitStack() as stack:
@@ -173,8 +174,8 @@ def test_the_sessions_of_a_process_hold_one_large_body_and_small_ones_go_on(
 def test_a_body_above_the_limit_is_claimed_although_there_are_always_others(
     sessions: Callable[[], DatabaseSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With three sessions, a body of 400 bytes counts as large, and two such bodies fit
-    at a time."""
+    """With three sessions, a body of 400 bytes is large. Two of them fit at the same
+    time."""
     first, second, third = sessions(), sessions(), sessions()
     queue(400, 400, 5000, 400)
     one, other = first.receive(0), second.receive(0)
@@ -214,9 +215,8 @@ def test_a_batch_holds_no_more_than_the_share_of_its_session(
 
 @pytest.mark.postgresql
 def test_a_large_message_that_another_lane_looks_at_is_not_left_behind() -> None:
-    """The other lane may not claim the message. When it tries, it locks the row for a
-    moment. Meanwhile SKIP LOCKED hides the row from the lane that may claim the
-    message."""
+    """Another lane tries to claim the message, may not, and locks its row for a moment.
+    Meanwhile SKIP LOCKED hides the row from the lane that may claim it."""
     store(5000)
     budget, looks = Budget(8), iter([True])
 

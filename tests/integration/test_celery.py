@@ -28,7 +28,7 @@ Start = Callable[..., Path]
 
 @pytest.fixture
 def celery(tmp_path: Path, rabbitmq: RabbitMQ, destination: str) -> Iterator[Start]:
-    """Start Celery's worker; each process ends with the test."""
+    """Return a function that starts a Celery worker. The workers end with the test."""
     started: list[subprocess.Popen[bytes]] = []
     url = f"amqp://{USER}:{PASSWORD}@127.0.0.1:{rabbitmq.amqp_port}//"
 

@@ -1,6 +1,6 @@
-"""A task called inside a transaction becomes a row of the outbox with the message that
-Celery would have sent. Neither the broker nor the result backend is contacted: both are
-down here."""
+"""A task called inside a transaction becomes a row of the outbox, with the message that
+Celery would have sent. The call contacts neither the broker nor the result backend.
+Both are down in these tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DOWN = "redis://127.0.0.1:1/0"
 
 @pytest.fixture(autouse=True)
 def celery() -> Iterator[None]:
-    """The app's broker and its result backend are down."""
+    """Make the app's broker and its result backend unreachable."""
     before = {name: app.conf[name] for name in ("broker_url", "result_backend")}
     app.conf.update(broker_url="amqp://127.0.0.1:1//", result_backend=DOWN)
     app.conf.result_backend_transport_options = {"retry_policy": {"max_retries": 0}}
@@ -65,13 +65,14 @@ def celery() -> Iterator[None]:
 
 
 def through(path: str, **more: Any) -> override_settings:
-    """Return settings in which the Celery app at `path` has a broker."""
+    """Return settings with a broker that sends through the Celery app at `path`."""
     brokers = {**IMPATIENT["BROKERS"], "celery": {"URL": f"celery://{path}"}}
     return txmsg(BROKERS=brokers, **more)
 
 
 def stored() -> list[tuple[str, Any, Publication]]:
-    """Return the task's name, its arguments and its message, of each row."""
+    """Return the task's name, its arguments and its Celery message, for each row of the
+    outbox."""
     found = []
     for row in OutboxMessage.objects.order_by("id"):
         assert row.broker == "celery"
@@ -135,8 +136,8 @@ def test_outside_of_a_transaction_a_call_is_an_error_if_settings_require_one() -
 def test_calls_by_a_worker_itself_need_no_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Celery calls the error links of a task whose time is up in the worker's main
-    process."""
+    """When a task exceeds its time limit, Celery calls its error links in the worker's
+    main process."""
     app.conf.result_backend = None
     forget_connections()
     monkeypatch.setattr(app.loader, "worker_initialized", True)
@@ -177,7 +178,7 @@ ELSEWHERE = {
     "url", ["redis://127.0.0.1:1/5", "amqp://127.0.0.1:1/other", "amqp://127.0.0.1:2//"]
 )
 def test_stored_task_never_goes_to_another_broker(by: str, url: str) -> None:
-    """The call is refused, because the row's app would send the task to its own broker,
+    """The call is refused. The relay would send the row to the broker of its own app,
     perhaps to a queue without a consumer."""
     calls: list[Callable[..., Any]] = [
         lambda **given: add.apply_async((1, 2), **given),

@@ -1,4 +1,4 @@
-"""The deliveries of a OnceTask, one by one. Each runs as in a Celery worker."""
+"""Single deliveries of a OnceTask, each executed as in a Celery worker."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = committing
 
 @pytest.fixture(autouse=True)
 def celery() -> Iterator[None]:
-    """The app sends into this process's memory."""
+    """Let the app send to an in-memory broker."""
     before = app.conf.broker_url
     app.conf.broker_url = "memory://"
     forget_connections()
@@ -51,7 +51,7 @@ def celery() -> Iterator[None]:
 
 
 def once_task(work: Any, **options: Any) -> Any:
-    """Return a OnceTask that runs the function, under a unique name."""
+    """Return a OnceTask that calls `work`. Its name is unique."""
     name = f"tests.once.{uuid.uuid4().hex}"
     work.__name__ = "work"  # Celery writes code with it, which no lambda's is
     return app.task(work, name=name, base=OnceTask, shared=False, **options)
@@ -91,7 +91,7 @@ def away() -> Iterator[None]:
 
 
 def sent() -> list[Any]:
-    """Receive the messages in the app's queue."""
+    """Receive and return the messages in the app's queue."""
     with app.connection_for_read() as connection:
         queue = app.amqp.default_queue(connection.default_channel)
         queue.declare()
@@ -250,7 +250,7 @@ def test_unreachable_links_requeue_the_task(
 
 
 def work_off() -> None:
-    """Process the queue as a worker does, until it is empty."""
+    """Execute the tasks in the queue, as a worker does, until the queue is empty."""
     while messages := sent():
         for message in messages:
             args, kwargs, embedded = message.decode()
@@ -280,7 +280,7 @@ SHAPES: dict[str, Any] = {
 @pytest.mark.parametrize("linked", SHAPES)
 @pytest.mark.parametrize("option", ["callbacks", "chain"])
 def test_calls_repeated_by_a_copy_take_effect_once(linked: str, option: str) -> None:
-    """This holds for every kind of call, even if Celery draws a random id."""
+    """This holds for every kind of call, even if Celery chooses random ids."""
     app.conf.result_backend = "cache+memory://"
     forget_connections()
     task, call = once_task(lambda: 0), json.loads(json.dumps(SHAPES[linked]()))
@@ -314,7 +314,7 @@ def test_an_id_that_the_caller_gave_a_link_stays() -> None:
 
 
 def test_a_replacement_calls_its_links_under_ids_of_its_own() -> None:
-    """The replacement has the id of the replaced task, but is another task."""
+    """The replacement has the id of the replaced task, but its links need other ids."""
     task = once_task(lambda: 0)
     link = json.loads(json.dumps(charge.s(1)))
     sent()
@@ -437,9 +437,9 @@ def test_an_error_after_the_commit_is_no_failure() -> None:
 
 @pytest.mark.sqlite
 def test_a_task_whose_record_a_crash_has_lost_is_worked() -> None:
-    """Usually one statement records the task and takes its row. Here these are two
-    steps, as after a refusal of the second half, and a transaction pooler hides the
-    crash between them."""
+    """Usually one statement both inserts the task's record and locks it. Here two
+    statements do so, as after a lock conflict. A server crash between them loses the
+    record, and a transaction pooler hides the crash."""
     task = once_task(lambda: effect("done"))
     with record_lost_at("BEGIN"):
         deliver(task)

@@ -1,4 +1,5 @@
-"""Tasks through the outbox on real brokers, worked by real workers that are killed."""
+"""Tasks that are sent through the outbox to real brokers, and executed by real workers
+that are killed."""
 
 from __future__ import annotations
 
@@ -49,14 +50,14 @@ Start = Callable[..., CeleryWorker]
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest) -> str:
-    """The broker's URL, of the server that the test names."""
+    """The URL of the broker that the test names."""
     kind = getattr(request, "param", "rabbitmq")
     server = request.getfixturevalue(kind)
     return str(server.url() if kind == "redis" else amqp_url(server))
 
 
 def amqp_url(server: RabbitMQ) -> str:
-    """Return the URL of RabbitMQ over AMQP."""
+    """Return RabbitMQ's URL for AMQP."""
     return f"amqp://{USER}:{PASSWORD}@127.0.0.1:{server.amqp_port}//"
 
 
@@ -65,7 +66,8 @@ on_both = pytest.mark.parametrize("url", ["rabbitmq", "redis"], indirect=True)
 
 @pytest.fixture
 def worker(url: str, tmp_path: Path) -> Iterator[Start]:
-    """Start workers on an empty queue, which end with the test."""
+    """Empty the queue, and return a function that starts a worker. The workers end with
+    the test."""
     before = {name: app.conf[name] for name in ("broker_url", "result_backend")}
     app.conf.update(broker_url=url)
     forget_connections()
@@ -88,13 +90,13 @@ def worker(url: str, tmp_path: Path) -> Iterator[Start]:
 
 
 def effects(prefix: str = "") -> list[str]:
-    """Return the rows that the executions have left, in order."""
+    """Return the effects that the tasks have recorded, in order."""
     rows = Effect.objects.filter(name__startswith=prefix).order_by("id")
     return list(rows.values_list("name", flat=True))
 
 
 def worked(worker: CeleryWorker, *expected: str, prefix: str = "") -> None:
-    """Wait until the executions have left exactly these rows, while the relay runs."""
+    """Relay messages until the tasks have recorded exactly the expected effects."""
 
     def there() -> bool:
         ship(broker="celery")
@@ -106,7 +108,8 @@ def worked(worker: CeleryWorker, *expected: str, prefix: str = "") -> None:
 
 @on_both
 def test_called_task_is_executed_after_the_commit(worker: Start, redis: Redis) -> None:
-    """Chains, groups, links, a countdown, a chord, retries and replacements."""
+    """The calls are chains, groups, links, a countdown, a chord, retries and
+    replacements."""
     app.conf.result_backend = redis.url(1)
     forget_connections()
     with transaction.atomic():
@@ -202,8 +205,8 @@ def test_a_worker_killed_after_its_commit_loses_and_repeats_nothing(
 def test_a_worker_killed_after_it_called_its_links_calls_them_with_the_same_ids(
     worker: Start, tmp_path: Path
 ) -> None:
-    """The links are called twice, the first time by the killed worker, and executed
-    once. The same holds for nested links."""
+    """The links are called twice (first by the killed worker), but executed once. The
+    same holds for nested links."""
     links = [
         charge.s(2).set(link=charge.s(3)),
         chain(charge.s(4), charge.s(5)),
@@ -314,8 +317,8 @@ def test_a_task_that_the_broker_refuses_is_refused_alone(
 def test_a_queue_that_was_deleted_loses_no_task(
     worker: Start, rabbitmq: RabbitMQ
 ) -> None:
-    """This holds even if the task is sent to an exchange, which would drop the task
-    without an error."""
+    """No task is lost, even if it is sent to an exchange that would drop it without an
+    error."""
     exchange = Exchange("tests.celery.topic", type="topic")
     queue = Queue("tests.celery.eu", exchange, routing_key="eu.#")
     lane = Lane("default", "celery")
@@ -343,8 +346,8 @@ def test_a_queue_that_was_deleted_loses_no_task(
 def test_messages_after_a_once_task_are_confirmed(
     worker: Start, rabbitmq: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full queue refuses the message. Without confirms, the worker would not notice
-    that."""
+    """A full queue refuses the message. Without publisher confirms, the worker would
+    not notice."""
     monkeypatch.setattr(following, "PAUSE", 0.0)
     limits = {"x-max-length": 1, "x-overflow": "reject-publish"}
     full = Queue("tests.celery.full", queue_arguments=limits)

@@ -1,5 +1,5 @@
-"""An operator changes a rate for a while: consumers use it, waiting messages move, and
-it ends."""
+"""An operator changes a rate for a limited time. Consumers use the new rate, and
+waiting messages get new slots. Then the change ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foreign CloudEvents, structured and binary, are messages here."""
+"""Foreign CloudEvents, structured and binary, are received as messages."""
 
 from __future__ import annotations
 

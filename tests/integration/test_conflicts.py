@@ -27,8 +27,8 @@ ONCE = RedeliveryPolicy(max_redeliveries=0, initial_delay=0.0)
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_contention_buries_no_message(batch: int) -> None:
-    """Four threads read and write one row, serializably. Each message has one attempt,
-    and each would succeed alone."""
+    """Four threads update one row in serializable transactions. Each message has one
+    attempt, and would succeed if it ran alone."""
     total = 20
     Order.objects.create(number="1", total=0)
     runs: list[int] = []
@@ -59,7 +59,7 @@ def test_contention_buries_no_message(batch: int) -> None:
 
 
 def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
-    """A trigger raises a conflict at each repetition. The repetitions must end."""
+    """A trigger raises a conflict at each repetition. The stage must stop to repeat."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:
@@ -78,7 +78,8 @@ def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
 
 
 def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
-    """The count is committed when taking the row fails, and is not repeated."""
+    """The attempt is counted and committed, but then locking the row fails. The attempt
+    is not counted again."""
     with connection.cursor() as cursor:
         # A sequence remembers what its transaction does not.
         cursor.execute(
@@ -105,9 +106,9 @@ def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
 
 
 def test_recording_a_failure_is_repeated_after_a_conflict() -> None:
-    """OPTIONS may set an isolation level at which this statement conflicts. Because the
-    statement is repeated, the handler does not run again, and a parked message does not
-    wait for the end of its lease."""
+    """At the isolation level set in OPTIONS, this statement can conflict. It is
+    repeated, so the handler does not run again, and the parked message does not wait
+    for the end of its lease."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

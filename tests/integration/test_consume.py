@@ -1,5 +1,5 @@
-"""One message and one stage: its effects happen once, copies are dropped, ids are
-derived."""
+"""One message at one stage has its effects once. Copies are dropped, and the ids of
+sent messages are derived."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_two_stages_of_one_id_each_process_it() -> None:
 
 
 def test_of_copies_that_arrive_at_once_one_handler_runs() -> None:
-    """The other copies wait for the first one's transaction, and are then dropped."""
+    """The other copies wait for the first copy's transaction, and are then dropped."""
     inside, go_on = threading.Event(), threading.Event()
     runs: list[uuid.UUID] = []
 
@@ -129,7 +129,7 @@ def test_of_copies_that_arrive_at_once_one_handler_runs() -> None:
 
 
 def test_a_stage_whose_first_copy_fails_lets_the_second_run() -> None:
-    """A rolled-back attempt leaves no processed row behind."""
+    """The rolled-back attempt does not mark the message as processed."""
 
     def fails_once(message: Message) -> None:
         effect(message)
@@ -147,7 +147,8 @@ def test_a_stage_whose_first_copy_fails_lets_the_second_run() -> None:
 
 
 def test_handler_sees_the_senders_data_and_its_writes_are_atomic() -> None:
-    """75 messages write through the models and by SQL; every fifth one fails."""
+    """The handler writes through models and with SQL, for 75 messages. Every fifth
+    message fails."""
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
     def handler(message: Message) -> None:
@@ -207,7 +208,7 @@ def test_messages_stored_in_a_savepoint_that_rolls_back_do_not_leave() -> None:
 
 
 def test_a_re_executed_stage_sends_the_same_ids() -> None:
-    """Downstream inboxes drop the copies of a second execution."""
+    """So the next inbox drops the messages that the second execution sends."""
     sent: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The contract: a valid document, and its breaking changes."""
+"""The contract file is valid, and breaking changes of it are found."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def service(
     takes: dict[str, Any] | None = None, sends: dict[str, Any] | None = None
 ) -> Iterator[None]:
-    """A service that takes and sends these types, by destination."""
+    """Declare a service that takes and sends these types, each by its destination."""
     destination._declared.clear()
     codecs.forget()
     with ExitStack() as stack:
@@ -253,7 +253,7 @@ def test_the_oldest_version_that_can_read_a_message_is_sent(
 
 
 def invoice(version: int, note: str | None = "") -> type:
-    """Return a version of a type: with a required note, an optional note, or none."""
+    """Return a version of a type whose `note` is required, optional or missing."""
 
     @dataclass
     class Line:
@@ -390,7 +390,7 @@ def test_every_command_is_a_verb() -> None:
 
 
 def test_the_example_project_keeps_its_contract(tmp_path: Path) -> None:
-    """The commands may run in any directory, because the contract's file is beside
+    """The commands work in any directory, because the contract file is beside
     manage.py."""
     done = subprocess.run(
         [sys.executable, PROJECT / "manage.py", "txmsg", "contracts", "check"],

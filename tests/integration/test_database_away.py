@@ -1,5 +1,5 @@
-"""The database goes away and comes back: the consumer keeps its deliveries and takes no
-others, as the broker's records show."""
+"""The database becomes unavailable and comes back. The consumer keeps its deliveries
+and takes no others, as the broker's counts show."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [committing, pytest.mark.postgresql]
 
 @pytest.fixture
 def broker() -> Iterator[ScriptedBroker]:
-    """A broker that counts deliveries, and settings that name this broker."""
+    """A broker that counts deliveries. The settings use it."""
     with ScriptedBroker(RABBITMQ) as scripted, settings(scripted):
         yield scripted
 
@@ -63,8 +63,8 @@ def effect(message: Message) -> None:
 
 
 def probed(times: int) -> Callable[[], bool]:
-    """Return whether the outage was noticed, and the database probed `times` times
-    since."""
+    """Return a condition: the outage was noticed, and the database was then probed
+    `times` times."""
     return lambda: database_health.breaker("default")._failures > times
 
 
@@ -132,8 +132,8 @@ def test_a_handler_that_loses_its_connection_runs_again_at_once(
 
 @pytest.fixture
 def forgetful(postgres: services.PostgreSQL) -> Iterator[services.PostgreSQL]:
-    """The server, with a long delay before it writes asynchronous commits to its
-    disk."""
+    """A PostgreSQL server that writes asynchronous commits to its disk only after a
+    long delay."""
 
     def be(setting: str) -> None:
         with connection.cursor() as cursor:
@@ -149,7 +149,8 @@ def forgetful(postgres: services.PostgreSQL) -> Iterator[services.PostgreSQL]:
 def test_a_message_that_failed_while_a_crash_forgot_its_record_is_not_dropped(
     ends: str, broker: ScriptedBroker, forgetful: services.PostgreSQL
 ) -> None:
-    """The record's commit does not wait for the disk, and the handler fails."""
+    """The server crashes while the handler runs, and loses the record of the arrival.
+    Its commit did not wait for the disk. Then the handler fails."""
     policy = RedeliveryPolicy(
         max_redeliveries=0 if ends == "dead" else 3,
         initial_delay=0.0,
@@ -182,8 +183,7 @@ def test_a_message_that_failed_while_a_crash_forgot_its_record_is_not_dropped(
 def test_a_server_that_was_made_read_only_is_waited_for(
     transaction: Any, broker: ScriptedBroker
 ) -> None:
-    """The server's connections stay open. Only its errors show that it takes no
-    writes."""
+    """The server's connections stay open. Only its errors show that it is read-only."""
     with (
         declared(effect, transaction=transaction) as stage,
         running(stage, concurrency=2),
@@ -201,7 +201,7 @@ def test_a_server_that_was_made_read_only_is_waited_for(
 
 
 class ReadOnly:
-    """The server takes no writes; its connections stay open."""
+    """Make the server read-only. Its connections stay open."""
 
     def __enter__(self) -> None:
         self._set("SET default_transaction_read_only = on", "on")
@@ -249,15 +249,15 @@ def test_a_stop_ends_the_wait_at_once_and_the_delivery_goes_back(
 
 
 def declare() -> None:
-    """Declare one stage in the worker."""
+    """Declare a stage in the worker."""
     stages.stage("tests.away")(effect)
 
 
 def test_lock_timeout_keeps_the_delivery_and_blocks_no_stage(
     broker: ScriptedBroker,
 ) -> None:
-    """Another session has locked the message's row. That is no outage, but the
-    message's outcome cannot be decided yet."""
+    """Another session has locked the message's row. This is not an outage, but the
+    message cannot be processed yet."""
     other: Any = connections["default"].copy()
     with connection.cursor() as cursor:
         cursor.execute("ALTER ROLE CURRENT_USER SET lock_timeout = '50ms'")
@@ -311,8 +311,8 @@ def test_a_statements_time_out_is_a_failure_of_its_message() -> None:
 
 
 def test_a_slow_stage_acknowledges_each_message_at_once(broker: ScriptedBroker) -> None:
-    """RabbitMQ closes the channel of a consumer that keeps a delivery longer than
-    permitted."""
+    """RabbitMQ closes a consumer's channel if a delivery is not acknowledged in
+    time."""
     go_on = threading.Event()
 
     def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Dead letters: their contents, and the three ways to resolve them."""
+"""The contents of dead letters, and the three ways to resolve them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 class Stubborn:
-    """A handler that fails until it is repaired."""
+    """A handler that fails until the test repairs it."""
 
     def __init__(self) -> None:
         self.mended = False
@@ -46,7 +46,7 @@ class Stubborn:
 
 
 def resolve(kind: str, **options: Any) -> BulkOperation:
-    """Apply an action to all dead letters, as the admin and the command do."""
+    """Apply an action to all dead letters, like the admin and the command."""
     return bulk.finish(bulk.start(kind, {}, **options))
 
 
@@ -164,7 +164,7 @@ def test_many_of_one_failure_have_one_fingerprint() -> None:
 
 @pytest.fixture
 def no_table() -> Iterator[Callable[[], None]]:
-    """Rename the table of dead letters, until the returned function is called."""
+    """Rename the table of dead letters. The returned function restores its name."""
     table = DeadLetter._meta.db_table
 
     def rename(old: str, new: str) -> None:
@@ -200,7 +200,7 @@ def test_unburiable_message_is_kept_until_it_can_be_buried(
 
 
 def test_dead_outbox_row_must_have_an_error() -> None:
-    """A database constraint enforces it."""
+    """A constraint of the database enforces this."""
     with transaction.atomic():
         send_message("tests.next", None)
     row = OutboxMessage.objects.get()
@@ -216,8 +216,8 @@ TOPIC = "topic:orders.placed"
 
 
 def test_topics_dead_letter_is_redelivered_to_its_stage_only() -> None:
-    """The other subscribers do not get the message, even if their inbox no longer
-    remembers it."""
+    """The topic's other subscribers do not get the message again, even if their inboxes
+    were pruned."""
     handler, others = Stubborn(), []
     with (
         declared(handler, TOPIC, name="billing") as stage,
@@ -249,7 +249,7 @@ def test_topics_dead_letter_is_redelivered_to_its_stage_only() -> None:
 
 
 def test_removed_stages_letter_goes_to_its_queue_but_to_no_topic() -> None:
-    """A queue has one present consumer, whatever its stage's name; a topic has many."""
+    """A queue has one consumer, even after its stage was renamed. A topic has many."""
     handler = Stubborn()
     with declared(handler, "tests.kept", name="old") as stage:
         send(stage.destination)
@@ -279,8 +279,8 @@ def test_removed_stages_letter_goes_to_its_queue_but_to_no_topic() -> None:
 def test_a_letter_is_parked_for_a_stage_that_a_living_worker_runs(
     age: int, heartbeat: int, lives: bool
 ) -> None:
-    """A worker counts as alive until three heartbeats and 15 seconds after its last
-    one."""
+    """A worker counts as live until three heartbeat intervals and 15 seconds after its
+    last heartbeat."""
     handler = Stubborn()
     with declared(handler, TOPIC, name="shipping.a") as stage:
         step(stage)
@@ -298,7 +298,7 @@ def test_a_letter_is_parked_for_a_stage_that_a_living_worker_runs(
 
 
 def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> None:
-    """Two services that share a database execute each other's bulk operations."""
+    """If two services share a database, each executes the bulk operations of both."""
     handler = Stubborn()
     with declared(handler, TOPIC, name="shipping.a") as stage:
         step(stage)
@@ -327,8 +327,8 @@ def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> Non
 def test_redelivered_unreadable_message_dies_again_unless_fixed(
     headers: dict[str, str],
 ) -> None:
-    """The dead letter of the message is opened again, and the message is not parked for
-    ever."""
+    """If nothing was fixed, the same dead letter is opened again, and the message does
+    not stay parked."""
     got: list[Message] = []
     body = b"1" if "txmsg-expires" in headers else b"{"
     with declared(got.append) as stage:

@@ -1,4 +1,5 @@
-"""Which messages leave right after a commit, and which are left to the relay."""
+"""Which messages are sent right after a commit, and which ones are left to the
+relay."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ pytestmark = committing
 
 @pytest.fixture(autouse=True)
 def own_dispatchers() -> Iterator[None]:
-    """End the threads that a test has started. Otherwise their connections would
-    outlive the test."""
+    """End the threads that a test has started, so that their connections do not outlive
+    it."""
     dispatcher.stop_dispatchers(30)
     yield
     dispatcher.stop_dispatchers(30)
@@ -61,8 +62,8 @@ def test_thread_dispatches_right_after_the_commit() -> None:
 
 
 def test_a_row_follows_soon_when_another_process_has_sent_the_one_before() -> None:
-    """No relay runs. The dispatcher in the second row's process checks the row
-    again."""
+    """Another process has claimed the first row of the key, and no relay runs. The
+    dispatcher of the second row checks again until the first row is dispatched."""
     with txmsg(DISPATCH_ON_COMMIT="off"), transaction.atomic():
         send_message("tests.q", 1, key="hot")
     token = uuid.uuid4()
@@ -117,7 +118,8 @@ def test_inline_before_the_commit_returns() -> None:
 def test_rows_of_a_killed_process_are_soon_free(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relay leases rows for a minute, and this process for 15 seconds."""
+    """A relay claims rows for a minute here. A dispatch after a commit claims them for
+    15 seconds."""
     seen: list[float] = []
     send_really = DatabaseSession.send
 
@@ -173,8 +175,8 @@ def test_rollback_wakes_no_dispatcher() -> None:
 def test_no_thread_dispatches_on_an_in_memory_database(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the tests of a project on SQLite, a second connection that writes would fail
-    at once."""
+    """When a project's tests use in-memory SQLite, a second connection that writes
+    would fail at once."""
     connections["other"].ensure_connection()
     name = "file:memorydb_other?mode=memory&cache=shared"
     monkeypatch.setitem(connections["other"].settings_dict, "NAME", name)
@@ -192,7 +194,8 @@ def test_without_a_transaction_when_that_is_allowed() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_starts_its_own_thread() -> None:
-    """A pre-forking server may fork even in the middle of a wake-up."""
+    """A pre-forking server may fork at any moment, even while a thread has the
+    dispatcher's lock."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         send()
         wait_until(lambda: not pending())
@@ -238,7 +241,8 @@ def test_a_child_of_multiprocessing_that_ends_at_once_dispatches_first() -> None
 
 @pytest.mark.postgresql
 def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
-    """The server was restarted, and no relay runs that would send the message."""
+    """All connections were terminated, and no relay runs that could send the
+    message."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         send()
         wait_until(lambda: not pending())
@@ -257,7 +261,7 @@ def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
 def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silence(
     broker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python 3.12 and later refuse new threads while the interpreter ends."""
+    """Python 3.12 and later start no new threads while the interpreter exits."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -284,8 +288,8 @@ def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silen
 def test_without_commits_the_thread_gives_its_connection_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With CONN_MAX_AGE = 0, the default, the thread closes its connection, and the
-    next commit opens another. The notifier keeps its own connection for a while."""
+    """With CONN_MAX_AGE = 0 (the default), an idle thread closes its connection, and
+    the next commit opens a new one."""
     monkeypatch.setattr(dispatcher, "IDLE", 0.1)
     alone = txmsg(DISPATCH_ON_COMMIT="thread", NOTIFY=False)
     with alone, connection.cursor() as cursor:

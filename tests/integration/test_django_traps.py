@@ -1,4 +1,5 @@
-"""Cases in which Django would lose a message silently: each has its error."""
+"""In some cases Django would lose a message without an error. The package raises an
+error for each of them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ drawn = pytest.mark.parametrize("options", DRAWN, ids=["outbox", "batch", "1pc"]
 
 
 def run_twice(handler: Handler, options: dict[str, Any]) -> None:
-    """Process a bad and a good message, and the bad one a second time."""
+    """Process a bad and a good message, and then the bad one again."""
     with declared(handler, **options) as stage:
         send(stage.destination, "bad")
         send(stage.destination, "good")
@@ -49,7 +50,8 @@ def first_attempt_fails(kind: type[BaseException]) -> None:
 
 @drawn
 def test_a_set_rollback_is_not_lost_in_silence(options: dict[str, Any]) -> None:
-    """`atomic()` would roll back without an error, and the message would be lost."""
+    """`atomic()` alone would roll back without an error, and the message would be
+    lost."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -84,8 +86,8 @@ def test_swallowed_error_of_an_inner_atomic_fails_the_attempt(
 def test_block_left_open_ends_with_its_message(
     options: dict[str, Any], raises: bool
 ) -> None:
-    """If the block stayed open, neither this message's work nor any later work would be
-    committed."""
+    """If the block stayed open, the work of this message and of all later messages
+    would not be committed."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -121,7 +123,7 @@ def test_a_block_left_open_elsewhere_ends_with_its_message() -> None:
 @pytest.mark.postgresql
 @drawn
 def test_swallowed_error_of_a_query_fails_the_attempt(options: dict[str, Any]) -> None:
-    """On PostgreSQL the transaction is aborted, and COMMIT means ROLLBACK."""
+    """PostgreSQL has aborted the transaction, so COMMIT would roll back."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -188,7 +190,7 @@ def test_durable_inside_a_stage_is_refused_by_name(options: dict[str, Any]) -> N
 
 @pytest.fixture
 def deferred_key() -> Any:
-    """A unique key that is checked at the commit, as foreign keys are."""
+    """A constraint that is checked at the commit, like foreign keys."""
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
@@ -219,7 +221,7 @@ def fail_at_commit() -> None:
 @drawn
 @pytest.mark.usefixtures("deferred_key")
 def test_a_commit_that_fails_is_a_failed_attempt(options: dict[str, Any]) -> None:
-    """The dead letter has the error of the commit; other messages are not affected."""
+    """The dead letter shows the commit's error. Other messages are not affected."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -248,8 +250,8 @@ def test_a_commit_that_fails_is_a_failed_attempt(options: dict[str, Any]) -> Non
 def test_a_connection_that_died_between_messages_is_replaced(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No attempt is counted, because the handler has not run when the dead connection
-    is noticed."""
+    """No attempt is counted, because the dead connection is noticed before the handler
+    runs."""
     monkeypatch.setitem(connections.databases["default"], "CONN_MAX_AGE", None)
     backends: list[int] = []
 

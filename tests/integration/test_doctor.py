@@ -22,7 +22,7 @@ from tests.services.rabbitmq import READER
 
 
 def doctor() -> tuple[int, list[dict[str, str]]]:
-    """Return the exit code and the results."""
+    """Return the exit code and the results of `txmsg doctor`."""
     output, code = StringIO(), 0
     try:
         call_command("txmsg", "doctor", "--json", stdout=output)
@@ -36,12 +36,12 @@ def doctor() -> tuple[int, list[dict[str, str]]]:
 
 
 def of(examined: list[dict[str, str]], subject: str) -> list[dict[str, str]]:
-    """Return the examined results of one subject."""
+    """Return the results about one subject."""
     return [one for one in examined if one["subject"] == subject]
 
 
 def printed(command: str) -> str:
-    """Return the output of a verb of `txmsg`."""
+    """Return the output of a `txmsg` subcommand."""
     output = StringIO()
     call_command("txmsg", command, stdout=output)
     return output.getvalue()

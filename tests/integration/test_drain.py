@@ -1,4 +1,4 @@
-"""`django_txmsg.testing.drain`, as a project's tests use it."""
+"""`django_txmsg.testing.drain`, used as in a project's tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def connected() -> list[str]:
 
 
 class Declares(SimpleTestCase):
-    """Declares stages that end with the test."""
+    """A mixin that declares stages and removes them after the test."""
 
     def stage(self, handler: Callable[[Message], Any], *args: Any, **kw: Any) -> str:
         block = declared(handler, *args, **kw)
@@ -41,8 +41,8 @@ class Declares(SimpleTestCase):
 
 
 class TestInsideATestCase(TestCase, Declares):
-    """drain() in a TestCase, in which no transaction commits and no other connection
-    sees a row."""
+    """drain() in a TestCase: no transaction commits, so no other connection sees the
+    rows."""
 
     def test_drain_processes_a_message_and_those_it_causes(self) -> None:
         def place(message: Message) -> None:
@@ -280,7 +280,8 @@ class TestInsideATestCase(TestCase, Declares):
 
 
 class TestWhereTransactionsCommit(TransactionTestCase, Declares):
-    """A dispatcher's thread runs beside drain(), as in production."""
+    """drain() in a TransactionTestCase, beside the thread that dispatches after
+    commits."""
 
     available_apps: ClassVar[list[str]] = ["django_txmsg", "tests.app"]
 
@@ -304,7 +305,7 @@ class TestWhereTransactionsCommit(TransactionTestCase, Declares):
 def test_hooks_that_a_test_case_runs_send_nothing_to_a_broker_outside(
     django_capture_on_commit_callbacks: Any,
 ) -> None:
-    """The transaction was not committed, and never will be."""
+    """The TestCase's transaction never commits, so nothing may be sent."""
     with ScriptedBroker() as broker:
         for url, left in ((broker.url, 1), ("database://", 0)):
             brokers = {"default": {"URL": url}}

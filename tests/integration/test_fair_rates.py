@@ -1,6 +1,6 @@
-"""A key with few messages beside one with many, at a stage with a rate.
+"""At a stage with a rate, a key with few messages is not delayed by a key with many.
 
-The tests count slots and steps, not seconds, so that a loaded machine does not matter.
+The tests count slots and steps, not seconds, so they also work on a loaded machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def headers_of(message_id: uuid.UUID, tenant: str) -> dict[str, str]:
 
 
 def pile_up(destination: str, number: int) -> None:
-    """Park `number` messages, which wait for slots of the only line."""
+    """Park `number` messages of one key, each with its slot."""
     line, now = RateLine.objects.get(), timezone.now()
     rows = []
     for slot in range(1, number + 1):
@@ -60,8 +60,8 @@ def processed(tenant: str) -> int:
     "many", [300, pytest.param(100_000, marks=pytest.mark.soak, id="soak")]
 )
 def test_few_messages_are_as_soon_beside_many_as_alone(many: int) -> None:
-    """The few messages get the same slots in both cases, and when an hour passes, one
-    message of each key runs."""
+    """The few messages get the same slots in both cases. In each hour, one message of
+    each key runs."""
     with declared(effect, rate="1/h", per="tenant") as one:
         put(one.destination, headers=headers_of(uuid.uuid4(), "many"))
         step(one)

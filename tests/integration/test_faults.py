@@ -1,4 +1,5 @@
-"""Processes of `manage.py` on the test's own rows: waited for, stopped, and killed."""
+"""Tests wait for, stop and kill `manage.py` processes, which use the test's own
+rows."""
 
 from __future__ import annotations
 

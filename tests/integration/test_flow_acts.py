@@ -1,4 +1,4 @@
-"""The five acts of operators on runs, by the command. Each is audited."""
+"""The five actions of operators on runs, executed by the command. Each is audited."""
 
 from __future__ import annotations
 

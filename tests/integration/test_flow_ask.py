@@ -1,4 +1,4 @@
-"""`ask()` and `aask()`, which start a run and wait for its answer."""
+"""`ask()` and `aask()`, which start a flow and wait for its answer."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Oracle(Flow[Question, Answer | Cancelled | None], name="oracle", within=No
 
 
 class Guarded(View):
-    """A mixin that replaces dispatch(), as LoginRequiredMixin does."""
+    """A mixin that overrides dispatch(), like LoginRequiredMixin."""
 
     def dispatch(self, *args: Any, **kwargs: Any) -> HttpResponseBase:
         return super().dispatch(*args, **kwargs)
@@ -92,7 +92,7 @@ def oracle() -> Iterator[None]:
 
 @pytest.fixture
 def working() -> Iterator[None]:
-    """Relay and process what is stored, in a thread, until the test ends."""
+    """Relay and process messages in a thread until the test ends."""
     stop = threading.Event()
 
     def work() -> None:
@@ -187,7 +187,7 @@ def test_a_view_tells_how_a_run_stands(client: Client) -> None:
 
 
 class Replica:
-    """A router that reads from a replica, which lags behind."""
+    """A database router that reads from a replica, which lags behind."""
 
     def db_for_read(self, model: type[Model], **hints: object) -> str:
         return "other"

@@ -1,4 +1,4 @@
-"""A plain STOMP client, which knows nothing of this package, answers a flow."""
+"""A plain STOMP client without this package answers a flow."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def asked(amount: int) -> Run:
 
 
 def all_wait() -> bool:
-    """Return whether all runs have asked, and let their requests leave."""
+    """Relay messages, and return whether all runs have sent their requests."""
     ship()
     return not Run.objects.filter(waits_for="start").exists() and not ship()
 
 
 def answer(client: RawClient, request: Frame, body: object) -> None:
-    """Answer a request: copy its two headers, and send the JSON."""
+    """Answer a request: copy its two headers, and send the answer as JSON."""
     # RabbitMQ would replace JMS's header.
     to = request.headers.get("reply-to") or f"/queue/{request['txmsg-reply-to']}"
     client.send(

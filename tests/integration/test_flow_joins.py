@@ -1,4 +1,4 @@
-"""A join sends several requests, and continues once, even if answers arrive at the same
+"""A join sends several requests. It continues once, even if answers arrive at the same
 time, twice, late or never."""
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def forget_price(body: Price) -> None:
 
 
 def amount(answer: Priced | TimedOut | Dead | Cancelled) -> int:
-    """Return the price in an answer; a number below 0 if there is none."""
+    """Return the price in an answer, or a negative number for an outcome without a
+    price."""
     if isinstance(answer, Priced):
         return answer.amount
     return {TimedOut: -1, Dead: -2, Cancelled: -3}[type(answer)]
@@ -162,7 +163,7 @@ def tours() -> Iterator[None]:
 
 @pytest.fixture
 def late() -> Iterator[list[uuid.UUID]]:
-    """Return the ids of the messages that came late."""
+    """Collect the ids of messages that came too late for their run."""
     ids: list[uuid.UUID] = []
 
     def note(id: uuid.UUID, **_: Any) -> None:
@@ -174,7 +175,7 @@ def late() -> Iterator[list[uuid.UUID]]:
 
 
 def tour(stops: int, enough: int | None = None, at_once: int | None = None) -> Run:
-    """Return a run that has asked, and whose requests are not relayed."""
+    """Start a run and its join. The join's requests are stored, but not relayed."""
     with transaction.atomic():
         run = start(Touring, Tour(stops, enough, at_once), key=str(stops))
     ship()
@@ -183,7 +184,7 @@ def tour(stops: int, enough: int | None = None, at_once: int | None = None) -> R
 
 
 def answer(times: int) -> None:
-    """Let the participant answer that many requests, and deliver the answers."""
+    """Let the other service answer `times` requests, and relay the answers."""
     ship()
     take(stages.find(["tour.price"])[0], times)
     ship()
@@ -326,7 +327,8 @@ def test_a_request_that_the_broker_refuses_is_answered_at_once(
 
 
 def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
-    """The correlation id of the answer is the ticket with the number of the request."""
+    """The answer's correlation id consists of the ticket and the number of the
+    request."""
     run = tour(2)
     answer(1)
     run.refresh_from_db()
@@ -372,7 +374,7 @@ def test_copies_of_answers_change_nothing(late: list[uuid.UUID]) -> None:
 
 
 def again(row: OutboxMessage, message_id: str) -> None:
-    """Deliver a stored message once more, as the broker may do."""
+    """Deliver a copy of a stored message, as a broker may do."""
     headers = wire.headers_of(row, "tests", wire.format_instant(row.created_at))
     headers["txmsg-id"] = message_id
     put(row.destination, bytes(row.body), headers)
@@ -403,8 +405,8 @@ def test_answers_and_copies_at_the_same_time_end_each_join_once(
 def test_two_last_answers_at_the_same_moment_end_the_join(
     commits: bool, enough: int | None
 ) -> None:
-    """Neither transaction sees the other's answer. After the second transaction has
-    continued the run, the first one commits, or is rolled back as after a kill."""
+    """Neither transaction sees the other's answer. The second transaction continues the
+    run first. Then the first one commits, or rolls back as after a kill."""
     run = tour(2 if enough is None else 3, enough)
     answer(2)
     stage = stages.find(["tour.flow.steps"])[0]
@@ -434,7 +436,7 @@ def test_two_last_answers_at_the_same_moment_end_the_join(
 
 
 def in_thread(stage: stages.Stage) -> threading.Thread:
-    """Process one delivery in a thread of its own."""
+    """Process one delivery in a new thread."""
 
     def work() -> None:
         try:
@@ -580,7 +582,8 @@ class Mail:
 
 @pytest.fixture
 def mailing() -> Iterator[list[dict[str, Any]]]:
-    """Declare a stage that mails, and one for the end. Returns the ends."""
+    """Declare a stage for the messages of a batch, and a stage for its final message.
+    Returns the bodies of final messages."""
     ends: list[dict[str, Any]] = []
 
     def mail(message: Message) -> None:

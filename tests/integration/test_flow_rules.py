@@ -1,44 +1,46 @@
-"""The rules of flows, each with its tests. Those in `test_flows.py` are named here.
+"""The rules of flows, each with its tests. Tests with a name are in `test_flows.py`.
+"Here" means in this file.
 
-- Of all messages that could continue a run, one does:
+- Of all messages that could continue a run, exactly one does:
   `test_one_of_a_concurrent_answer_deadline_and_copies_continues_the_run`,
   `test_redelivered_copies_do_not_change_a_run`,
   `test_the_first_who_resumes_is_the_only_one`.
-- The first to commit continues it, not the first to come:
-  `test_an_unreadable_answer_does_not_disarm_the_deadline`, and one here. A dead letter
-  whose flow has gone on is closed by it: two here.
-- A deadline is a column, and its time-out one message: one here.
-- Signals take the row too, between steps:
+- The first message to commit continues the run, not the first to arrive:
+  `test_an_unreadable_answer_does_not_disarm_the_deadline`, one here.
+- If a flow has gone on, it closes the dead letters of its messages: two here.
+- A deadline is a column of the run, and each time-out is one message: one here.
+- A signal locks the run's row too, between two steps:
   `test_a_signal_replaces_what_the_run_waits_for`,
-  `test_a_signal_before_its_run_waits_for_it_and_for_no_other`, and two here.
-- A branch is a row, and its answer is written without a common lock; one continuation
-  ends the join: all of `test_flow_joins.py`.
-- `within=` is required: one here. A request expires with its deadline, and that buries
-  nothing: three here.
+  `test_a_signal_before_its_run_waits_for_it_and_for_no_other`, two here.
+- Each branch of a join is a row, and its answer is stored without a common lock. One
+  continuation ends the join: all of `test_flow_joins.py`.
+- `within=` is required: one here.
+- A request expires with its deadline, and then no message is buried: three here.
 - An undo is registered in the transaction that sends its request: two here.
-- An undo runs if its request was done, once, and never before it:
+- An undo runs if its request was done, once, and never before the request:
   `test_a_deadline_goes_on_once_and_revokes_what_has_not_come`,
   `test_an_answer_that_is_late_is_dropped_and_what_was_done_is_undone`,
-  `test_an_undo_waits_for_a_request_in_hand_and_then_undoes_it`,
+  `test_an_undo_waits_for_a_request_in_progress_and_reverses_it`,
   `test_an_undo_older_than_the_inbox_is_for_a_person`,
   `test_an_undo_whose_request_is_done_elsewhere_is_an_error_of_the_checks`.
-- Undos run one at a time, newest first, each confirmed:
+- Undos run one after the other, newest first, and each is confirmed:
   `test_cancelling_cancels_what_was_asked_before_anything_older`,
   `test_an_undo_that_is_dead_stops_there_and_goes_on_when_redelivered`,
   `test_a_flow_that_answers_first_is_undone_before_anything_older`.
-- An answer forgets the undos; cancelling revokes what the run waits for:
+- A run that answers deletes its undos. A run that is cancelled revokes its request:
   `test_a_run_asks_waits_and_answers`, `test_cancelling_undoes_and_answers`,
   `test_run_cancelled_before_its_start_arrives_never_starts`.
-- A request that is given up answers at once:
+- A request that is given up is answered at once:
   `test_a_request_that_is_refused_is_answered_at_once_and_revoked`,
   `test_a_request_that_an_operator_discards_is_answered`,
-  `test_no_copy_of_a_revoked_request_is_executed`, and one here.
+  `test_no_copy_of_a_revoked_request_is_executed`, one here.
 - The state has a version: `test_what_waits_for_newer_code_continues_with_it`, one here.
-- A step's name is an address:
-  `test_a_step_that_this_code_does_not_have_waits_for_code_that_has`, and one here.
-  `check --database` finds what open runs wait for and the code does not have: two here.
-- Ended runs are kept for a time, open ones for ever, each with its steps:
-  `test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not`, and one here.
+- Messages address a step by its name:
+  `test_a_step_that_this_code_does_not_have_waits_for_code_that_has`, one here.
+- `check --database` finds steps that open runs wait for and the code does not have: two
+  here.
+- Ended runs are kept for a time, open runs for ever, each with its steps:
+  `test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not`, one here.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ class Obedient(Flow[Ruled, int], name="rules.flow"):
 
 @shelved
 class Changed(Flow[Ruled, int], name="rules.flow", within=HOUR, version=2):
-    """The next version: another field, and another name of a step."""
+    """The flow's next version, with another field and a renamed step."""
 
     amount: int = 0
 
@@ -172,7 +174,7 @@ def with_amount(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def undone() -> Iterator[list[int]]:
-    """Declare the flow and its undo. Returns what was undone."""
+    """Declare the flow and its undo. Collects the numbers of undone requests."""
     numbers: list[int] = []
 
     def undo(ruled: Ruled) -> None:
@@ -187,7 +189,7 @@ def undone() -> Iterator[list[int]]:
 
 @pytest.fixture
 def late() -> Iterator[list[uuid.UUID | None]]:
-    """Return the runs for which messages came late."""
+    """Collect the ids of runs for which a message came too late."""
     runs: list[uuid.UUID | None] = []
 
     def note(run_id: uuid.UUID | None, **_: Any) -> None:
@@ -199,7 +201,7 @@ def late() -> Iterator[list[uuid.UUID | None]]:
 
 
 def begun(number: int = 1) -> Run:
-    """Return a run that has asked, and whose request has not been relayed."""
+    """Start a run. It has stored its request, which is not relayed yet."""
     with transaction.atomic():
         run = start(Obedient, Ruled(number), key=str(number))
     ship()
@@ -210,7 +212,7 @@ def begun(number: int = 1) -> Run:
 
 @contextmanager
 def deployed(flow: type[Flow[Ruled, int]]) -> Iterator[None]:
-    """Register this class as the flow's present code."""
+    """Register `flow` as the present code of the flow."""
     declaration.forget("rules.flow")
     for address in ("rules.flow", "rules.flow.steps"):
         stages.unregister(address)
@@ -228,8 +230,7 @@ def outcome(run: Run) -> str:
 
 
 def expire() -> None:
-    """Move the deadlines of all requests into the past, but not the deadlines of their
-    runs."""
+    """Let all requests expire now, but not the deadlines of their runs."""
     past = clock("default") - MINUTE
     OutboxMessage.objects.update(expires_at=past)
     for model in (QueueMessage, InboxMessage):
@@ -298,7 +299,8 @@ def test_a_request_that_died_expires_too(undone: list[int]) -> None:
 def test_a_dead_letter_whose_flow_has_gone_on_is_closed_by_it(
     undone: list[int], by: str
 ) -> None:
-    """The dead letter of an answer, and that of a request that nothing undoes."""
+    """There are two dead letters: one of an answer, and one of a request without an
+    undo."""
 
     def broken(ruled: Ruled) -> Ruled:
         raise ValueError("broken")
@@ -482,7 +484,7 @@ class Overruled:
 
 @shelved
 class Narrowed(Flow[Ruled, int], name="rules.flow", within=HOUR):
-    """The code without a step, and with another type of reply."""
+    """The flow's code without one step, and with another type of reply."""
 
     number: int = 0
     remarks: list[str] = []
@@ -497,7 +499,7 @@ class Narrowed(Flow[Ruled, int], name="rules.flow", within=HOUR):
 
 
 def lacking() -> list[str]:
-    """Return what `check --database default` says is missing."""
+    """Return the steps and types that `check --database default` reports as missing."""
     return [
         one.msg.partition("does not have: ")[2].rstrip(".")
         for one in check_databases(databases=["default"])

@@ -1,4 +1,5 @@
-"""A turn costs the same with many waiting runs, sleeps and branches as with few."""
+"""A turn of a run costs the same with many waiting runs, sleeps and branches as with
+few."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Patient(Flow[int, bool], name="scale.patient", within=dt.timedelta(days=30
 
 
 def fill(first: int, last: int) -> None:
-    """Store runs that wait for a person, with deadlines in the coming month."""
+    """Store runs that wait for resume(), with deadlines in the coming month."""
     with connection.cursor() as cursor:
         cursor.execute(
             """
@@ -58,7 +59,7 @@ def fill(first: int, last: int) -> None:
 
 
 def least(call: Callable[[], None]) -> float:
-    """Return the shortest time that a call took, in milliseconds."""
+    """Return the shortest time of several calls, in milliseconds."""
     times = []
     for _ in range(CALLS):
         began = time.perf_counter()
@@ -68,8 +69,8 @@ def least(call: Callable[[], None]) -> float:
 
 
 def measured() -> tuple[float, float]:
-    """Return the milliseconds of a check for deadlines that finds none, and of a
-    resume()."""
+    """Return two times in milliseconds: of a check that finds no passed deadline, and
+    of a resume()."""
     waiting = iter(list(Run.objects.order_by("-pk")[:CALLS]))
     deadlines = Deadlines(["default"])
 
@@ -119,8 +120,8 @@ class Restless(Flow[int, int], name="scale.restless", within=dt.timedelta(days=3
 
 @pytest.mark.timeout(3600)
 def test_the_last_of_ten_thousand_sleeps_costs_what_an_early_one_costs() -> None:
-    """A turn is a look at the deadlines, a dispatch and a step. The run's row does not
-    grow."""
+    """Each turn checks the deadlines, dispatches a message and runs a step. The run's
+    row does not grow."""
     times: list[float] = []
     with txmsg(SERVICE="tests", DISPATCH_ON_COMMIT="off"), at_hand(Restless):
         deadlines = Deadlines(["default"])

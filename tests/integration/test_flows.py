@@ -1,4 +1,4 @@
-"""Flows: each request is answered once, each failed run is undone once, newest
+"""Flows: each request is answered once. Each failed run is undone once, newest step
 first."""
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Checkout(Flow[PlaceOrder, Answer], name="shop.checkout", within=5 * MINUTE
 
 
 class Stock:
-    """The participant: it records its requests, and answers."""
+    """The service that answers the flow. It records each request as an effect."""
 
     said: ClassVar[list[str]] = []
     answer: ClassVar[Any] = None
@@ -222,7 +222,7 @@ def say(yes: object, number: str = "1") -> None:
 
 
 def operate(kind: str, **options: Any) -> int:
-    """Apply an operator's action to all dead letters; return their number."""
+    """Apply an operator's action to all dead letters, and return their number."""
     return bulk.finish(bulk.start(kind, {}, **options)).done
 
 
@@ -770,7 +770,7 @@ def test_an_undo_that_a_signal_registers_is_done_in_its_turn() -> None:
 
 @contextmanager
 def once_broken(undo: Any, handler: Any, **more: Any) -> Iterator[None]:
-    """Let the stage of an undo fail until it is redelivered."""
+    """Let an undo's stage fail, until its dead letter is redelivered."""
     broken = [ValueError("not now")] * 3
 
     def unsure(request: Reserve) -> None:
@@ -1129,7 +1129,7 @@ def test_an_undo_waits_for_a_request_in_progress_and_reverses_it() -> None:
 
 
 def give_up(run: Run) -> None:
-    """Cancel a run, and deliver its undo to the participant."""
+    """Cancel a run, and deliver its undo to the other service."""
     try:
         with transaction.atomic():
             cancel(run, "now")

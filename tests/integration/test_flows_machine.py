@@ -1,9 +1,11 @@
-"""Flows under all events in any order: copies, late and poison answers, deadlines,
-signals, cancels, repeated resumes, operators who redeliver, discard and edit, sub-flows
-that hand over or answer first, and code that is replaced and rolled back.
+"""Flows under all events in any order.
 
-Hypothesis chooses the events. Whatever they are, each run ends once and answers once,
-each failed run is undone exactly, newest first, and nothing is left over.
+The events are copies, late and poison answers, deadlines, signals, cancels and repeated
+resumes. Operators redeliver, discard and edit messages. Sub-flows hand over or answer
+first. Code is replaced and rolled back.
+
+Hypothesis chooses the events. In every case each run ends once and answers once. Each
+failed run is undone exactly, newest work first, and no row is left.
 """
 
 from __future__ import annotations
@@ -98,8 +100,7 @@ class Halt:
 
 @dataclass
 class Extra:
-    """A signal. The run then does additional work, between two steps or before the
-    first."""
+    """A signal that makes the run do additional work."""
 
     name: str
     fate: str
@@ -118,7 +119,7 @@ undo_own = Destination("machine.undo_own", Work)
 
 @shelved
 class Inner(Flow[Work, Done | Refused], name="machine.inner", within=3 * MINUTE):
-    """A flow that asks once, and undoes the request if it fails."""
+    """A flow that sends one request, and undoes it if the flow fails."""
 
     number: int = 0
     first: bool = False
@@ -143,9 +144,11 @@ class Inner(Flow[Work, Done | Refused], name="machine.inner", within=3 * MINUTE)
 
 @shelved
 class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
-    """A flow that asks for each fate, every second time through another flow, and then
-    waits for a signal. Its works have numbers in the order in which their undos are
-    registered."""
+    """A flow that sends one request for each fate and then waits for a signal.
+
+    Every second request starts a sub-flow. The work is numbered in the order in which
+    the undos are registered.
+    """
 
     name: str = ""
     fates: list[str] = []
@@ -206,7 +209,7 @@ class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
         return Work(self.name, self.works, fate)
 
     def _do(self, fate: str) -> None:
-        """Do work in this step's own transaction, and register its undo."""
+        """Do work in the step's own transaction, and register its undo."""
         work = self._work(fate)
         _note("do", work)
         self.undo(undo_own, work)
@@ -218,7 +221,7 @@ class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
 
 @shelved
 class Newer(Outer, name="machine.outer", within=5 * MINUTE, version=2):
-    """The same flow in newer code, which reads the older state."""
+    """A newer version of the flow, which can read the older state."""
 
 
 @upgrade("machine.outer", from_version=1)
@@ -227,8 +230,8 @@ def renewed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Participant:
-    """Does and undoes by rows. A request with a fault fails until the fault is
-    repaired."""
+    """The service that does and undoes work, and records it in rows. A faulty request
+    fails until the fault is repaired."""
 
     mended: ClassVar[bool] = False
 
@@ -264,8 +267,8 @@ def back(work: Work) -> None:
 
 
 def back_inner(work: Work) -> None:
-    """Undo the work of an inner flow that succeeded. A failed one has undone it
-    itself."""
+    """Undo the work of a sub-flow that succeeded. A failed sub-flow has already undone
+    its own work."""
     named = f"{work.name} {work.number} "
     found = [one for one in effects() if f" {named}" in one]
     if [one.split()[0] for one in found] == ["do"]:
@@ -290,7 +293,7 @@ UNDOS = NAMES[5:]
 
 
 class World(RuleBasedStateMachine):
-    """The events of the runs."""
+    """The state machine. Each rule is an event that can happen to the runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,8 +313,7 @@ class World(RuleBasedStateMachine):
 
     @rule(newer=st.booleans())
     def code_is_replaced(self, newer: bool) -> None:
-        """Replace the code by a newer version of the flow, or go back to the older
-        one."""
+        """Replace the code by the newer version of the flow, or by the older one."""
         self._deployed.close()
         self._code = Newer if newer else Outer
         self._deployed.enter_context(at_hand(Inner, self._code))
@@ -340,7 +342,7 @@ class World(RuleBasedStateMachine):
             moved = sum(self._work(name) for name in NAMES) > 0
 
     def _work(self, name: str) -> bool:
-        """Let a stage process one message, if one waits for it."""
+        """Let a stage process one message. Return False if there is none."""
         here = QueueMessage.objects.filter(queue=name).exists()
         parked = InboxMessage.objects.filter(stage=name, due_at__lte=Now())
         if self._code is Outer:
@@ -359,8 +361,8 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: OutboxMessage.objects.exists())
     @rule(which=st.integers(0, 1000), fresh=st.booleans())
     def a_copy_comes(self, which: int, fresh: bool) -> None:
-        """Deliver a copy of any message, late or early. The copy may get a new id if it
-        continues a run, as a repeated answer does."""
+        """Deliver a copy of any stored message. With `fresh`, a message that continues
+        a run gets a new id, like a repeated answer."""
         row = OutboxMessage.objects.order_by("id")[
             which % OutboxMessage.objects.count()
         ]
@@ -431,8 +433,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: FlowStep.objects.exists())
     @rule(which=st.integers(0, 1000))
     def an_operator_goes_back(self, which: int) -> None:
-        """Try to send a run back to one of its steps. That may not be possible any
-        more."""
+        """Send a run back to one of its steps, if that is still possible."""
         steps = FlowStep.objects.filter(run__flow="machine.outer").order_by("id")
         if not steps:
             return
@@ -494,8 +495,8 @@ def _editable() -> Any:
 
 
 class Works:
-    """What was done and undone for one run of Outer, by number. After a run has gone
-    back to a step, it `repeats` the undone work."""
+    """The numbers of the work that was done and undone for one run of Outer. `repeats`
+    is true if the run has gone back to a step, and so may repeat undone work."""
 
     def __init__(self) -> None:
         self.repeats = False
@@ -503,8 +504,11 @@ class Works:
         self._gone: dict[int, str] = {}
 
     def note(self, what: str, number: int, fate: str) -> None:
-        """Take the next effect: each is done once, and undone once, newest first. A
-        flow that answers first undoes itself beside what comes after it."""
+        """Record one effect, and check that it is allowed.
+
+        Work is done once. It is undone once, newest first. Only a flow that answers
+        first may be undone out of this order.
+        """
         if what == "do":
             if self.repeats:
                 self._gone.pop(number, None)
@@ -518,7 +522,7 @@ class Works:
             assert done_as == "first" or not newer, "it is not the newest"
 
     def judge(self, outcome: str) -> None:
-        """Compare with how the run has ended."""
+        """Check the work against the outcome of the run."""
         if outcome == "failed":
             assert not self._standing, "it is not undone"
         else:
@@ -531,7 +535,7 @@ class Works:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("worlds", [3, pytest.param(100, marks=pytest.mark.soak)])
 def test_whatever_happens_each_run_ends_once_and_is_undone_exactly(worlds: int) -> None:
-    """Play some worlds; each takes about a second. TXMSG_FLOW_EXAMPLES: how many."""
+    """Each world takes about a second. TXMSG_FLOW_EXAMPLES overrides their number."""
     with txmsg(BROKERS={"default": {"URL": "database://?poll=0.01"}}):
         run_state_machine_as_test(
             World,

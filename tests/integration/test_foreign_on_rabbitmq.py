@@ -49,7 +49,7 @@ def in_force(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def put_foreign(destination: str, body: bytes, **headers: str) -> None:
-    """Send like a foreign client: our client would add its id."""
+    """Send a message with a raw client, because our client would add its id."""
     address = split_url(get_broker()._url)
     assert address.port is not None
     kind, _, name = destination.rpartition(":")
@@ -130,8 +130,8 @@ def test_a_topics_message_goes_back_to_its_subscriber_alone(destination: str) ->
 def test_message_refused_on_return_is_kept_in_the_inbox(
     rabbitmq: services.RabbitMQ, destination: str, mode: Any
 ) -> None:
-    """The consumer may not write, so no message is sent back to get an id. Each message
-    gets an id in the inbox instead, and is processed from there."""
+    """The consumer may not write to the queue, so it cannot send messages back to give
+    them ids. Each message gets its id in the inbox, and is processed from there."""
     ours = str(uuid.uuid4())
     put_foreign(destination, b'"equal"', colour="red")
     put_foreign(destination, b'"equal"', colour="red")
@@ -169,7 +169,8 @@ def test_a_dead_letter_that_does_not_go_back_is_taken_in(
 def test_unreadable_foreign_message_is_one_dead_letter(
     destination: str,
 ) -> None:
-    """The message has no stable id, and its worker dies before the acknowledgement."""
+    """The message has no stable id, and its worker dies twice before the
+    acknowledgement."""
     put_foreign(destination, b'{"cut off": ')
     with declared(effect, destination) as stage:
         for _ in range(2):
@@ -185,8 +186,8 @@ def test_unreadable_foreign_message_is_one_dead_letter(
 
 
 def declare() -> None:
-    """Declare a stage in the worker. Its message kills the worker, or the test kills it
-    right after the commit."""
+    """Declare a stage in the worker. Its handler kills the worker if DEADLY is set.
+    Otherwise the test may kill the worker right after the commit."""
 
     def handler(message: Message) -> None:
         if os.environ.get("DEADLY"):

@@ -1,4 +1,4 @@
-"""A forgotten set-up step gives an error that says what to do."""
+"""If a set-up step was forgotten, the error says what to do."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ EVERYTHING = ["django.contrib.contenttypes", "django.contrib.auth", "django_txms
 
 
 def django(tmp_path: Path, apps: list[str], *command: str) -> str:
-    """Return the output of a command of a project with these settings, whether it
-    succeeds or fails."""
+    """Run a command of a project with these apps. Return its output, even if the
+    command fails."""
     name = tmp_path / "db.sqlite3"
     (tmp_path / "forgetful.py").write_text(SETTINGS.format(apps=apps, name=name))
     here = {

@@ -1,4 +1,4 @@
-"""`@stage(..., timeout=)`: a handler's query is cancelled, and its attempt fails."""
+"""`@stage(..., timeout=)`: a handler's query is cancelled, and the attempt fails."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ENOUGH = 1.0
 
 
 def late() -> None:
-    """Wait until a time-out of that length has passed."""
+    """Wait until the handler's time-out has passed."""
     until = time.monotonic() + ENOUGH + 0.05
     wait_until(lambda: time.monotonic() > until)
 
@@ -83,7 +83,7 @@ def test_a_query_is_cancelled_and_the_attempt_counts(mode: Any) -> None:
 def test_a_query_is_cancelled_by_a_driver_that_cannot_do_it_safely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """psycopg2, and psycopg before 3.2."""
+    """Such drivers are psycopg2, and psycopg before 3.2."""
     monkeypatch.delattr(psycopg.Connection, "cancel_safe")
     with (
         txmsg(),
@@ -213,7 +213,7 @@ def test_handler_in_time_is_not_affected() -> None:
 
 
 def test_time_out_does_not_affect_other_threads() -> None:
-    """No query of another thread is cancelled, and none of the thread's next
+    """A time-out cancels no query of another thread, and no query of the next
     message."""
 
     def handler(message: Message) -> None:

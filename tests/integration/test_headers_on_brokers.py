@@ -1,5 +1,7 @@
-"""Every header that a caller may set arrives unchanged, on every broker. The tests use
-odd names, and names that have a meaning in the documentation of a broker."""
+"""Every header that a caller may set arrives unchanged on every broker.
+
+The names of the tested headers are unusual, or have a meaning in a broker's manual.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,7 @@ def carried(name: str, value: str) -> bool:
 
 @pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> Iterator[StompServer]:
-    """Each broker, one after the other, as the default one."""
+    """Make each broker the default in turn."""
     found: StompServer = request.getfixturevalue(request.param)
     with txmsg(BROKERS={"default": {"URL": found.url()}}):
         yield found
@@ -163,7 +165,7 @@ def test_allowed_headers_arrive_unchanged(
 
 @pytest.mark.parametrize("text", ["a😀b", "\U00010000", "\U0010ffff"])
 def test_headers_that_activemq_loses_on_restart_are_refused(text: str) -> None:
-    """ActiveMQ writes headers in a form of UTF-8 that cannot express these
+    """ActiveMQ stores headers in a form of UTF-8 that cannot express these
     characters."""
     for headers in ({"name": text}, {text: "value"}):
         with pytest.raises(InvalidMessage, match="U\\+FFFF"):

@@ -1,5 +1,5 @@
 """Headers of other versions, brokers and senders: which of them a handler sees, and
-which travel on when the handler or the package sends again."""
+which are sent on with a handler's or the package's own messages."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_handler_gets_only_the_senders_headers(name: str) -> None:
 
 
 def test_a_handler_forwards_the_headers_that_it_got() -> None:
-    """This includes headers that a broker, or a later version of this package, may
-    add."""
+    """The handler does not get headers that a broker or a later version of this package
+    adds, so it cannot forward them."""
 
     def handler(message: Message) -> None:
         assert message.headers == {**WRITTEN, "traceparent": TRACE}

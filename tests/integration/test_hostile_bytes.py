@@ -1,8 +1,9 @@
-"""Every foreign message in a consumed queue is processed, or dead with its bytes;
-consumers continue, and no message is left.
+"""Each foreign message is processed, or becomes a dead letter with its bytes. Consumers
+continue, and no message is left in the queue.
 
-The messages combine faults of headers and bodies at random, by a seed that the test
-prints. They are sent by AMQP, by a raw STOMP client, and as rows written by hand.
+The messages combine random faults of headers and bodies. The test prints the random
+seed. They are sent over AMQP, by a raw STOMP client, and as rows of the embedded
+broker.
 """
 
 from __future__ import annotations

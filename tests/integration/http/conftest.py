@@ -1,4 +1,4 @@
-"""Fixtures for the middleware in the test's own process, and for its control
+"""Fixtures for tests of the middleware in the test's own process, and of control
 messages."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIDDLEWARE = ["django_txmsg.middleware.OutboxMiddleware"]
 
 
 def txmsg(**http: Any) -> dict[str, Any]:
-    """Return settings with a broker outside the orders' database."""
+    """Return settings whose broker is in the second database."""
     return {
         "SERVICE": "web",
         "BROKERS": {"default": {"URL": "database://other?poll=0.01"}},
@@ -45,7 +45,7 @@ def nothing_happened() -> bool:
 
 
 def wait_for_the_database(seconds: float) -> None:
-    """Wait until the database's clock has moved on."""
+    """Wait until `seconds` have passed by the database's clock."""
 
     def now() -> float:
         with connections["default"].cursor() as cursor:
@@ -67,7 +67,7 @@ def web() -> Iterator[Callable[..., override_settings]]:
 
 @pytest.fixture
 def heard() -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Collect the arguments of a session's three signals."""
+    """Collect the arguments of the three signals of sessions."""
     said: dict[str, list[dict[str, Any]]] = {"ended": [], "sent": [], "handled": []}
     names = {
         "ended": signals.session_ended,

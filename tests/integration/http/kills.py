@@ -1,4 +1,7 @@
-"""Hooks that kill a web process with SIGKILL at an exact step of a request, once."""
+"""Hooks that kill or stop a web process once, at an exact step of a request.
+
+The steps have the numbers of docs/explanation/http-outbox.md.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from tests.faults import wait_until
 
 
 def die_once(*_: Any, **__: Any) -> None:
-    """Kill this process, unless one was killed before: the process that replaces it
-    lives."""
+    """Kill this process, unless another process was killed before. So the process that
+    replaces the killed one lives."""
     try:
         os.close(os.open(os.environ["TXMSG_TEST_ONCE"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -27,7 +30,8 @@ def die_once(*_: Any, **__: Any) -> None:
 
 
 def before_the_control_message() -> None:
-    """Die between steps 2 and 3."""
+    """Die after the view, before the control message is sent (between steps 2 and
+    3)."""
     from django_txmsg.http_outbox.session import OutboxSession
 
     announce = OutboxSession._announce
@@ -40,19 +44,22 @@ def before_the_control_message() -> None:
 
 
 def before_the_commit() -> None:
-    """Die between steps 3 and 4."""
+    """Die after the control message is sent, before the commit (between steps 3 and
+    4)."""
     signals.control_message_sent.connect(die_once, weak=False)
 
 
 def after_the_commit() -> None:
-    """Die between steps 4 and 5, in the first hook."""
+    """Die after the commit, before the messages are dispatched (between steps 4 and
+    5)."""
     from django_txmsg.sending.scope import Block
 
     Block._note_commit = die_once
 
 
 def stand_still_before_the_commit() -> None:
-    """Stop between steps 3 and 4, for as long as the test wants."""
+    """Wait before the commit until the test lets the request continue (between steps 3
+    and 4)."""
     permission = Path(os.environ["TXMSG_TEST_ONCE"] + ".go")
 
     def wait(**_: Any) -> None:
@@ -62,14 +69,15 @@ def stand_still_before_the_commit() -> None:
 
 
 def before_the_send() -> None:
-    """Die in step 5, when the rows are claimed and the broker has received nothing."""
+    """Die in step 5, after the rows are claimed and before the broker receives a
+    message."""
     for session in (DatabaseSession, StompSession):
         _die_in(session, "send", lambda session, batch, **_: len(batch) > 1)
 
 
 def before_the_mark() -> None:
-    """Die after the send, when the broker has all messages and the rows are not
-    marked."""
+    """Die in step 5, after the broker has stored all messages and before the rows are
+    marked as dispatched."""
     _die_in(OutboxManager, "mark_dispatched", lambda *_: True)
 
 
@@ -85,8 +93,8 @@ def _die_in(owner: Any, method: str, when: Any) -> None:
 
 
 def failing_commits() -> None:
-    """Let step 4 fail: the database refuses the commit of every transaction that has
-    stored a message."""
+    """Let the database refuse the commit (step 4) of every transaction that has stored
+    a message."""
     commit = BaseDatabaseWrapper._commit
 
     def refuse(connection: Any) -> Any:
@@ -100,20 +108,20 @@ def failing_commits() -> None:
 
 
 def stopped_before_the_insert() -> None:
-    """Stop a request that joins a control group, and kill it after its commit. The
-    request stops before it has the group's lock."""
+    """Suspend a request that joins a control group, before it takes the group's lock.
+    Kill the process after the commit."""
     _stop_a_joiner("_join", before=True)
 
 
 def stopped_after_the_insert() -> None:
-    """Stop a request that joins a control group after its INSERT, before it checks
-    whether the group's message covers its rows."""
+    """Suspend a request that joins a control group, after its INSERT and before it
+    checks whether the group's control message covers its rows."""
     _stop_a_joiner("_announce", before=True)
 
 
 def stopped_before_the_commit() -> None:
-    """Stop a request that joins a control group after it has checked whether the
-    group's message covers its rows."""
+    """Suspend a request that joins a control group, after it has checked whether the
+    group's control message covers its rows."""
     _stop_a_joiner("_announce", before=False)
 
 
@@ -151,7 +159,7 @@ def _stop_a_joiner(step: str, *, before: bool) -> None:
 
 
 def _stop_once() -> None:
-    """Stop this process once, as if it got no processor time."""
+    """Suspend this process, unless another process was suspended before."""
     try:
         os.close(
             os.open(os.environ["TXMSG_TEST_ONCE"] + ".stopped", os.O_CREAT | os.O_EXCL)

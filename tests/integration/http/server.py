@@ -23,7 +23,7 @@ SETTINGS = "tests.integration.http.settings"
 
 
 class WebServer:
-    """gunicorn with `workers` processes; its master replaces a killed one."""
+    """gunicorn with `workers` worker processes. Its master replaces a killed worker."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class WebServer:
         self.close()
 
     def post(self, path: str, *, timeout: float = 60, **options: Any) -> httpx.Response:
-        """Send one request, on a connection of its own."""
+        """Send one request, on a new connection."""
         return httpx.post(f"{self.url}/{path}", timeout=timeout, **options)
 
     def post_and_die(self, path: str) -> None:
-        """Send a request whose process is killed before it answers."""
+        """Send a request, and check that the worker dies before it answers."""
         try:
             response = self.post(path)
         except httpx.TransportError:
@@ -80,24 +80,24 @@ class WebServer:
         raise AssertionError(f"it answered {response.status_code}:\n{self.log()}")
 
     def has_died_once(self) -> bool:
-        """Whether the hook has killed a worker."""
+        """Whether the hook has killed a worker process."""
         return self._once.exists()
 
     def has_stopped_once(self) -> bool:
-        """Whether the hook has stopped a worker."""
+        """Whether the hook has suspended a worker process."""
         return Path(f"{self._once}.stopped").exists()
 
     def resume(self) -> None:
-        """Let stopped workers resume."""
+        """Resume suspended workers."""
         for pid in self.workers():
             os.kill(pid, signal.SIGCONT)
 
     def go_on(self) -> None:
-        """Let the stopped requests continue and commit."""
+        """Let the requests that wait before their commit continue."""
         Path(f"{self._once}.go").touch()
 
     def workers(self) -> list[int]:
-        """The present worker processes."""
+        """The process ids of the current workers."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return [one.pid for one in psutil.Process(self.process.pid).children()]
         return []
@@ -107,14 +107,14 @@ class WebServer:
         return Path(self._log.name).read_text()
 
     def kill(self) -> None:
-        """SIGKILL, the master and all workers."""
+        """Kill the master and all workers with SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
         KEEPER.forget(self.process.pid)
 
     def close(self) -> None:
-        """Kill its remaining processes."""
+        """Kill the processes that are still running."""
         self.kill()
         self._log.close()
 

@@ -1,5 +1,5 @@
-"""The receiver of the orders' messages: one effect for each message, duplicates
-included."""
+"""The stage that receives the orders' messages. It records one effect for each message
+that it processes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from .urls import orders
 
 @stage(orders())
 def note(message: Message) -> None:
-    """Have an effect."""
+    """Record an effect of the message."""
     name = f"{message.body['order']}:{message.body['part']}"
     Effect.objects.create(name=name, message_id=str(message.id))

@@ -1,5 +1,5 @@
-"""What the receiver of control messages finds out about a session, and what it does
-then."""
+"""The receiver of control messages finds out whether a session has committed, and acts
+on the outcome."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ def settings_in_force() -> Iterator[None]:
 
 @pytest.fixture
 def arrivals() -> Iterator[DatabaseSession]:
-    """A subscription to the control destination."""
+    """A broker session that receives the control messages."""
     with get_broker().open() as session:
         session.subscribe("web.txmsg.control", prefetch=10)
         yield session
 
 
 def dispatch(using: str, session_id: uuid.UUID) -> None:
-    """The consumer's dispatch function."""
+    """Dispatch the rows of a session, like the function that the consumer passes to the
+    receiver."""
     lane = Lane(using, "default")
     while lane.dispatch(session_id=session_id):
         pass
@@ -60,13 +61,13 @@ def dispatch(using: str, session_id: uuid.UUID) -> None:
 
 
 def handle(delivery: Delivery) -> None:
-    """Handle a control message once, as the consumer does."""
+    """Let the receiver check a control message once."""
     control_receive.handle(delivery, dispatch, threading.Event())
 
 
 def handle_to_the_end(delivery: Delivery) -> list[float]:
-    """Handle a control message until it is settled, in another thread and connection.
-    Return the pauses that were requested."""
+    """Let the receiver check a control message until it is settled, in another thread.
+    Return the pauses between the checks."""
     pauses: list[float] = []
     errors: list[BaseException] = []
 
@@ -92,7 +93,7 @@ def handle_to_the_end(delivery: Delivery) -> list[float]:
 
 
 def waits(limit: float, step: float) -> dict[str, object]:
-    """Settings for how long to wait for a commit."""
+    """Return settings for how long the receiver waits for a commit."""
     return txmsg(MAX_COMMIT_DURATION=limit, COMMIT_DELAY_INCREMENT=step)
 
 
@@ -102,7 +103,7 @@ def send_two() -> None:
 
 
 def arrived() -> int:
-    """Return how many of the two messages the broker has."""
+    """Return how many of the session's two messages the broker has."""
     return QueueMessage.objects.using("other").filter(queue="http.orders").count()
 
 
@@ -178,8 +179,8 @@ def test_a_session_in_progress_is_checked_often(arrivals, heard) -> None:
 
 
 class ServerWithUsing(Broker):
-    """A broker that is a server, although its author has given it an attribute `using`.
-    (Its messages are in another database than the session's.)"""
+    """A broker that is a server, but has an attribute `using` like the embedded broker.
+    Its messages are in another database than the session's."""
 
     def __init__(self, alias: str, url: str) -> None:
         super().__init__(alias, url)
@@ -205,8 +206,8 @@ class ServerWithUsing(Broker):
 
 @on_postgresql
 def test_a_broker_with_an_attribute_using_is_not_taken_for_embedded(heard) -> None:
-    """If the broker were taken for an embedded one, the control message would be
-    settled before the commit, and the session would never be checked again."""
+    """Otherwise the control message would be settled before the commit, and the session
+    would never be checked again."""
     brokers = {"default": {"BACKEND": f"{__name__}.ServerWithUsing"}}
     with (
         override_settings(TXMSG={**txmsg(), "BROKERS": brokers}),
@@ -292,7 +293,8 @@ def test_rolling_back_a_savepoint_after_the_control_message_loses_nothing(
 def test_a_transaction_id_from_the_future_falls_back_to_waiting(
     arrivals, heard
 ) -> None:
-    """A standby that was promoted before it saw the transaction reports such an id."""
+    """A promoted standby reports such an id if it has never received the
+    transaction."""
     session_id = uuid.uuid4()
     _forge(session_id, kind="transaction", transaction="99999999999")
     with override_settings(TXMSG=waits(0.3, 0.1)):
@@ -336,7 +338,7 @@ def test_a_delayed_session_commits_and_leaves_a_record(arrivals, heard) -> None:
 
 @on_postgresql
 def test_a_commit_after_the_tombstone_fails(arrivals, heard) -> None:
-    """The session is stopped between its control message and its commit."""
+    """The session is stopped after its control message and before its commit."""
     http = txmsg(
         CONTROL_MESSAGE_ORACLE="delay",
         MAX_COMMIT_DURATION=0.5,
@@ -368,8 +370,8 @@ def test_a_commit_after_the_tombstone_fails(arrivals, heard) -> None:
 
 @on_postgresql
 def test_the_commit_wins_against_the_tombstone(arrivals, heard) -> None:
-    """The session has written its record and has not committed. So no tombstone can be
-    written, and the control message is checked again until the rows are visible."""
+    """The session has written its row and has not committed, so the receiver cannot
+    write a tombstone. It checks again until the session's rows are visible."""
     http = txmsg(
         CONTROL_MESSAGE_ORACLE="delay",
         MAX_COMMIT_DURATION=0.1,
@@ -522,8 +524,8 @@ def test_the_signature_covers_every_header(arrivals, heard) -> None:
 def test_unsigned_control_message_only_sends_committed_messages(
     arrivals, heard
 ) -> None:
-    """An unsigned control message, as an earlier release sends it, makes committed
-    messages leave."""
+    """An earlier release sends unsigned control messages. Such a message dispatches the
+    session's committed messages."""
     with outbox_session() as session:
         send_two()
     _forge(session.id, sign=False)
@@ -557,7 +559,7 @@ def test_session_that_can_never_be_checked_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
     """For example, the session's database may lack our tables. The failure is logged,
-    and the control message is dropped in the end."""
+    and finally the control message is dropped."""
     monkeypatch.setattr(control_receive, "PATIENCE", 0.5)
 
     def broken(using: str, session_id: uuid.UUID) -> None:
@@ -577,13 +579,13 @@ def test_session_that_can_never_be_checked_is_left_to_the_relay(
 
 
 def lease(seconds: float) -> dict[str, object]:
-    """Settings with a short lease."""
+    """Return settings with a lease of `seconds`."""
     return {**txmsg(), "RELAY": {"LEASE": seconds}}
 
 
 def _forge(session_id: uuid.UUID, *, sign: bool = True, **facts: object) -> None:
-    """Send a control message of a session that does not exist. Without `sign`, it looks
-    like a message of an earlier release."""
+    """Send a control message of a session that does not exist. Without `sign`, the
+    message looks like one of an earlier release."""
     body = facts.pop("body", b"")
     headers = {
         wire.MESSAGE_ID: str(uuid.uuid4()),
@@ -607,7 +609,7 @@ def _forge(session_id: uuid.UUID, *, sign: bool = True, **facts: object) -> None
 
 
 def _elsewhere(work: object) -> None:
-    """Run a function on another connection, as another process would do it."""
+    """Run a function on another database connection, as in another process."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -1,5 +1,5 @@
-"""Many requests share one session with the broker: what they share, and what stays
-separate."""
+"""Many requests use one session with the broker at the same time, and each gets its own
+outcome."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def together(activemq: ActiveMQ, proxy: Proxy) -> Iterator[Channel]:
 def send_all(
     together: Channel, messages: list[Outgoing], meanwhile: Callable[[], None]
 ) -> list[BrokerError | None]:
-    """Send each message from its own thread; return the exceptions."""
+    """Send each message from its own thread, call `meanwhile`, and return the
+    exceptions."""
     ready = threading.Barrier(len(messages) + 1)
 
     def send(one: Outgoing) -> BrokerError | None:

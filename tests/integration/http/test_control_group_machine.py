@@ -1,7 +1,7 @@
-"""Control groups under any order of events: committed messages always leave.
+"""Control groups under any order of events: committed messages are always dispatched.
 
-Nothing is dispatched after a commit here, as if each process died right after its
-commit. So messages leave only because of control messages.
+Here no process dispatches messages after its commit, as if each process died right
+then. So messages are dispatched only because of control messages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ pytestmark = [
 
 
 class Requests:
-    """A thread with its own connection, which handles one request after another."""
+    """A thread that handles one request after another, on its own connection."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -67,8 +67,8 @@ class Requests:
         self.do(getattr(session, how))
 
     def kill(self) -> None:
-        """Close the connection in the middle of a request, as the death of the process
-        would do."""
+        """Close the connection in the middle of a request, like the death of its
+        process."""
 
         def die() -> None:
             connection.connection and connection.connection.close()
@@ -111,7 +111,8 @@ STEPS = ["keyed", "pass", "regret", "send"]
 
 
 class Groups(RuleBasedStateMachine):
-    """Long and short requests and a receiver, while time passes."""
+    """Hypothesis lets long and short requests, a receiver and the clock act in any
+    order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,8 +128,8 @@ class Groups(RuleBasedStateMachine):
         end=st.sampled_from(["commit", "wait, commit", "rollback", "kill", ""]),
     )
     def request(self, which: int, beside: bool, steps: list[str], end: str) -> None:
-        """Let a request continue, and perhaps end. A new request may begin beside a
-        short one, and then joins its group."""
+        """Let a long request continue, and perhaps end. With `beside`, a short request
+        is handled first, and the long one may join its group."""
         actor = self.actors[which]
         if beside:
             self.store()
@@ -151,7 +152,7 @@ class Groups(RuleBasedStateMachine):
             actor.end(end.removeprefix("wait, "))
 
     def store(self) -> None:
-        """Run a short request. It opens a group if no group is open."""
+        """Handle a short request. If no control group is open, this opens one."""
         short = self.actors[2]
         short.begin()
         short.do(send, "")
@@ -159,15 +160,16 @@ class Groups(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([WINDOW / 2, WINDOW]))
     def pass_time(self, seconds: float) -> None:
-        """Move beyond the end of a group, as for a suspended process. The receiver
-        continues."""
+        """Wait `seconds`, as if the processes were suspended. The receiver checks its
+        messages before and after."""
         self.look()
         wait_for_the_database(seconds)
         self.look()
 
     @rule()
     def look(self) -> None:
-        """The receiver takes the waiting messages, and checks each once."""
+        """Let the receiver take the waiting control messages, and check each message
+        once."""
         if self.receiver is None:
             self.receiver = get_broker().open()
             name = f"{get().SERVICE}.txmsg.control"

@@ -81,8 +81,8 @@ def grouped(settings_for: Callable[..., override_settings]) -> Iterator[None]:
 
 @pytest.fixture
 def receiver(grouped: None) -> Iterator[Callable[[], None]]:
-    """Return a function that starts to receive control messages, until the test
-    ends."""
+    """Return a function that starts the receiver of control messages. The receiver runs
+    until the end of the test."""
     stopping = threading.Event()
     receiving = control_thread.ControlThread(
         "default", stopping, Breaker("default", 1.0), Activity()
@@ -104,7 +104,7 @@ def receiver(grouped: None) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def database_at(url: str) -> Iterator[None]:
-    """Have the default database at another address."""
+    """Let the alias `default` use the database at `url`."""
     parts, usual = urlsplit(url), connections["default"]
     there = connections.create_connection("default")
     there.settings_dict = {
@@ -133,7 +133,7 @@ def send(number: str = "1", **arguments: Any) -> None:
 
 
 def groups() -> set[uuid.UUID]:
-    """The groups under which rows are stored."""
+    """The ids of the groups with which rows are stored."""
     return set(OutboxMessage.objects.values_list("session_id", flat=True))
 
 
@@ -210,8 +210,8 @@ def test_a_transaction_around_it_may_take_its_time(grouped, receiver, heard) -> 
 
 
 def test_requests_under_traffic_wait_for_no_receipt(grouped, heard) -> None:
-    """The first request sends a control message itself. A thread sends the later
-    ones."""
+    """The first request sends its control message itself. A thread sends the control
+    messages of later requests."""
     store("opens")
     mine = threading.get_ident()
     senders: list[int] = []
@@ -257,8 +257,8 @@ def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) 
 
 
 def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
-    """Otherwise every later control message would be held for as long as the clock was
-    ahead."""
+    """Otherwise the receiver would keep every later control message for as long as the
+    clock was ahead."""
     store()
     (groups_,) = control_group._groups.all()
     now = timezone.now()
@@ -368,7 +368,7 @@ def test_session_with_metadata_has_its_own_control_message(
 
 
 def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
-    """Many rows are stored by COPY, under the same lock."""
+    """A session inserts many rows with COPY, under the same lock."""
     store()
     with outbox_session():
         for number in range(20):
@@ -408,8 +408,8 @@ def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_the_clock_is_read_when_the_lock_is_there(grouped, count) -> None:
-    """If the clock were read earlier, a session could count itself to a group although
-    its rows are not visible when a receiver finds that the group has ended."""
+    """If the clock were read before the lock, a session could join a group although its
+    rows are not visible when a receiver finds that the group has ended."""
     one = uuid.uuid4()
     locked_at: list[dt.datetime] = []
 
@@ -452,8 +452,8 @@ def test_broker_gets_one_control_message_per_window(grouped, destination) -> Non
 def test_a_standby_reports_no_outcome_until_it_is_promoted(
     postgres: PostgreSQL,
 ) -> None:
-    """A standby does not have the primary's locks. After its promotion, no earlier
-    transaction is open."""
+    """A standby does not know the primary's locks. After its promotion, all earlier
+    transactions have ended."""
     one, long_ago = uuid.uuid4(), timezone.now() - dt.timedelta(hours=1)
     standby, asked = Standby(postgres), []
     here, there = (server.url("postgres") for server in (postgres, standby))

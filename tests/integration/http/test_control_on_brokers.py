@@ -1,5 +1,4 @@
-"""Control messages on the real brokers: they disappear when they are no longer
-needed."""
+"""On the real brokers, control messages are removed when they are no longer needed."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from tests.services.stomp_server import StompServer
 
 @pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> StompServer:
-    """Each broker, and RabbitMQ by both protocols, one after the other."""
+    """Each broker in turn, and RabbitMQ with both protocols."""
     found: StompServer = request.getfixturevalue(request.param)
     return found
 
 
 def test_unreceived_control_message_expires(server, destination) -> None:
-    """A service without a consumer leaves at most the messages within their time to
-    live."""
+    """If a service runs no consumer, only control messages within their time to live
+    remain."""
     brokers = {"default": {"URL": server.url()}}
     with override_settings(TXMSG={"SERVICE": destination, "BROKERS": brokers}):
         sent = [

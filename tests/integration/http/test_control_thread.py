@@ -43,7 +43,8 @@ def settings_in_force(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def serving() -> Iterator[Callable[[], None]]:
-    """Run the thread. The returned function stops it, and checks that it ends."""
+    """Run the thread that receives control messages. The returned function stops it,
+    and checks that it ends."""
     stopping = threading.Event()
     serving_thread = control_thread.ControlThread(
         "default", stopping, Breaker("default", 1.0), Activity()
@@ -63,7 +64,7 @@ def serving() -> Iterator[Callable[[], None]]:
 
 
 def announce_what_never_ends(count: int) -> None:
-    """Store control messages of sessions whose outcome can never be found out."""
+    """Send control messages of sessions whose outcome cannot be found out."""
     with get_broker().open() as session:
         session.send(
             [
@@ -100,7 +101,7 @@ def test_sessions_that_do_not_end_keep_no_other_waiting(monkeypatch) -> None:
 
 
 def test_it_stops_while_several_looks_are_due(monkeypatch) -> None:
-    """Each check takes so long that the next check is due when it ends."""
+    """Each check takes so long that the next one is already due."""
     monkeypatch.setattr(control_thread, "PREFETCH", 50)
     looked = threading.Event()
 
@@ -126,8 +127,8 @@ def test_it_stops_while_several_looks_are_due(monkeypatch) -> None:
 
 
 def test_an_outdated_control_message_is_dropped(monkeypatch) -> None:
-    """The control message's database could never be queried. After a day the message is
-    dropped, however often it was sent again."""
+    """The database of the control message could never be queried. After a day the
+    message is dropped, even if it was sent again many times."""
     monkeypatch.setattr(control_thread, "HOLD", 0.0, raising=False)
     long_ago = dt.datetime.now(dt.timezone.utc) - dt.timedelta(days=2)
     old = ControlMessage(
@@ -141,14 +142,14 @@ def test_an_outdated_control_message_is_dropped(monkeypatch) -> None:
 
 @pytest.fixture
 def silent() -> Iterator[socket.socket]:
-    """A server that accepts connections and never sends anything."""
+    """Open a server socket that accepts connections and never sends anything."""
     with socket.create_server(("127.0.0.1", 0), backlog=50) as listener:
         listener.settimeout(30)
         yield listener
 
 
 def nobody() -> int:
-    """A port on which no server listens."""
+    """Return a port on which no server listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port

@@ -1,4 +1,5 @@
-"""Idempotency-Key: a repeated request does nothing twice and gets the same answer."""
+"""A request that is repeated with the same Idempotency-Key has no second effect, and
+gets the same response."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ ME = {"Authorization": "Bearer mine"}
 
 
 def post(key: str | None, client: Client | None = None, **form: Any) -> Any:
-    """Place an order under a key."""
+    """Place an order with this idempotency key."""
     client = client or Client(raise_request_exception=False, headers=ME)
     headers = {} if key is None else {"Idempotency-Key": key}
     then = form.pop("then", "")
@@ -212,8 +213,8 @@ def by_api_key(request: HttpRequest) -> str | None:
 def test_stored_response_needs_a_certain_caller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Only the view could distinguish these callers, so one would get the response of
-    another. The log says once what the developer must set."""
+    """Only the view can distinguish these callers, so one caller could get another's
+    response. The log says once which setting is needed."""
     idempotency._log_unknown_caller.cache_clear()
     for headers in ({"X-Api-Key": "alice"}, {"Cookie": "sessionid=" + "m" * 32}):
         client = Client(headers=headers)

@@ -1,4 +1,4 @@
-"""Web processes killed at every step of a request; no relay runs, only a consumer.
+"""Web processes killed at every step of a request. A consumer runs, but no relay.
 
 A committed message arrives and has its effects once. A message that was not committed
 never arrives.
@@ -39,7 +39,7 @@ BROKERS = (
 
 @pytest.fixture(params=BROKERS)
 def txmsg(request: pytest.FixtureRequest, destination: str) -> dict[str, Any]:
-    """Settings of the processes: both kinds of broker, and a short lease."""
+    """Settings of the processes: either kind of broker, and a short lease."""
     url = "database://?poll=0.02&lease=5"
     if request.param != "embedded":
         server: StompServer = request.getfixturevalue(request.param)
@@ -93,7 +93,7 @@ def consume(
 
 
 def effects(number: str) -> list[str]:
-    """The effects of one order, doubles included."""
+    """The effects of one order, including repeated ones."""
     names = Effect.objects.filter(name__startswith=f"{number}:").order_by("name")
     return list(names.values_list("name", flat=True))
 
@@ -104,7 +104,7 @@ def has_arrived(number: str) -> bool:
 
 def assert_done_once(number: str) -> None:
     """Check that the order is stored, that each of its two messages had one effect, and
-    that no message is left."""
+    that no message is pending."""
     assert Order.objects.filter(number=number).count() == 1
     assert effects(number) == [f"{number}:pay", f"{number}:ship"]
     wait_until(
@@ -147,9 +147,9 @@ def test_messages_leave_if_the_web_process_is_killed_after_the_commit(
 
 @pytest.mark.parametrize("txmsg", ["rabbitmq"], indirect=True)
 def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
-    """No relay runs, and nothing is dispatched after a commit. So only control messages
-    make messages leave. They come from processes that were killed after the commit,
-    from failed commits, and from live processes."""
+    """No relay runs, and nothing is dispatched after a commit. So messages are
+    dispatched only because of control messages. These come from a process that was
+    killed after its commit, from a failed commit, and from a live process."""
     web = serve("after_the_commit", txmsg={"DISPATCH_ON_COMMIT": "off"})
     web.post_and_die("order?number=killed")
     consume()
@@ -165,8 +165,8 @@ def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
 
 @pytest.mark.parametrize("txmsg", ["activemq"], indirect=True)
 def test_another_receiver_dispatches_if_one_is_killed(serve, consume, txmsg) -> None:
-    """The control message of the killed receiver goes to another receiver, which waits
-    for the lease of the first to end."""
+    """The broker delivers the killed receiver's control message to another receiver.
+    That one waits until the first receiver's lease has ended."""
     web = serve(txmsg={"DISPATCH_ON_COMMIT": "off"})
     killed = consume("before_the_send")
     assert web.post("order?number=1").status_code == 201
@@ -222,8 +222,8 @@ def test_a_commit_that_fails_changes_nothing(serve, consume) -> None:
 
 
 def test_a_slow_commit_is_waited_for(serve, consume) -> None:
-    """The commit takes longer than MAX_COMMIT_DURATION, and the receiver sees that it
-    is in progress."""
+    """The commit takes longer than MAX_COMMIT_DURATION, and the receiver sees that the
+    transaction is in progress."""
     http = {"HTTP": {"MAX_COMMIT_DURATION": 0.3, "COMMIT_DELAY_INCREMENT": 0.1}}
     web = serve("stand_still_before_the_commit", txmsg=http)
     consume()
@@ -260,7 +260,7 @@ def test_a_session_that_was_given_up_does_not_commit(serve, consume, txmsg) -> N
 
 
 def test_concurrent_requests_under_asgi_each_commit_alone(serve, consume) -> None:
-    """Concurrent requests on one event loop, each with a transaction of its own."""
+    """The requests run concurrently on one event loop, each in its own transaction."""
     web = serve(asgi=True)
     consume()
     plan = {f"r{number}": "raise" if number % 4 == 0 else "" for number in range(16)}
@@ -294,8 +294,8 @@ def test_messages_arrive_once_after_a_kill_under_asgi(serve, consume) -> None:
 def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
     serve, consume, txmsg
 ) -> None:
-    """At each step, a process that joins a group is stopped, while other processes
-    continue."""
+    """A process that joins a control group is suspended, once for each step, while
+    other processes continue."""
     consumer = consume()
     steps = ("before_the_insert", "after_the_insert", "before_the_commit")
     webs = {
@@ -304,8 +304,8 @@ def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
     }
 
     def open_and_join(step: str) -> list[str]:
-        """Send requests until one has joined the group of an earlier one, and its
-        process has died."""
+        """Send requests until one has joined an earlier request's group and its process
+        has died."""
         numbers: list[str] = []
         while not webs[step].has_died_once():
             numbers.append(f"{step}-{len(numbers)}")

@@ -1,4 +1,5 @@
-"""OutboxMiddleware in one process: which requests begin, commit and roll back."""
+"""OutboxMiddleware in one process: which requests have a transaction, and which of
+these commit or roll back."""
 
 from __future__ import annotations
 

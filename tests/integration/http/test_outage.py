@@ -1,4 +1,4 @@
-"""Requests during an outage of the broker: refused, cut, or silent."""
+"""Requests while the broker refuses connections, is cut off, or does not answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def proxy(activemq: ActiveMQ) -> Iterator[Proxy]:
 def serve(
     activemq: ActiveMQ, proxy: Proxy, destination: str
 ) -> Iterator[Callable[..., override_settings]]:
-    """Settings with a broker that can be cut off."""
+    """Return settings whose broker can be cut off."""
 
     def settings(**http: Any) -> override_settings:
         return override_settings(
@@ -58,7 +58,7 @@ def place(number: str) -> int:
 
 
 def control_messages(destination: str) -> int:
-    """Take the control messages from the broker and count them."""
+    """Receive the control messages from the broker, and return their number."""
     return len(drained(f"{destination}.txmsg.control"))
 
 

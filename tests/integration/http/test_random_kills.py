@@ -1,6 +1,8 @@
-"""Web processes killed at random under load, and no relay: nothing is lost or doubled.
+"""Web processes are killed at random under load, and no relay runs. No message is lost
+or doubled.
 
-PostgreSQL and ActiveMQ. `make test` runs a sample, `make soak` the 2,000 requests.
+The tests use PostgreSQL and ActiveMQ. `make test` sends a sample of the requests, and
+`make soak` all 2,000.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ PARTS = ("pay", "ship")
 
 
 class Killer(threading.Thread):
-    """Kills a random worker of the web server with SIGKILL, again and again."""
+    """Kills a random worker of the web server with SIGKILL, repeatedly."""
 
     def __init__(self, web: WebServer, every: float, seed: int) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""Views of Django REST framework behind the middleware, as in the how-to."""
+"""Views of Django REST framework behind the middleware, as the how-to shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""outbox_session(): the same transaction and scope for code without a request."""
+"""outbox_session() gives code without a request the same transaction and session."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def place(number: str) -> None:
 
 @pytest.mark.postgresql
 def test_a_control_message_names_the_transaction_of_its_session() -> None:
-    """Another thread has the session in a copy of the context. The control message does
-    not name that thread's transaction."""
+    """Another thread runs in a copy of the context, so it sees the session. The control
+    message names the session's transaction, not that thread's."""
 
     def elsewhere() -> None:
         place("elsewhere")
@@ -91,8 +91,8 @@ def test_a_control_message_names_the_transaction_of_its_session() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_is_forked_in_a_session_commits_by_itself() -> None:
-    """The parent's block has sent nothing to the server yet, and the child does not use
-    that block."""
+    """The parent's transaction has not begun on the server yet. The child does not use
+    the parent's transaction."""
     connections.close_all()
     with outbox_session() as session:
         child = multiprocessing.get_context("fork").Process(

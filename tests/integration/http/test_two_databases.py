@@ -1,7 +1,8 @@
 """Two databases with one service's name, one SECRET_KEY and one broker.
 
-A staging copy of production's settings, or a restored database beside its original:
-each of the two receives control messages of the other from the shared queue.
+For example, a staging system has production's settings, or a restored database runs
+beside its original. Each of the two receives control messages of the other, because
+they share a queue.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def outputs(*processes: ManageProcess) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    """Clear the recorded identities: each test empties their table."""
+    """Clear the cached database identities, because each test empties their table."""
     notes = (database_identity._known, database_identity._noted)
     for known in notes:
         known.clear()
@@ -56,7 +57,8 @@ def test_each_database_gets_its_control_messages_though_the_other_takes_them_fir
     destination: str,
     tmp_path: Path,
 ) -> None:
-    """Web processes die between commit and dispatch, and no relay runs."""
+    """Web processes die after the commit, before they dispatch messages. No relay
+    runs."""
     own = connection.settings_dict
     here = f"postgres://{own['USER']}:{own['PASSWORD']}@{own['HOST']}:{own['PORT']}/"
     urls = {
@@ -149,7 +151,8 @@ def test_messages_sent_before_a_restart_are_ours_and_later_ones_a_copys() -> Non
 
 @pytest.fixture
 def role() -> Iterator[str]:
-    """A role that the connection may take on, with every right on the tables."""
+    """A database role with all rights on the tables. The connection may switch to the
+    role."""
     name = f"role_{uuid.uuid4().hex[:8]}"
     with connection.cursor() as cursor:
         cursor.execute(f"CREATE ROLE {name}")
@@ -164,7 +167,7 @@ def role() -> Iterator[str]:
 
 
 def test_users_with_other_rights_know_one_database(role: str) -> None:
-    """One of the two users may not query the identifier of the server's files."""
+    """One of the users may not read the server's system identifier."""
     with connection.cursor() as cursor:
         known = database_identity.current("default")
         cursor.execute("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")

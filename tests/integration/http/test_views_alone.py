@@ -1,5 +1,5 @@
-"""An exception that leaves a view rolls back, whatever outer code makes of it; and what
-views without a database cost."""
+"""An exception of a view rolls back, even if outer code turns it into a response. And
+the cost of views that use no database."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Answers:
 
 
 def nothing(request: HttpRequest) -> HttpResponse:
-    """Use no database, but register hooks."""
+    """Register a hook, but use no database."""
     transaction.on_commit(lambda: HOOKS.append("ran"))
     if "undo" in request.GET:
         transaction.set_rollback(True)
@@ -67,12 +67,12 @@ def nothing(request: HttpRequest) -> HttpResponse:
 
 
 def read(request: HttpRequest) -> HttpResponse:
-    """Run one query that reads."""
+    """Execute one query that reads."""
     return JsonResponse({"orders": Order.objects.count()})
 
 
 def writing_get(request: HttpRequest) -> HttpResponse:
-    """Write in a GET request."""
+    """Write to the database in a GET request."""
     Order.objects.count()
     place(request.GET["number"])
     if "fail" in request.GET:
@@ -84,7 +84,7 @@ RUNS: list[str] = []
 
 
 def late_write(request: HttpRequest) -> HttpResponse:
-    """Read, give another process time to write, and write."""
+    """Read, give another process time to write, and then write."""
     RUNS.append(request.GET["number"])
     before = Order.objects.count()
     with contextlib.suppress(TimeoutError):
@@ -106,7 +106,8 @@ LOCKED: list[str] = []
 
 
 def locked_elsewhere(request: HttpRequest) -> HttpResponse:
-    """Read here, and write to another database while that is locked."""
+    """Read from this database. Then fail to write to another database, because it is
+    locked."""
     assert not Order.objects.exists()
     other = connections["other"]
     with contextlib.closing(
@@ -150,7 +151,7 @@ def inner(request: HttpRequest) -> HttpResponse:
 
 
 def tries_again(request: HttpRequest) -> HttpResponse:
-    """Try again when the database cannot be reached at first."""
+    """Ignore that the database is unreachable at first, and use it again."""
     with contextlib.suppress(DatabaseError):
         Order.objects.count()
     place("second")
@@ -158,14 +159,14 @@ def tries_again(request: HttpRequest) -> HttpResponse:
 
 
 def durable(request: HttpRequest) -> HttpResponse:
-    """Ask for a durable transaction."""
+    """Open a durable transaction."""
     with transaction.atomic(durable=True):
         place("durable")
     return HttpResponse(status=201)
 
 
 def rendered(request: HttpRequest) -> HttpResponse:
-    """Fail after the view, in the template."""
+    """Return a response whose template fails when it is rendered after the view."""
     place("rendered")
     template = engines["django"].from_string("{% for one in broken %}{% endfor %}")
     return TemplateResponse(request, template, {"broken": _broken()})
@@ -177,7 +178,7 @@ def _broken() -> Iterator[str]:
 
 
 def two_databases(request: HttpRequest) -> HttpResponse:
-    """Send from another database too."""
+    """Send one message from this database, and one from another."""
     place("here")
     with transaction.atomic(using="other"):
         send_message("http.orders", {}, using="other")
@@ -185,7 +186,7 @@ def two_databases(request: HttpRequest) -> HttpResponse:
 
 
 def api(request: HttpRequest) -> HttpResponse:
-    """Like an API framework: catch the view's exceptions, inside of the middleware."""
+    """Catch the view's exceptions inside of the middleware, like an API framework."""
     try:
         place("half done")
         raise ValueError("amount is missing")
@@ -281,7 +282,7 @@ def test_a_view_without_queries_opens_no_connection(
 
 @pytest.fixture
 def writing() -> Iterator[None]:
-    """Another connection holds the write lock."""
+    """Hold the write lock on another connection."""
     other = connections["default"].copy()
     try:
         with other.cursor() as cursor:
@@ -305,8 +306,7 @@ def test_a_get_waits_for_no_writer(client, writing, path) -> None:
 
 @pytest.mark.sqlite
 def test_a_post_that_reads_first_has_the_lock(client) -> None:
-    """The request changes what it has read, and no other connection writes in
-    between."""
+    """No other connection can write between the request's read and its write."""
     seen: list[bool] = []
 
     def look(execute: Any, sql: str, *rest: Any) -> Any:
@@ -352,7 +352,7 @@ while not select.select([sys.stdin], [], [], 0.01)[0]:
 
 @pytest.fixture
 def writer() -> Iterator[None]:
-    """Another process that writes all the time."""
+    """Run another process that writes all the time."""
     name = connection.settings_dict["NAME"]
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(name)], stdin=subprocess.PIPE
@@ -388,8 +388,8 @@ def test_a_get_that_writes_after_it_has_read_works_beside_a_writer(
 
 @pytest.mark.sqlite
 def test_a_template_that_writes_after_it_has_read_fails_once(client, writer) -> None:
-    """The view is not run again. But its later transactions begin with the write
-    lock."""
+    """The failed request is not repeated. Later requests to the view begin with the
+    write lock."""
     middleware._writing.clear()
     paths = [f"/late_template?number={number}" for number in range(3)]
     assert [client.get(path).status_code for path in paths] == [500, 200, 200]
@@ -399,8 +399,8 @@ def test_a_template_that_writes_after_it_has_read_fails_once(client, writer) -> 
 
 @pytest.mark.sqlite
 def test_a_lock_of_another_database_is_not_the_session_s(client) -> None:
-    """The view is not run again. That would not help, and would repeat the view's work
-    in other databases."""
+    """The view is not run again: that would not help, and would repeat its work in
+    other databases."""
     LOCKED.clear()
     assert client.get("/locked_elsewhere").status_code == 500
     assert len(LOCKED) == 1
@@ -464,8 +464,7 @@ def test_framework_400_rolls_back_with_the_setting(client, web) -> None:
 
 
 def test_a_test_that_never_commits_sends_no_control_message(client, heard) -> None:
-    """A broker does not take part in the rollback of a TestCase, so a sent message
-    would stay sent."""
+    """The rollback of a TestCase does not undo messages that a broker has received."""
 
     class Case(TestCase):
         databases = frozenset({"default", "other"})
@@ -483,7 +482,8 @@ def test_a_test_that_never_commits_sends_no_control_message(client, heard) -> No
 
 @pytest.mark.sqlite
 def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None:
-    """The next request uses the same thread."""
+    """The next request runs in the same thread, and must not find an open
+    transaction."""
     other = connections["default"].copy()
     with other.cursor() as cursor:
         cursor.execute("BEGIN IMMEDIATE")
@@ -512,7 +512,7 @@ def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None
 
 @pytest.mark.postgresql
 def test_a_connection_that_died_between_requests_is_replaced() -> None:
-    """The middleware behaves like `atomic()` with CONN_HEALTH_CHECKS."""
+    """The middleware checks the connection like `atomic()` with CONN_HEALTH_CHECKS."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()

@@ -24,8 +24,8 @@ from tests.app.models import Order
 
 
 def orders() -> str:
-    """Return the orders' destination. No other service has it, because brokers outlive
-    tests."""
+    """Return the orders' destination. Its name contains the service's, because brokers
+    keep queues from one test to the next."""
     return f"{conf.get().SERVICE}.orders"
 
 
@@ -39,7 +39,7 @@ def place(number: str) -> list[str]:
 
 
 def order(request: HttpRequest) -> HttpResponse:
-    """Place an order, and then end in the way that the query string names."""
+    """Place an order, and end as the query parameter `then` says."""
     number = request.GET.get("number") or request.POST["number"]
     ids = place(number)
     ending = request.GET.get("then", "")
@@ -106,13 +106,13 @@ def atomic(request: HttpRequest) -> HttpResponse:
 
 
 async def in_async_view(request: HttpRequest) -> HttpResponse:
-    """Send from an async view, which has no transaction."""
+    """Send from an async view, which has no open transaction."""
     send_message(orders(), {})
     return HttpResponse()
 
 
 async def in_async_view_right(request: HttpRequest) -> HttpResponse:
-    """Send from an async view in the way that the error text advises."""
+    """Send from an async view in the way that the error message recommends."""
 
     def work() -> None:
         with outbox_session():
@@ -123,7 +123,7 @@ async def in_async_view_right(request: HttpRequest) -> HttpResponse:
 
 
 def stream(request: HttpRequest) -> HttpResponse:
-    """Send from the generator, after the transaction."""
+    """Send from the response's generator, which runs after the transaction."""
     place("streamed")
 
     def lines() -> Iterator[str]:
