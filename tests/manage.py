@@ -1,4 +1,5 @@
-"""`manage.py` of the test project: what the tests start, stop and kill."""
+"""The `manage.py` of the test project, whose commands the tests start, stop and
+kill."""
 
 from __future__ import annotations
 

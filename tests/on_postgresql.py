@@ -1,12 +1,12 @@
-"""Runs pytest with a PostgreSQL server of its own as the default database.
+"""Runs pytest with a new PostgreSQL server as the default database.
 
     python -m tests.on_postgresql tests/integration -k relay
     python -m tests.on_postgresql -n 3 tests/integration
     python -m tests.on_postgresql --pgbouncer tests/integration -k relay
 
-The server lives in the process that runs the tests, so that the fixture `postgres` is
-the server with the tests' rows, and a test may kill it. Each worker of pytest-xdist has
-one of its own. `--pgbouncer` puts a pooler in transaction mode before it.
+The process that runs the tests starts the server. So the fixture `postgres` is the
+server that has the tests' rows, and a test may kill it. Each worker of pytest-xdist
+starts its own server. `--pgbouncer` puts a pooler in transaction mode in front of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from . import services
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest. If PostgreSQL is missing, print what to install, and with `CI=true`
-    fail."""
+    """Run pytest. If PostgreSQL is missing, print what to install, and fail with
+    `CI=true`."""
     kind = services.PgBouncer if "--pgbouncer" in arguments else services.PostgreSQL
     absent = services.PostgreSQL.missing() or kind.missing()
     if absent:
@@ -32,14 +32,14 @@ def main(arguments: list[str]) -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option for a pooler."""
+    """Add the option `--pgbouncer`."""
     parser.addoption("--pgbouncer", action="store_true", help="a pooler before it")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]:
-    """Start the server before Django reads its settings. Each process that runs tests
-    does this. The process that distributes the tests to workers does not."""
+    """Start the server before Django reads its settings, in each process that runs
+    tests."""
     given = early_config.known_args_namespace
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if is_worker or not getattr(given, "numprocesses", None):

@@ -1,7 +1,7 @@
-"""A TCP proxy with the faults of networks: it cuts, hangs, delays and loses.
+"""A TCP proxy that simulates network faults: it cuts, hangs, delays and loses data.
 
-It stands between a client and a real server, so both see the fault on a real socket.
-`REQUESTS` is the direction from the client to the server, `ANSWERS` the other one.
+It is between a client and a real server, so both see the fault on a real socket.
+`REQUESTS` is the direction from the client to the server, `ANSWERS` the opposite one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Link:
         self.last = ANSWERS
 
     def close(self) -> None:
-        """Close both ends: with a reset, as after a crash, or regularly."""
+        """Close both ends, with a reset as after a crash, or in the normal way."""
         for end in (self.client, self.server):
             if self.reset:
                 end.setsockopt(
@@ -45,7 +45,8 @@ class _Link:
             end.close()
 
     def receive(self, source: socket.socket) -> bytes:
-        """Return the next bytes, or b"" if the stream has ended or the link is cut."""
+        """Return the next bytes. Return b"" if the stream has ended or the link is
+        cut."""
         while not self.cut:
             with contextlib.suppress(TimeoutError):
                 return source.recv(65536)
@@ -64,8 +65,8 @@ class Proxy:
     def __init__(
         self, target_port: int, *, host: str = "127.0.0.1", buffer: int = 0
     ) -> None:
-        """`buffer` is the number of bytes that the proxy receives ahead; 0 leaves that
-        to the system."""
+        """`buffer` is the number of bytes that the proxy receives ahead. With 0, the
+        operating system decides."""
         self.host = host
         self._buffer = buffer
         self.port = free_port()
@@ -106,7 +107,7 @@ class Proxy:
             return len(self._links)
 
     def accept(self) -> None:
-        """Listen (again), on the same port."""
+        """Listen again on the same port."""
         if self._listener is not None:
             return
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -116,7 +117,7 @@ class Proxy:
         threading.Thread(target=self._serve, args=[self._listener], daemon=True).start()
 
     def refuse(self) -> None:
-        """Refuse new connections as a stopped server does; open ones stay."""
+        """Refuse new connections, like a stopped server. Open connections stay."""
         if self._listener is None:
             return
         listener, self._listener = self._listener, None
@@ -125,7 +126,7 @@ class Proxy:
         listener.close()
 
     def cut(self, *, reset: bool = True) -> None:
-        """Break every open connection; accept new ones."""
+        """Break every open connection. New ones are accepted."""
         with self._changed:
             cut = self._mark_cut(reset=reset)
             self._changed.wait_for(lambda: not cut & self._links, timeout=10)
@@ -136,29 +137,30 @@ class Proxy:
             self._budget[way] = count
 
     def cut_at(self, trip: int, way: str) -> None:
-        """Cut all connections once, at the given round trip, counted from now: before
+        """Cut all connections once, at round trip `trip` from now. The cut comes before
         the server gets the request, or before the client gets the answer."""
         with self._changed:
             self._cut_at = self.round_trips + trip, way
 
     def hang(self, *ways: str) -> None:
-        """Forward nothing from now on, like a dead router that reports no error."""
+        """Stop forwarding data in these directions, like a dead router that reports no
+        error."""
         with self._changed:
             self._hung.update(ways or BOTH)
 
     def lose(self, *ways: str) -> None:
-        """Drop everything in this direction, such as the receipts of stored
+        """Drop all data in these directions, for example the receipts of stored
         messages."""
         with self._changed:
             self._lost.update(ways or BOTH)
 
     def delay(self, seconds: float) -> None:
-        """Delay every piece by that time, in both directions."""
+        """Delay all data by `seconds`, in both directions."""
         with self._changed:
             self._delay = seconds
 
     def resume(self) -> None:
-        """Forward the held pieces, and end every other fault."""
+        """Forward the data that was kept back, and end every other fault."""
         with self._changed:
             self._hung.clear()
             self._lost.clear()
@@ -226,7 +228,8 @@ class Proxy:
         return links
 
     def _through(self, link: _Link, way: str, piece: bytes) -> bytes:
-        """Apply the faults to a piece of data, and return the bytes to forward."""
+        """Apply the faults to a piece of data, and return the bytes that are
+        forwarded."""
         with self._changed:
             self._changed.wait_for(lambda: link.cut or way not in self._hung)
             if self._delay:

@@ -1,7 +1,7 @@
 """A STOMP client that checks nothing: it writes any frame, and reads any answer.
 
-It can do what no correct client would do. Tests use it to see how a broker behaves,
-without our own client.
+Tests use it to see how a broker behaves, without the package's own client. It can send
+what no correct client would send.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RawClient:
         tls: ssl.SSLContext | None = None,
         **headers: str,
     ) -> None:
-        """Connect, and log in unless `connect` is false. In the name of a header, "_"
-        stands for "-"."""
+        """Connect, and log in unless `connect` is false. `headers` are headers of the
+        CONNECT frame. In their names, "_" stands for "-"."""
         self.version = version
         self.timeout = timeout
         self.sock = socket.create_connection(address, timeout)
@@ -63,13 +63,14 @@ class RawClient:
         body: bytes = b"",
         **more: str,
     ) -> None:
-        """Write a frame; keyword arguments are headers, "_" standing for "-"."""
+        """Write a frame. Keyword arguments are headers, in whose names "_" stands for
+        "-"."""
         named = {name.replace("_", "-"): value for name, value in more.items()}
         frame = Frame(command, {**(headers or {}), **named}, body)
         self.write(encode(frame, self.version))
 
     def write(self, data: bytes) -> None:
-        """Write bytes."""
+        """Write raw bytes."""
         self.sock.sendall(data)
 
     def next(self, timeout: float | None = None) -> Frame | None:
@@ -93,14 +94,14 @@ class RawClient:
         return self.arrived.popleft()
 
     def expect(self, command: str, timeout: float | None = None) -> Frame:
-        """Return the next frame, which must be of this command."""
+        """Return the next frame, and check that it has this command."""
         frame = self.next(timeout)
         assert frame is not None, f"no {command} came"
         assert frame.command == command, f"expected {command}, got {frame}"
         return frame
 
     def expect_receipt(self, receipt: str, timeout: float | None = None) -> None:
-        """Take the next frame, which must be the RECEIPT of this id."""
+        """Read the next frame, and check that it is the RECEIPT with this id."""
         assert self.expect("RECEIPT", timeout)["receipt-id"] == receipt
 
     def expect_end(self, timeout: float | None = None) -> None:
@@ -110,8 +111,7 @@ class RawClient:
         assert self.closed_by_peer, "the connection is still open"
 
     def drain(self, quiet: float = 0.5) -> list[Frame]:
-        """Return all frames that arrive, until no frame has arrived for `quiet`
-        seconds."""
+        """Return all frames that arrive, until none has arrived for `quiet` seconds."""
         found = []
         while (frame := self.next(quiet)) is not None:
             found.append(frame)

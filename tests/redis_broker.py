@@ -1,11 +1,11 @@
-"""A broker that a user of the package might write: Redis Streams, with redis-py.
+"""A broker for Redis Streams, with redis-py, as a user of the package might write it.
 
-A destination is a stream. A consumer group shares the stream's messages. A queue has
-one group, and a topic has one for each subscriber. A received message is pending for
+A destination is a stream, and a consumer group shares its messages. A queue has one
+group, and a topic has one group for each subscriber. A received message is pending for
 its consumer. If its idle time reaches the `lease`, another consumer of the group claims
-it. The package does not call a session while a handler runs, so a thread resets the
-idle time of the messages that the session holds. The owner of a topic's stream limits
-its length (`XTRIM`).
+it. While a handler runs, the package does not call the session. So a thread resets the
+idle time of the messages that the session has received. The owner of a topic's stream
+limits its length (`XTRIM`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ WORKERS = "workers"
 
 
 class RedisBroker(Broker):
-    """`redis://HOST:PORT/0?lease=30`; the server has `appendfsync always`."""
+    """The broker at `redis://HOST:PORT/0?lease=30`. The server needs `appendfsync
+    always`."""
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
@@ -59,7 +60,7 @@ class RedisBroker(Broker):
 
 
 class RedisSession(Session):
-    """A consumer of a group, or a sender."""
+    """A session that consumes as a member of a group, or only sends."""
 
     def __init__(self, client: redis.Redis, lease: int) -> None:
         self.client, self._lease = client, lease
@@ -203,16 +204,18 @@ class RedisSession(Session):
 
 
 def stream_of(destination: str) -> str:
-    """Return the name of a queue's or a topic's stream. Other keys do not have names of
+    """Return the name of the stream for a queue or a topic. Only streams have names of
     this form."""
     return f"messages:{destination}"
 
 
 @contextmanager
 def asked() -> Iterator[None]:
-    """Surround a request to the server. Raises BrokerUnavailable if the server does not
-    answer, and DestinationUnavailable if the stream may not be written, or the server
-    is full."""
+    """Translate the errors of a request to the server.
+
+    Raises BrokerUnavailable if the server does not answer. Raises
+    DestinationUnavailable if the stream may not be written, or if the server is full.
+    """
     try:
         yield
     except redis.ResponseError as error:

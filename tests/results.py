@@ -1,9 +1,9 @@
-"""Writes a file with the versions that a test run used, and the result of each test.
+"""Writes a file with the results of a test run, and the versions that it used.
 
     pytest -p tests.results --results build/results/unit tests/unit
 
-`scripts/what_ran.py` prints such files at the end of CI, and makes the tables of tested
-versions of them.
+At the end of CI, `scripts/what_ran.py` prints such files, and writes the tables of
+tested versions from them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SERVERS = ("activemq", "rabbitmq")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option for the file's name, without its ending."""
+    """Add the option for the path of the result file, without its suffix."""
     parser.addoption("--results", type=Path, help="where to leave how each test ended")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect results in the main process, and get the servers of the workers from
-    them."""
+    """Collect the results in the main process. Let each pytest-xdist worker report its
+    servers to it."""
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(_Worker(config))
     elif config.option.results:
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Worker:
-    """A pytest-xdist process, which starts servers."""
+    """A pytest-xdist worker process, which starts servers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -62,7 +62,7 @@ class _Results:
         self._first_tries: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the worst of a test's three phases."""
+        """Keep the worst result of a test's three phases."""
         if report.failed or report.when == "call" or report.skipped:
             if self._outcomes.get(report.nodeid) != "failed":
                 self._outcomes[report.nodeid] = report.outcome
@@ -76,14 +76,15 @@ class _Results:
             self._first_tries[report.nodeid] = _told(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that cannot be imported is a failure, too."""
+        """Count a module that cannot be imported as a failure."""
         if report.failed:
             self._outcomes[report.nodeid] = "failed"
             self._failures.append(_told(report))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take over a worker's list of servers. A crashed worker sends no list."""
+        """Add the servers of a worker that has ended. A worker that crashed does not
+        report them."""
         self._servers |= getattr(node, "workeroutput", {}).get("servers", {})
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
@@ -110,7 +111,7 @@ class _Results:
 
 
 def _told(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return the test and the first line of its error."""
+    """Return the test's id and the first line of its error."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash else str(report.longrepr)
     (line, *_) = text.strip().splitlines() or [""]

@@ -1,7 +1,7 @@
-"""Stages declared and run inside the test's own process.
+"""Stages that are declared and run inside the test's own process.
 
-`step()` processes one delivery with the same code as a consumer's thread, and
-`running()` starts such threads. For whole processes use `faults.ManageProcess`.
+`step()` processes one delivery with the same code as a consumer's thread. `running()`
+starts such threads. For whole processes use `faults.ManageProcess`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def declared(
 
 
 class Script:
-    """A handler that raises the exceptions in its script, one at each attempt, and
+    """A handler that raises the next exception of its script at each attempt, and
     records the attempts."""
 
     def __init__(self, *errors: BaseException | None) -> None:
@@ -93,7 +93,7 @@ class Script:
 def thread_of(
     stage: stages.Stage, stop: threading.Event | None = None, **more: Any
 ) -> StageThread:
-    """Return one thread of a stage. It is not started."""
+    """Return a thread of the stage that is not started."""
     consume = conf.get().CONSUME
     return StageThread(
         stage,
@@ -108,8 +108,7 @@ def thread_of(
 
 
 def step(stage: stages.Stage, times: int = 1, *, parked: bool = True) -> None:
-    """Let the stage process a delivery (or a batch, or a parked message) `times`
-    times."""
+    """Let the stage process `times` deliveries, batches or parked messages."""
     thread = thread_of(stage)
     try:
         for _ in range(times):
@@ -156,7 +155,7 @@ def _wake(threads: list[StageThread], stop: threading.Event) -> None:
 
 
 def send(destination: str, body: object = None, **arguments: Any) -> Message:
-    """Store a message, and dispatch it."""
+    """Store a message, and dispatch it to the broker."""
     with transaction.atomic(using=arguments.get("using")):
         message = send_message(destination, body, **arguments)
     ship(arguments.get("using") or "default", arguments.get("broker", "default"))
@@ -164,7 +163,7 @@ def send(destination: str, body: object = None, **arguments: Any) -> Message:
 
 
 def ship(using: str = "default", broker: str = "default") -> int:
-    """Dispatch everything that is due, as a relay would."""
+    """Dispatch all due messages, like a relay, and return their number."""
     lane = Lane(using, broker)
     try:
         return sum(iter(lane.dispatch, 0))
@@ -174,8 +173,8 @@ def ship(using: str = "default", broker: str = "default") -> int:
 
 @contextmanager
 def at_work(*relays: Relay) -> Iterator[None]:
-    """Run relays until the end of the block, even if the test fails. Otherwise the
-    relays would claim rows of the next test."""
+    """Run relays until the end of the block. They end even if the test fails, so that
+    they do not claim rows of the next test."""
     threads = [threading.Thread(target=relay.run) for relay in relays]
     for thread in threads:
         thread.start()
@@ -188,8 +187,11 @@ def at_work(*relays: Relay) -> Iterator[None]:
 
 
 def drained(destination: str, broker: str = "default") -> list[Delivery]:
-    """Receive all messages of a queue. This function sends one more message, which
-    marks the end, because a broker may take any time to deliver a message."""
+    """Receive all messages of a queue.
+
+    This function sends one more message, which marks the end, because a broker may take
+    any time to deliver a message.
+    """
     end = uuid.uuid4().bytes
     found: list[Delivery] = []
     with get_broker(broker).open() as session:
@@ -214,7 +216,7 @@ def put(
     message_id: uuid.UUID | None = None,
     broker: str = "default",
 ) -> uuid.UUID:
-    """Give a delivery to the broker directly: a copy, or a foreign message."""
+    """Send a message directly to the broker, without the outbox, and return its id."""
     message_id = message_id or uuid.uuid4()
     if headers is None:
         headers = {"txmsg-id": str(message_id), "content-type": "application/json"}
@@ -226,9 +228,9 @@ def put(
 
 @contextmanager
 def record_lost_at(statement: str) -> Iterator[None]:
-    """Delete the only inbox row right before the first statement that begins with this
-    text. So the row is missing as after a crash of a server behind a pooler, which
-    hides the crash."""
+    """Delete the only inbox row right before the first statement that begins with
+    `statement`. This simulates a server crash that loses the row and that a pooler
+    hides."""
     lost: list[str] = []
 
     def execute(run: Any, sql: str, *rest: Any) -> Any:

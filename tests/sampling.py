@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs. The matrix runs all of them."""
+"""Chooses the cases of a test that `make test` runs. The matrix runs all cases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 def sample(cases: Iterable[Any], *, every: int | None = None) -> Iterator[Any]:
     """Yield the cases of a parametrized test. `make test` runs the first case, or with
-    `every` each `every`th one. The other cases get the marker `matrix`."""
+    `every` one case in `every`. The other cases get the marker `matrix`."""
     for number, case in enumerate(cases):
         if number % every if every else number:
             values = case if isinstance(case, tuple) else (case,)

@@ -76,7 +76,8 @@ Draw = random.Random
 
 
 def drawn_headers(draw: Draw) -> dict[str, str]:
-    """Return random text headers; some messages have a valid and unique `txmsg-id`."""
+    """Return random text headers. About half of the messages have a valid and unique
+    `txmsg-id`."""
     names = draw.sample(NAMES, draw.randint(0, 6))
     headers = {name: draw.choice(VALUES) for name in names}
     if draw.random() < 0.8:
@@ -87,7 +88,7 @@ def drawn_headers(draw: Draw) -> dict[str, str]:
 
 
 def by_amqp(server: RabbitMQ, queue: str, draw: Draw) -> bytes | None:
-    """Publish one drawn message over AMQP, and return its body."""
+    """Publish one random message over AMQP, and return its body."""
     headers: dict[str, Any] = drawn_headers(draw)
     for name in draw.sample(NAMES, draw.randint(0, 2)):
         headers[name] = draw.choice(TABLE)
@@ -118,8 +119,8 @@ def by_amqp(server: RabbitMQ, queue: str, draw: Draw) -> bytes | None:
 def by_stomp(
     server: StompServer, queue: str, draw: Draw, longest: int | None = None
 ) -> bytes | None:
-    """Send one drawn message over STOMP. Return its body, or None if the broker refused
-    it."""
+    """Send one random message over STOMP. Return its body, or None if the broker
+    refused it."""
     drawn, body = drawn_headers(draw), draw.choice(BODIES)
     headers = {
         name: value
@@ -135,13 +136,17 @@ def by_stomp(
 
 
 def by_stomp_beside(server: ByAmqp, queue: str, draw: Draw) -> bytes | None:
-    """Send one by STOMP to a queue that is consumed by AMQP: RabbitMQ accepts longer
-    names by STOMP than it can deliver, and hangs up on the consumer."""
+    """Send one random message over STOMP to a queue that is consumed over AMQP.
+
+    The names of its headers are at most 255 bytes long. RabbitMQ accepts longer names
+    over STOMP, but then closes the connection of the AMQP consumer.
+    """
     return by_stomp(server.node, queue, draw, longest=255)
 
 
 def by_hand(_: None, queue: str, draw: Draw) -> bytes | None:
-    """Write a row with any headers that PostgreSQL accepts as JSON."""
+    """Insert a row of the embedded broker, with any headers that PostgreSQL accepts as
+    JSON."""
     headers: Any = drawn_headers(draw)
     strange = [0, -1, 10**400, 0.5, True, None, [1, "a"], {"a": {"b": []}}]
     for name in draw.sample(NAMES, draw.randint(0, 2)):

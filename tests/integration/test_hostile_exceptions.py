@@ -1,5 +1,5 @@
 """A handler may raise an exception whose text cannot be read. Its message then fails as
-with any other exception: it is redelivered or buried by its policy."""
+with any other exception: its policy decides whether it is redelivered or buried."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TWICE = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0)
 def run(
     error: Any, policy: RedeliveryPolicy, batch: int = 1, mode: Any = "outbox"
 ) -> DeadLetter:
-    """Let the second of three messages fail; return the result."""
+    """Process three messages, of which the second fails. Return its dead letter."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=str(message.body), message_id=str(message.id))

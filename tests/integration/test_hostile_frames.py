@@ -1,6 +1,6 @@
-"""Messages that an AMQP client can put on a RabbitMQ queue, and that STOMP cannot
-carry. The broker passes them on unchanged: they end in the dead letters, and the
-messages behind them are processed."""
+"""An AMQP client can put messages on a RabbitMQ queue that STOMP cannot carry. The
+broker passes them on unchanged. They become dead letters, and later messages are
+processed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HARMLESS: list[dict[str, Any]] = [
 
 
 def publish(server: RabbitMQ, queue: str, body: bytes, **properties: Any) -> None:
-    """Put a message on the queue as a client of AMQP does."""
+    """Publish a message to the queue with an AMQP client."""
     with amqp.Connection(f"127.0.0.1:{server.amqp_port}", USER, PASSWORD) as link:
         properties.setdefault("delivery_mode", 2)
         properties.setdefault("content_type", "application/octet-stream")

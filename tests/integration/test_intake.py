@@ -1,4 +1,5 @@
-"""A message that the broker gave up becomes a dead letter of ours, with its reason."""
+"""If the broker gives up a message, the package stores a dead letter of it with the
+reason."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class WithDeadLetters(DatabaseBroker):
 
 @contextmanager
 def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
-    """Run the intake of the broker's dead letters until it has stored a
-    `DeadLetter`."""
+    """Run the intake of the broker's dead letters. At the end of the block, wait until
+    it has stored a `DeadLetter`."""
     stop = threading.Event()
     with txmsg(BROKERS={"default": {"URL": url, **entry}}):
         group = ThreadGroup(stop.set)
@@ -52,7 +53,7 @@ def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
 
 @pytest.fixture(params=["activemq", "rabbitmq"])
 def server(request: pytest.FixtureRequest) -> StompServer:
-    """Each broker, one after the other."""
+    """Each broker in turn."""
     found: StompServer = request.getfixturevalue(request.param)
     return found
 
@@ -162,7 +163,7 @@ def test_foreign_header_cannot_choose_a_forbidden_destination(
 def test_an_unexpected_error_loses_no_message_and_ends_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The thread goes on, and keeps the message until it can be buried."""
+    """The thread continues, and keeps the message until it can bury it."""
     bury, tries = burial.bury, iter([RuntimeError, KeyError])
 
     def fail_twice(**letter: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Java at the other end: a real JMS client sends to a stage, and receives."""
+"""A real Java client (JMS) sends messages to a stage, and receives messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def greet(greeting: Greeting, message: Message) -> None:
 
 @pytest.fixture(scope="module")
 def client(activemq: ActiveMQ, tmp_path_factory: pytest.TempPathFactory) -> JmsPeer:
-    """A JMS client, compiled once."""
+    """A JMS client, which is compiled only once."""
     absent = java.missing()
     if absent and os.environ.get("CI") == "true":
         pytest.fail(absent)

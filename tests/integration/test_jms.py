@@ -1,4 +1,5 @@
-"""The STOMP client on real ActiveMQ and RabbitMQ: order, loss, proof, transactions."""
+"""The STOMP client with real ActiveMQ and RabbitMQ: order, lost connections, receipts
+and transactions."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Connect = Callable[..., jms.Connection]
 
 @pytest.fixture(params=["activemq", "rabbitmq"])
 def server(request: pytest.FixtureRequest) -> StompServer:
-    """Each real broker."""
+    """Each broker in turn."""
     found: StompServer = request.getfixturevalue(request.param)
     return found
 
@@ -39,8 +40,8 @@ def connect() -> Iterator[Connect]:
 
 
 def take_all(connection: jms.Connection, destination: str) -> list[Any]:
-    """Receive and acknowledge all messages. This function sends one more message, which
-    marks the end."""
+    """Receive and acknowledge all messages. A message that this function sends marks
+    the end."""
     session = connection.create_session()
     session.create_producer(destination).send(jms.Message("the end"))
     bodies = []
@@ -392,8 +393,8 @@ def test_a_consumer_that_leaves_in_mid_stream_breaks_no_connection(
     destination: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """After the acknowledgement, RabbitMQ delivers another message. That delivery is on
-    its way when the subscription ends."""
+    """After the acknowledgement RabbitMQ delivers another message, which is on its way
+    when the subscription ends."""
     batch = [(destination, jms.Message(str(n))) for n in range(200)]
     with connect(server.url()).create_session() as session:
         assert session.send_batch(batch) == [None] * 200

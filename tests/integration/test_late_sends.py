@@ -1,7 +1,7 @@
 """Every accepted message is stored, however late in its transaction it was sent.
 
-Hooks and receivers of signals run before, between and after the package's own last
-steps. Their messages leave, or the send raises.
+Hooks and receivers of signals run before, between and after the package's last steps.
+Either their messages are sent, or their send_message() raises.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def apart() -> Iterator[None]:
 
 
 def late() -> int:
-    """Return how many messages were stored, or joined the broker's transaction."""
+    """Return how many late messages are in the outbox or in the broker's queue."""
     stored = OutboxMessage.objects.filter(destination=LATE)
     queued = QueueMessage.objects.using("other").filter(queue=LATE)
     ids = {str(one) for one in stored.values_list("message_id", flat=True)}
@@ -46,7 +46,7 @@ def late() -> int:
 
 
 def send_late(key: str | None) -> None:
-    """Send a message in a new transaction, as code outside any transaction must do."""
+    """Send a message in a new transaction, like code outside of any transaction."""
     with transaction.atomic():
         Effect.objects.create(name="late")
         send_message(LATE, None, key=key)
@@ -54,8 +54,8 @@ def send_late(key: str | None) -> None:
 
 @contextmanager
 def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception]]:
-    """Call `act` once, when a receiver of the signal is called first. If `act` raises,
-    the list gets the exception."""
+    """Call `act` when a receiver of the signal is called for the first time. Yields a
+    list with the exception that `act` raises, if any."""
     failed: list[Exception] = []
     acted: list[bool] = []
 
@@ -82,7 +82,7 @@ def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception
 def test_hooks_of_a_stage_send_in_their_own_transactions(
     mode: Any, batch: int, drained: bool, key: str | None
 ) -> None:
-    """Hooks, and hooks made by hooks, need their own transactions."""
+    """The hooks open transactions of their own. One hook registers another hook."""
     if batch > 1 and mode != "outbox":
         batch = 1
 
@@ -160,8 +160,8 @@ def test_receiver_of_a_stages_signal_sends_once(
 def test_receiver_of_a_sessions_signal_sends_once(
     signal: Signal, key: str | None
 ) -> None:
-    """One of the signals is sent right before the commit, and the message must be part
-    of that commit."""
+    """One of the signals is sent right before the commit. Its receiver's message must
+    be part of that commit."""
     with (
         received(signal, lambda: send_late(key)) as failed,
         outbox_session() as session,
@@ -176,7 +176,7 @@ def test_receiver_of_a_sessions_signal_sends_once(
 def test_dispatcher_is_woken_although_events_cannot_be_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The query for the stored rows, after the commit, fails."""
+    """After the commit, the query for the stored rows fails."""
     woken = list[int]()
 
     def refuse(execute: Any, sql: str, *given: Any) -> Any:

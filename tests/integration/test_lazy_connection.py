@@ -1,7 +1,7 @@
 """A stage that runs no query costs the database nothing.
 
-On PostgreSQL, the tests count the statements that the server received. On both
-databases they check whether Django opened a connection.
+On PostgreSQL, the tests count the statements that the server receives. On both
+databases, they check whether Django opened a connection.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MODES = ["best_effort_1pc", "broker_only"]
 
 @pytest.fixture(autouse=True)
 def apart() -> Iterator[None]:
-    """Put the broker into another database, so that the default one sees only the
-    stage."""
+    """Put the broker into the second database, so that only the stage uses the default
+    one."""
     with txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}):
         yield
 
@@ -50,7 +50,8 @@ def reads(message: Message) -> None:
 
 
 class Received:
-    """The statements and connections that the server logs from now on."""
+    """The statements and connections that the server has logged since the start of the
+    test."""
 
     def __init__(self, server: services.PostgreSQL) -> None:
         self._server = server
@@ -202,7 +203,7 @@ def test_isolation_level_ends_with_the_stage() -> None:
 
 
 def serializable(stage: Stage) -> TransactionDefinition | None:
-    """Return the definition for stages without one of their own."""
+    """Return a serializable transaction, or None for stages that use the default."""
     if stage.destination.startswith("tests.default"):
         return None
     return TransactionDefinition(using="default", isolation="serializable")
@@ -239,8 +240,7 @@ def test_a_function_of_the_project_defines_the_transactions_of_all_stages(
 
 @pytest.mark.parametrize("outer", [True, False])
 def test_hooks_of_an_unused_transaction_run_after_success_only(outer: bool) -> None:
-    """The hooks run after a success and never after a failure. An error in a robust
-    hook affects no other hook."""
+    """A failing robust hook does not affect the other hooks."""
     ran: list[str] = []
 
     def broken() -> None:
@@ -265,8 +265,8 @@ def test_hooks_of_an_unused_transaction_run_after_success_only(outer: bool) -> N
 def test_failed_connect_does_not_change_the_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the handler catches the error and tries again, its queries must not run in
-    autocommit mode."""
+    """The handler may catch the error and try again. Its queries must not run in
+    autocommit mode then."""
     connections["default"].close()
     real = type(connections["default"]).get_new_connection
     tries: list[int] = []

@@ -1,8 +1,8 @@
-"""An arrival's record commits without waiting for the disk, so a crash of the server
+"""The record of an arrival is committed without waiting for the disk, so a server crash
 may lose it.
 
-Behind a transaction pooler a worker does not notice the crash: the row that it has just
-written is missing. That does not mean that a copy was processed.
+A transaction pooler can hide the crash from the worker. The worker then finds that the
+row which it has just written is missing. This does not mean that a copy was processed.
 """
 
 from __future__ import annotations

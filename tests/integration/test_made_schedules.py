@@ -1,4 +1,5 @@
-"""Recurring messages made at run time, by code, on the page, and by command."""
+"""Recurring messages that are created at run time: by code, on the page, and by
+command."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ URL = "/admin/django_txmsg/schedule/"
 
 @pytest.fixture(autouse=True)
 def _nothing_leaves_by_itself(impatient: None) -> None:
-    """A dispatcher's thread would outlive the test that wakes it."""
+    """Store messages without a dispatcher's thread, which would outlive its test."""
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def timekeeper(clock: Clock) -> Timekeeper:
-    """Return a timekeeper whose process declares no recurring message."""
+    """Return a timekeeper in a process that declares no recurring message."""
     found = Timekeeper(["default"], now=clock)
     assert not found.idle
     found.tick()
@@ -118,7 +119,7 @@ def test_recurring_message_is_made_and_removed_by_its_transaction() -> None:
 @committing
 @pytest.mark.postgresql
 def test_a_tick_and_a_removal_at_once_leave_no_message_behind() -> None:
-    """The removal waits for the tick, or the tick finds no row."""
+    """Either the removal waits for the tick, or the tick finds no row."""
     clock = Clock()
     timekeeper = Timekeeper(["default"], now=clock)
     make()
@@ -207,7 +208,7 @@ def test_unstorable_recurring_message_is_refused(
 
 @pytest.fixture
 def operator(somebody: Callable[..., Client]) -> Client:  # noqa: F811 - the fixture
-    """A user who may make recurring messages."""
+    """A user who may create recurring messages."""
     return somebody("view_schedule", "make_schedule")
 
 

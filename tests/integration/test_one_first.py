@@ -1,4 +1,4 @@
-"""Redelivering one message first: a cause that is not mended costs few attempts."""
+"""Redelivering one message first, so that an unrepaired cause costs few attempts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONCE = RedeliveryPolicy(max_redeliveries=0)
 
 
 class Handler:
-    """Fails until it is mended, and counts its attempts."""
+    """A handler that fails until it is repaired, and counts its attempts."""
 
     def __init__(self, *, mended: bool) -> None:
         self.mended, self.attempts = mended, 0
@@ -41,7 +41,8 @@ def bury(stage: Stage, count: int, **more: Any) -> list[DeadLetter]:
 
 
 def work(stage: Stage, operation: BulkOperation, rounds: int = 60) -> list[int]:
-    """Run operation and stage by turns. Returns the sizes of the batches."""
+    """Execute a batch of the operation and then the stage, in turn. Return the sizes of
+    the batches."""
     sizes = []
     for _ in range(rounds):
         BulkOperation.objects.update(due_at=factories.ago(seconds=1))

@@ -1,4 +1,4 @@
-"""Actions of operators on rows that workers are processing."""
+"""Operators act on rows that workers are processing."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ T = TypeVar("T")
 
 
 def meanwhile(worker: Callable[[], object], operator: Callable[[], T]) -> T:
-    """Return the result of an operator's action that starts while a worker's
-    transaction is open. The worker commits once the action waits for it, or has
-    ended."""
+    """Start an operator's action while a worker's transaction is open, and return its
+    result.
+
+    The worker commits once the action waits for a lock or has ended.
+    """
 
     def act() -> T:
         with closing(connections["default"]):
@@ -73,8 +75,8 @@ def held_up() -> bool:
 
 
 def first_of_three(destination: str) -> InboxMessage:
-    """Deliver the second and later messages of a key, which wait for the first. Return
-    the row of the first one that waits."""
+    """Deliver the messages of a key without the first, for which the others wait.
+    Return the row of the second message."""
     send_chain(destination, [0, 1, 2, 3])
     deliver(destination, *taken(destination)[1:])
     with declared(effect, destination, ordered="block") as stage:
@@ -183,7 +185,7 @@ def test_a_paused_stage_runs_nothing_more_that_is_parked_while_its_broker_is_awa
 @pytest.mark.postgresql
 @pytest.mark.parametrize("here", [True, False], ids=["declared", "gone"])
 def test_message_in_progress_is_not_redelivered(here: bool) -> None:
-    """The message was buried unread, and then a copy came that the stage can read."""
+    """A copy of the dead message has arrived, and a stage is processing it."""
     row = make.InboxMessageFactory(processed_at=None, stage="tests.copy")
     make.DeadLetterFactory(message_id=row.message_id, stage=row.stage)
 
@@ -256,7 +258,8 @@ def test_letter_that_dies_again_while_it_is_pruned_is_kept() -> None:
 def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since() -> (
     None
 ):
-    """The relay was stopped for a while. A message that failed before is sent last."""
+    """The relay waits for a lock until its lease has ended. The cancelled message had
+    failed before, so it is sent last."""
     with transaction.atomic():
         sent, taken_back = send_message("tests.lapsed", 1), send_message("tests.b", 2)
     OutboxMessage.objects.filter(message_id=taken_back.id).update(attempts=1)
@@ -282,7 +285,7 @@ def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since(
 
 @pytest.mark.postgresql
 def test_message_that_newer_code_is_processing_is_not_buried() -> None:
-    """The message's worker has been running for longer than its lease."""
+    """A worker has processed the message for longer than its lease."""
     newer = {"parked": True, "needs_type": "shop.Order", "needs_version": 2}
     running, other = (
         make.InboxMessageFactory(**newer),

@@ -1,5 +1,5 @@
-"""Messages of one key leave in the order in which they were stored. Messages of other
-keys do not wait for them."""
+"""Messages of one key are sent in the order in which they were stored. Messages of
+other keys do not wait for them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_rejected_message_holds_back_only_its_key(
 
 
 def test_a_head_that_is_due_again_does_not_drown_behind_its_followers() -> None:
-    """The first message of a key is due later than the messages behind it. There are
-    more of those than fit into a batch."""
+    """The first message of a key has a later due time than its followers, of which
+    there are more than fit into a batch."""
     store(["a"] * 30 + ["b", None])
     head = OutboxMessage.objects.order_by("id")[0]
     OutboxMessage.objects.exclude(pk=head.pk).update(
@@ -85,8 +85,8 @@ def test_a_leased_message_holds_back_its_key() -> None:
 
 
 def test_rows_of_other_brokers_and_services_are_not_held_back() -> None:
-    """Rows of other brokers and services wait elsewhere, and could fill the batch of
-    rows that are checked again."""
+    """Rows of other brokers and services have the same key. They do not count among the
+    rows that block it."""
     with transaction.atomic():
         for broker in ("apart", "apart", "default", "default"):
             send_message("tests.q", None, key="a", broker=broker)
@@ -105,7 +105,8 @@ def test_rows_of_other_brokers_and_services_are_not_held_back() -> None:
 def test_two_relays_keep_the_order_of_keys_despite_rejections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Messages leave in the order of each key, from any relay, and despite retries."""
+    """Each key keeps its order, whichever relay sends its messages, and despite
+    retries."""
     dice, lock = random.Random(7), threading.Lock()
     sent: dict[str, list[int]] = defaultdict(list)
 

@@ -1,5 +1,5 @@
-"""Order under changes: a stage is renamed, transactions commit late, a worker holds a
-key, and foreign senders set order headers."""
+"""The order of keys while something changes: a stage is renamed, transactions commit
+late, a worker has a key, or foreign senders set order headers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
-    """The renamed stage has no record of what the old one has processed, and waits for
-    it only for a short time."""
+    """The renamed stage does not know which messages the old stage has processed. It
+    waits for a predecessor only a short time."""
     destination, sent = "tests.renamed", 0
 
     def send(count: int) -> None:
@@ -71,8 +71,8 @@ def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
 
 @pytest.mark.postgresql
 def test_late_commit_is_ordered_by_when_it_left() -> None:
-    """The message of the late commit has a lower number than messages that left before
-    it."""
+    """The message that is committed late has a lower number than messages that were
+    sent before it."""
     destination = "tests.late"
     began, commit = threading.Event(), threading.Event()
 
@@ -111,7 +111,7 @@ called: list[object] = []
 
 
 def around(call_next: CallNext) -> Handler:
-    """A middleware that records the messages it is called with."""
+    """A stage middleware that records the messages for which it is called."""
 
     def middleware(message: Message) -> None:
         called.append(message.body)
@@ -176,9 +176,9 @@ STRANGE = [
 
 @pytest.mark.parametrize(("ordered", "batch"), [("block", 7), ("skip", 1)])
 def test_forged_links_block_no_key_and_no_stage(ordered: Order, batch: int) -> None:
-    """Links to any message, to the message itself and in circles, under the keys of
-    others: messages with their sender's links are processed, and the rest can be
-    released."""
+    """The forged links point to other messages, to the message itself or in circles,
+    under the keys of others. All genuine messages are processed. Forged messages that
+    stay blocked can be released."""
     draw = random.Random(f"{ordered} {batch}")
     ids = [uuid.UUID(int=draw.getrandbits(128)) for _ in range(30)]
     with declared(effect, ordered=ordered, batch=batch) as stage:
@@ -261,8 +261,8 @@ def test_message_naming_itself_as_predecessor_runs() -> None:
 
 
 def test_queue_of_a_paused_stage_is_received_before_waits_expire() -> None:
-    """A message that has waited longer than ORDER_PATIENCE is not released before the
-    stage has had a chance to receive its predecessor."""
+    """A message has waited longer than ORDER_PATIENCE. It is released only after the
+    stage has read its queue for the predecessor."""
     with txmsg(ORDER_PATIENCE=60.0), declared(effect, ordered="skip") as stage:
         send_chain(stage.destination, [0, 1])
         zero, one = taken(stage.destination)

@@ -1,5 +1,5 @@
-"""An ordered stage stops receiving if too many of its messages wait, and reports
-that."""
+"""An ordered stage stops receiving if too many of its messages are blocked, and reports
+this."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def headers(
 
 
 def chain(stage: Stage, count: int, body: bytes = b"1") -> uuid.UUID:
-    """Put a chain into the stage's queue without its first message, and return that
-    message's id."""
+    """Put `count` messages of one key into the stage's queue, but not the first message
+    of the key. Return its id."""
     first = before = uuid.uuid4()
     for number in range(count):
         own = uuid.uuid4()
@@ -59,7 +59,7 @@ def waiting() -> int:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the stage count its waiting messages at each call."""
+    """Let the stage count its blocked messages at each call."""
     monkeypatch.setattr(limits, "LOOK", 0.0)
     monkeypatch.setattr(limits, "SHARE", 0)
 
@@ -89,8 +89,8 @@ def test_full_stage_stops_receiving_and_resumes_when_there_is_room(
 def test_a_full_stage_takes_one_message_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The queue may contain the predecessor of the waiting messages, behind messages
-    that would have to wait, too."""
+    """The queue may contain the predecessor of the blocked messages, behind messages
+    that would be blocked too."""
     monkeypatch.setattr(limits, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(limits, "LONGEST_PAUSE", 0.01)
     with txmsg(ORDER_MAX_WAITING=5), declared(effect, ordered="block") as stage:
@@ -116,7 +116,7 @@ def test_a_full_stage_pauses_longer_each_time() -> None:
 
 
 def passes(room: limits.Room) -> bool:
-    """End the pause."""
+    """End the pause of a full stage."""
     room._next_at = 0.0
     return True
 

@@ -1,4 +1,5 @@
-"""Messages of one key at an ordered stage: one at a time, in the order they left."""
+"""An ordered stage processes the messages of one key one after the other, in the order
+in which they were sent."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def effects() -> list[str]:
 def send_chain(
     destination: str, bodies: Sequence[object], key: str = "k"
 ) -> list[Message]:
-    """Store messages, dispatch them, and take them from the queue again."""
+    """Store messages of one key, and dispatch them to the queue."""
     with transaction.atomic():
         sent = send_messages(
             {"destination": destination, "body": body, "key": key} for body in bodies
@@ -73,8 +74,8 @@ def send_chain(
 
 
 def taken(destination: str) -> list[tuple[bytes, dict[str, str]]]:
-    """Receive the messages of a queue in order, and return them. A test delivers them
-    in another order."""
+    """Remove the messages from a queue and return them in order. Tests then deliver
+    them in another order."""
     rows = list(QueueMessage.objects.filter(queue=destination).order_by("id"))
     QueueMessage.objects.filter(pk__in=[row.pk for row in rows]).delete()
     return [(bytes(row.body), dict(row.headers)) for row in rows]
@@ -86,7 +87,7 @@ def deliver(destination: str, *messages: tuple[bytes, dict[str, str]]) -> None:
 
 
 def settle(stage: stages.Stage, wanted: int) -> None:
-    """Let two consumers run until there are that many effects."""
+    """Run two consumer threads until there are `wanted` effects."""
     with running(stage, concurrency=2):
         wait_until(lambda: Effect.objects.count() >= wanted, deadline=60)
 
@@ -306,7 +307,7 @@ def test_dead_message_with_skip_blocks_none_and_runs_late() -> None:
 
 @pytest.mark.parametrize("batch", [1, 10])
 def test_skip_continues_at_once_after_a_dead_message_of_the_batch(batch: int) -> None:
-    """`drain()` does not wait, so it would leave a postponed message."""
+    """`drain()` does not wait, so a message with a later due time would remain."""
     handler = refusing(1, 3)
     with declared(handler, ordered="skip", batch=batch) as stage:
         with transaction.atomic():
@@ -416,9 +417,8 @@ def all_subscribed(number: int) -> bool:
 
 
 def test_a_follower_runs_when_its_rejected_predecessor_is_redelivered() -> None:
-    """The relay has given up the predecessor, or the broker has lost it. The followers
-    wait in both cases. When the predecessor is sent again, it has its former place in
-    the order."""
+    """The broker has rejected the predecessor, and its follower is blocked. The
+    redelivered predecessor has its former place in the order."""
     with declared(effect, ordered="block") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
         zero, one, two = taken(stage.destination)
@@ -479,8 +479,8 @@ def test_with_block_a_follower_waits_for_a_lost_predecessor() -> None:
 def test_block_does_not_wait_for_an_unseen_predecessor(
     because: str,
 ) -> None:
-    """The predecessor left before the stage was first ordered here, or before the
-    inbox's retention."""
+    """The predecessor was sent before the stage was first ordered, or longer ago than
+    the inbox's retention."""
     with declared(effect, ordered="block") as stage:
         send_chain(stage.destination, [0, 1, 2])
         _, one, two = taken(stage.destination)
@@ -504,8 +504,8 @@ def test_block_does_not_wait_for_an_unseen_predecessor(
 
 
 def test_nothing_passes_one_of_its_key_that_is_open_here() -> None:
-    """A message whose predecessor is lost does not overtake an earlier one that waits
-    for its redelivery."""
+    """A message whose predecessor is lost does not overtake an earlier message of its
+    key, which waits for its redelivery."""
 
     def handler(message: Message) -> None:
         effect(message)

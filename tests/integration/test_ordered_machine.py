@@ -1,9 +1,9 @@
-"""Store, relay, lose, double, reorder, process, fail, die, bury, redeliver and discard
-in any order: the effects of each key are in its order.
+"""Messages are stored, relayed, lost, doubled, reordered, processed, buried,
+redelivered and discarded in any order. The effects of each key are always in its order.
 
-Hypothesis plays senders, two relays and consumers with the real statements, one step at
-a time, and may kill any of them between two. At the end everything is repaired, and no
-message may be stuck.
+Hypothesis lets senders, two relays and consumers execute the real statements, one step
+at a time, and may kill any of them between two steps. At the end everything is
+repaired, and no message may be stuck.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _numbers = itertools.count()
 
 
 class Died(BaseException):
-    """The worker was killed."""
+    """The exception with which a worker is killed."""
 
 
 class Killer:
-    """Kills a worker at one of the statements for a message."""
+    """Kills a worker before or after one of the statements that process a message."""
 
     STEPS = (
         *("record", "record_and_begin", "take", "wait", "_look"),
@@ -93,7 +93,7 @@ class Killer:
 
 
 class Life(RuleBasedStateMachine):
-    """Messages with keys, under every event that can happen to them."""
+    """The state machine: messages with keys, and all events that can happen to them."""
 
     ordered: stages.Order = "block"
 
@@ -133,7 +133,7 @@ class Life(RuleBasedStateMachine):
             raise ValueError
 
     def teardown(self) -> None:
-        """Repair everything: each message arrives once, in its order."""
+        """Repair everything, and check that each message arrives once, in its order."""
         try:
             if not hasattr(self, "stage"):
                 return
@@ -253,8 +253,8 @@ class Life(RuleBasedStateMachine):
 
     @rule(minutes=st.sampled_from([1, 60]))
     def minutes_pass(self, minutes: int) -> None:
-        """Bring all due times nearer, except those of rows that are not rechecked any
-        more."""
+        """Move all due times into the past by `minutes`, except those of rows that are
+        not checked again."""
         by = dt.timedelta(minutes=minutes)
         rows = InboxMessage.objects.filter(due_at__year__lt=9000)
         rows.update(due_at=F("due_at") - by)
@@ -288,8 +288,8 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def every_key_is_in_order(self) -> None:
-        """Check that messages run in the order in which they were stored. Only messages
-        that were dead and skipped may run late."""
+        """Check that the messages of a key run in the order in which they were stored.
+        Only messages that were dead and skipped may run late."""
         late = set(
             DeadLetter.objects.values_list("message_id", flat=True)
             if self.ordered == "skip"

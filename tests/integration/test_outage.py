@@ -1,4 +1,4 @@
-"""Which errors mean that a database is away, and how threads wait for it."""
+"""The errors that mean a database outage, and how threads wait for its end."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ pytestmark = committing
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """Clear the outages, so that no test sees another test's."""
+    """Forget the outages of other tests."""
     yield
     database_health.breaker("default").worked()
     connections.close_all()
 
 
 def error_of(question: Callable[[], object]) -> BaseException:
-    """Return the error that the query raises."""
+    """Run a query that fails, and return its error."""
     with pytest.raises((DatabaseError, InterfaceError)) as caught:
         question()
     return caught.value
@@ -50,7 +50,7 @@ def ask(sql: str) -> None:
 
 
 def ended_backend() -> None:
-    """Let the server end the connection, as an administrator or a restart does."""
+    """Let the server end the connection, like a restart."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()
@@ -87,7 +87,7 @@ def test_a_server_that_is_not_there_is_an_outage(postgres: services.PostgreSQL) 
 
 @pytest.mark.parametrize("name", ["sqlstate", "pgcode"])
 def test_psycopg_2_and_3_report_the_servers_code(name: str) -> None:
-    """psycopg 3 and psycopg2 use different attributes."""
+    """psycopg and psycopg2 have the error's code in different attributes."""
 
     def told(code: str) -> OperationalError:
         error, cause = OperationalError(), Exception()

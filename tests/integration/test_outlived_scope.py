@@ -1,6 +1,5 @@
-"""Code may outlive its session or stage, for example a task of an async view. It still
-has the context of the session or stage, but its messages belong to its own
-transaction."""
+"""A task of an async view, for example, may outlive its session or stage. It still has
+the context of the session or stage. But its messages belong to its own transaction."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def nothing_is_wrong(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def later() -> Message:
-    """Send in a transaction. Before it commits, report that the message was stored."""
+    """Send a message in a new transaction, and check that the transaction stores it."""
     with transaction.atomic():
         message = send_message("tests.later", None)
         assert OutboxMessage.objects.filter(message_id=message.id).exists()

@@ -1,4 +1,4 @@
-"""`transaction="none"`: handlers that call other services, coroutines included."""
+"""`transaction="none"`: handlers, also async ones, that call other services."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_a_coroutine_with_a_transaction_is_refused_with_a_reason(mode: Any) -> N
 
 
 def declare() -> None:
-    """Declare the stage in the process that is stopped."""
+    """Declare the stage in the worker that is stopped."""
 
     @stage("tests.outside", transaction="none")
     async def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Parked messages: a failed message is in the inbox, complete, until it is due."""
+"""A failed message is parked: the inbox keeps the complete message until it is due."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_longest_delay_has_a_place_in_the_database() -> None:
 
 
 def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
-    """The database has the complete message, and another process continues with it."""
+    """The inbox keeps the complete message, and another process continues with it."""
     got: list[Message] = []
 
     def handler(message: Message) -> None:
@@ -155,7 +155,8 @@ def test_a_copy_of_a_parked_message_is_dropped() -> None:
 
 
 def test_a_database_error_is_the_messages_failure_and_is_parked() -> None:
-    """The connection that it spoiled is usable again, or replaced."""
+    """The error breaks the connection's transaction. The next attempt gets a usable
+    connection."""
 
     def handler(message: Message) -> None:
         if message.delivery_attempt == 1:
@@ -171,8 +172,8 @@ def test_a_database_error_is_the_messages_failure_and_is_parked() -> None:
 
 @pytest.mark.parametrize("transaction", ["outbox", "best_effort_1pc", "broker_only"])
 def test_a_stop_during_a_blocking_wait_keeps_no_lease(transaction: Any) -> None:
-    """The message was parked by a redelivery of its dead letter. The next worker need
-    not wait for the lease to end."""
+    """The message's dead letter was redelivered, so the message was parked. After the
+    stop, the next worker need not wait for the end of a lease."""
     slow = RedeliveryPolicy(mode="blocking", initial_delay=600.0, max_delay=600.0)
     script = Script(Refuse(), ValueError())
     with declared(script, transaction=transaction, redelivery=slow) as stage:

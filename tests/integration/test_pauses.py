@@ -1,6 +1,9 @@
-"""A destination that takes no messages is paused, without counting attempts; others are
-not affected. The broker is the embedded one with queues of limited length.
-`test_refusals.py` uses real servers."""
+"""A full destination is paused and no attempt is counted. Other destinations are not
+affected.
+
+The broker here is the embedded one, with queues of limited length. `test_refusals.py`
+uses real servers.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def _short_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make the pauses so long that no trial begins during the test."""
+    """Make pauses so long that no trial batch is sent during the test."""
     monkeypatch.setattr(pauses, "FIRST_PAUSE", 60.0)
     with txmsg(
         BROKERS={"default": BROKER},
@@ -81,7 +84,8 @@ def relaying(**more: Any) -> dict[str, Any]:
 
 
 def store(*messages: tuple[str, str | None]) -> None:
-    """Store messages with keys; each body is the next number."""
+    """Store messages, each given by its destination and key. The bodies are consecutive
+    numbers."""
     begin = OutboxMessage.objects.count()
     with transaction.atomic():
         send_messages(
@@ -129,8 +133,8 @@ def test_a_full_destination_waits_and_the_other_one_goes_on(
 
 @pytest.mark.usefixtures("long_pauses")
 def test_a_paused_backlog_fills_no_batch() -> None:
-    """The messages to the paused destination are older than all others, and more than
-    fit into a batch."""
+    """The messages to the paused destination are the oldest, and more than one
+    batch."""
     ROOM[FULL] = 0
     store(*[(FULL, None)] * 300)
     lane = Lane("default", "default")
@@ -174,7 +178,8 @@ def test_a_trial_is_small_and_grows_while_all_of_it_is_stored() -> None:
 def test_a_larger_body_than_a_lane_s_share_leaves_its_pause_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trial is limited in bytes like any claim, while other bodies keep coming."""
+    """The trial message is larger than a lane's share of the limit of bytes. It is sent
+    even while smaller messages keep coming."""
     monkeypatch.setattr(claiming, "MAX_BYTES", 1000)
     monkeypatch.setattr(pauses, "IDLE", 0.05)
     ROOM[FULL] = 0
@@ -211,7 +216,7 @@ def test_only_one_lane_tries_a_paused_destination() -> None:
 
 
 def test_a_queue_at_its_limit_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
-    """The queue's consumer takes a few messages now and then, and there is never room
+    """The queue's consumer takes a few messages now and then. The queue never has space
     for all."""
     caplog.set_level(logging.INFO, "django_txmsg.breaker")
     ROOM[FULL] = 1
@@ -305,8 +310,8 @@ def test_relay_once_reports_refused_messages() -> None:
 def test_a_message_that_is_cancelled_ends_the_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No other message waits, so no trial can prove that the destination works
-    again."""
+    """No other message is pending, so no trial batch can prove that the destination
+    works again."""
     monkeypatch.setattr(pauses, "SETTLED", 0.0)
     ROOM[FULL] = 0
     store((FULL, None))

@@ -1,4 +1,4 @@
-"""Messages that have not left are cancelled and rescheduled, and no others."""
+"""Only messages that have not been sent can be cancelled and rescheduled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The pipeline's app is added and removed, and messages stay; migrations beside running
-workers."""
+"""The pipeline's app can be added and removed without losing messages. And migrations
+wait for running workers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def database(
     tmp_path: Path,
     django_db_blocker: DjangoDbBlocker,
 ) -> Iterator[Any]:
-    """An empty database, and a connection to it."""
+    """A connection to an empty database."""
     if request.param == "sqlite":
         given = {
             "ENGINE": "django.db.backends.sqlite3",
@@ -68,7 +68,8 @@ def database(
 
 
 def migrate(*targets: tuple[str, str | None]) -> Any:
-    """Migrate to some migrations, by default the latest; return the models."""
+    """Migrate to the given migrations, by default to the latest. Return the apps in
+    that state."""
     executor = MigrationExecutor(connections[ALIAS])
     if not targets:
         targets = tuple(
@@ -104,7 +105,7 @@ def triggers(connection: Any) -> list[str]:
 
 
 def store_and_change(body: bytes) -> None:
-    """Store a message and change it in a later transaction."""
+    """Store a message, and change it in a second transaction."""
     rows = [NewMessage(uuid.uuid4(), "orders.place", "text/plain", body)]
     with transaction.atomic(using=ALIAS):
         OutboxMessage.objects.db_manager(ALIAS).store(rows, tell_transaction=True)
@@ -112,7 +113,8 @@ def store_and_change(body: bytes) -> None:
 
 
 def marks(connection: Any, body: str) -> tuple[Any, Any]:
-    """Return the transactions that stored a message and that changed it last."""
+    """Return the ids of the transactions that stored a message and that last changed
+    it."""
     sql = (
         "SELECT unnest(ARRAY[created_xid, changed_xid]) FROM"
         f" django_txmsg_outboxmessage WHERE body = '{body}'"
@@ -160,7 +162,7 @@ def test_without_the_pipelines_app_there_are_no_columns_or_triggers(database) ->
 
 
 class TakesAway(migrations.Migration):
-    """A migration after which processes of the previous release cannot run."""
+    """A migration that drops a column which the previous release still needs."""
 
     operations = (
         migrations.RunPython(refuse_beside_workers, refuse_beside_workers),
@@ -169,7 +171,7 @@ class TakesAway(migrations.Migration):
 
 
 def take_away(connection: Any, *, back: bool = False) -> None:
-    """Apply such a migration, or undo it, as `migrate` does."""
+    """Apply the migration TakesAway, or reverse it, as `migrate` does."""
     state = MigrationExecutor(connection).loader.project_state()
     migration = TakesAway("next", "django_txmsg")
     with connection.schema_editor(atomic=True) as editor:
@@ -185,7 +187,7 @@ def columns_of_worker(connection: Any) -> set[str]:
 
 
 def test_columns_are_not_dropped_under_a_running_process(database) -> None:
-    """The migration that drops the columns is refused, and so is its reversal."""
+    """The migration is refused while a worker is live, and so is its reversal."""
     migrate()
     old = Worker.objects.using(ALIAS).create(
         name="w", kind="consumer", host="web-1", pid=4711

@@ -1,4 +1,4 @@
-"""For a claim, PostgreSQL reads few rows, whatever its statistics say."""
+"""PostgreSQL reads few rows for a claim, even if its statistics are outdated."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ LATER = 5000
 
 @pytest.fixture(autouse=True)
 def backlog(impatient: None) -> list[int]:
-    """A backlog that is newer than the server's statistics, in which nothing is
-    pending."""
+    """Store pending rows after the last ANALYZE, so the server's statistics contain no
+    pending row. Return their ids."""
     with connection.cursor() as cursor:
         # The tests before have left empty pages, and the server plans by their number.
         for model in (OutboxMessage, InboxMessage, QueueMessage):
@@ -67,8 +67,8 @@ def store(count: int) -> None:
 
 
 def read_for(work: Callable[[], Any], verb: str = "") -> int:
-    """Return how many rows all steps of the plans read, for the statements that begin
-    with the verb, or for all."""
+    """Return how many rows the plans of the executed statements read in all their
+    nodes. With `verb`, only statements that begin with it count."""
     said: list[Any] = []
 
     def explained(execute: Any, sql: str, params: Any, *rest: Any) -> Any:
@@ -131,7 +131,8 @@ def test_a_key_is_looked_up(backlog: list[int]) -> None:
 
 
 def copies(model: Any, **columns: str) -> None:
-    """Add LATER rows to a table by one statement. `columns` are SQL."""
+    """Insert LATER copies of a table's first row. `columns` are SQL expressions for
+    columns that differ."""
     filled = {
         field.column: columns.get(field.column, field.column)
         for field in model._meta.concrete_fields
@@ -219,8 +220,8 @@ def test_queued_messages_are_not_read_before_their_time() -> None:
 
 
 def test_a_claim_takes_no_more_than_its_limit_whatever_the_plan() -> None:
-    """A plan that joins row by row would search the first free row again each time, and
-    find another one."""
+    """With a nested loop, the server could search the first free row again for each
+    row, and find another one."""
     QueueMessage.objects.bulk_create(
         QueueMessage(queue="tests.q", body=b"x") for _ in range(50)
     )
@@ -253,8 +254,8 @@ def test_tasks_are_found_by_priority_and_not_sorted() -> None:
 
 @pytest.mark.parametrize("model", [OutboxMessage, InboxMessage])
 def test_pruning_finds_its_rows_by_their_primary_keys_alone(model: Any) -> None:
-    """On a large table, a server would combine a second index, and for each batch read
-    its entries for the whole table."""
+    """On a large table, the server might use a second index too. For each batch it
+    would then read that index for the whole table."""
     OutboxMessage.objects.all().delete()
     store(1)
     InboxMessage.objects.create(
@@ -306,8 +307,8 @@ def test_pruning_finds_its_rows_by_their_primary_keys_alone(model: Any) -> None:
 def test_columns_that_every_message_changes_are_in_no_index(
     table: str, columns: str
 ) -> None:
-    """If such a column had an index, every update that claims or settles a message
-    would write to all indexes."""
+    """If such a column had an index, each claim and each settlement would write to all
+    indexes."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pg_get_indexdef(indexrelid) FROM pg_index"
@@ -320,7 +321,7 @@ def test_columns_that_every_message_changes_are_in_no_index(
 
 
 def test_the_backlog_that_scales_pods_is_read_by_its_indexes() -> None:
-    """The query of the page on Kubernetes reads no more rows than it counts."""
+    """The query in the docs for Kubernetes reads no more rows than it counts."""
     page = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text()
     found = re.search(r"query: >-\n((?: {10}.+\n)+)", page)
     assert found is not None
@@ -346,8 +347,8 @@ def test_the_backlog_that_scales_pods_is_read_by_its_indexes() -> None:
 
 
 def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
-    """The health view reads the first row of each place, however many rows there
-    are."""
+    """The health view reads only the first row of each place, however many rows a place
+    has."""
     row = OutboxMessage.objects.filter(dispatched_at=None).latest("id")
     columns = [
         f'"{field.column}"'
@@ -376,8 +377,8 @@ def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
 
 @pytest.mark.parametrize("analyzed", [True, False])
 def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
-    """The search reads only the letters that it finds, even if there is none, and
-    whatever the statistics say."""
+    """The search reads only the dead letters that it finds, even if it finds none or
+    the statistics are outdated."""
     DeadLetter.objects.all().delete()
     DeadLetter.objects.create(
         message_id=uuid.uuid4(), destination="q", fingerprint="f", correlation_id="c"

@@ -1,5 +1,5 @@
-"""A broker that hangs up on one message: the other messages leave, however the outbox
-is relayed, and that message ends in the dead letters."""
+"""A broker closes the connection because of one message. That message becomes a dead
+letter, and all others are sent, in whatever way the outbox is relayed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ WAYS: dict[str, Way] = {
 
 @pytest.fixture(params=WAYS)
 def relay(request: pytest.FixtureRequest) -> Way:
-    """Relay once, in each of the possible ways."""
+    """Each way to relay once: the command, the Celery task, and a relay with one
+    lane."""
     return WAYS[request.param]
 
 
@@ -67,8 +68,7 @@ def store(*destinations: str, **more: Any) -> None:
 
 
 def settle(relay: Way) -> None:
-    """Relay once for each attempt of the poison message, each time when that attempt is
-    due."""
+    """Relay once for each attempt of the poison message. It is due each time."""
     for _ in range(ATTEMPTS):
         OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).update(
             due_at=Now()
@@ -145,8 +145,8 @@ def test_broker_outage_after_a_hang_up_counts_no_attempt_for_others(
 
 @pytest.mark.parametrize("way", ["one lane", "the Celery task"])
 def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None:
-    """Over STOMP, RabbitMQ does so for a full queue, so no message counts an
-    attempt."""
+    """Over STOMP, RabbitMQ closes the connection without an error if a queue is full.
+    So no message counts an attempt."""
     with (
         ScriptedBroker(RABBITMQ) as broker,
         txmsg(BROKERS={"default": {"URL": broker.url}}, RELAY=relaying()),

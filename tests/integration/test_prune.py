@@ -1,4 +1,4 @@
-"""`prune_messages` deletes only settled and old rows, in short transactions."""
+"""`prune_messages` deletes only old, settled rows, in short transactions."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_another_database_is_pruned_by_name(transactional_db: None) -> None:
 @pytest.mark.postgresql
 @pytest.mark.parametrize("heard", [False, True])
 def test_a_message_redelivered_meanwhile_is_not_deleted(heard: bool) -> None:
-    """This holds even if something in the project receives `post_delete`."""
+    """This holds even if the project has a receiver of `post_delete`."""
     deleted: list[Any] = []
 
     def hear(instance: Any, **_: Any) -> None:

@@ -103,7 +103,7 @@ def test_the_markers_are_known_and_explained(pytester: pytest.Pytester) -> None:
 def test_a_project_with_celery_calls_its_tasks_in_every_test(
     pytester: pytest.Pytester,
 ) -> None:
-    """The project configures nothing for its tests, and nothing is sent to Celery's
+    """The project needs no settings for its tests, and nothing is sent to Celery's
     broker."""
     plugged.write(
         pytester.path,

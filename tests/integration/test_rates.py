@@ -1,4 +1,5 @@
-"""`@stage(rate=, per=)`: what is over the rate waits in the inbox, each key apart."""
+"""`@stage(rate=, per=)`: messages over the rate wait in the inbox, separately for each
+key."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def seconds_until(row: InboxMessage) -> float:
 
 @pytest.mark.parametrize("mode", ["outbox", "none", "best_effort_1pc", "broker_only"])
 def test_messages_over_the_rate_wait_for_their_slots(mode: Any) -> None:
-    """Messages over the rate count no attempt, and are not in the queue. Later messages
-    wait for later slots."""
+    """Messages over the rate leave the queue and count no attempt. Later messages get
+    later slots."""
     script = Script()
     with declared(script, transaction=mode, rate="1/h") as one:
         for _ in range(3):
@@ -78,7 +79,7 @@ def test_messages_over_the_rate_wait_for_their_slots(mode: Any) -> None:
 
 
 def test_a_busy_thread_takes_several_slots_with_one_statement() -> None:
-    """The thread takes several slots only if the rate is not reached."""
+    """The thread takes several slots at once, as long as the rate is not reached."""
     with declared(effect, rate="9000000/m") as one:
         for _ in range(40):
             put(one.destination)
@@ -102,7 +103,7 @@ def test_each_value_of_the_header_has_its_own_rate() -> None:
 
 
 def test_a_key_with_many_overdue_messages_does_not_delay_another() -> None:
-    """After an outage, the line's origin moves, and its messages wait again."""
+    """After an outage, overdue messages of a key get new slots."""
     with declared(effect, rate="2/h", per="tenant") as one:
         for _ in range(30):
             send(one.destination, headers={"tenant": "many"})
@@ -175,7 +176,7 @@ def test_a_copy_of_a_waiting_message_does_not_move_it() -> None:
 
 
 def test_a_worker_that_dies_after_the_slot_loses_only_the_slot() -> None:
-    """The message is claimed again when its lease has ended, and takes another one."""
+    """When the lease has ended, the message is claimed again and takes another slot."""
     died: list[int] = []
 
     def handler(message: Message) -> None:
@@ -232,7 +233,8 @@ def test_messages_that_wait_go_on_if_the_stage_has_no_rate_any_more() -> None:
 
 
 def test_a_changed_per_gives_waiting_messages_slots_of_their_new_lines() -> None:
-    """The number of an old slot may be years away in the new line."""
+    """Without a new slot, the message could wait for years, because slots are numbered
+    for each key."""
     with declared(effect, rate="1/h") as one:
         send(one.destination, headers={"tenant": "a"})
         step(one)
@@ -341,7 +343,7 @@ def test_threads_share_a_rate() -> None:
 def test_no_minute_has_five_percent_over_the_rate(
     manage: Callable[..., ManageProcess], tmp_path: Path
 ) -> None:
-    """Two processes are down for a while, and one is killed."""
+    """The test stops both processes for a while, and kills one."""
     (tmp_path / "rates_of_a_test.py").write_text(STAGE.replace("20/s", "1200/m"))
     for number in range(1600):
         put("tests.rates", b'"kill"' if number == 5 else b"1")
@@ -375,7 +377,7 @@ def test_no_minute_has_five_percent_over_the_rate(
 def test_two_processes_share_a_rate_and_one_of_them_is_killed(
     manage: Callable[..., ManageProcess], tmp_path: Path
 ) -> None:
-    """All messages have their effect once, never faster than the rate allows."""
+    """All messages have their effect once, and never faster than the rate."""
     (tmp_path / "rates_of_a_test.py").write_text(STAGE)
     for number in range(60):
         put("tests.rates", b'"kill"' if number == 0 else b"1")

@@ -1,4 +1,4 @@
-"""A broker's receipts are not forgotten when the database goes away."""
+"""A relay keeps the broker's receipts while the database is unavailable."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def stored(impatient: None) -> None:
 
 
 def copies() -> Counter[str]:
-    """Return how often the queue holds each message."""
+    """Count the copies of each message in the queue."""
     return Counter(one.headers["txmsg-id"] for one in QueueMessage.objects.all())
 
 
 def terminate() -> None:
-    """End this connection at the server, as a restart or a failover does."""
+    """End this connection at the server, like a restart or a failover."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()
@@ -58,7 +58,8 @@ def terminate() -> None:
 def after_the_receipts(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[], None]
 ) -> None:
-    """Let `fault` happen once, between the broker's answers and the mark."""
+    """Cause `fault` once, after the broker's receipts and before the rows are
+    marked."""
     real, left = DatabaseSession.send, [fault]
 
     def send(session: Any, batch: Any, **options: Any) -> Any:
@@ -71,7 +72,7 @@ def after_the_receipts(
 
 
 def demote() -> None:
-    """Accept no writes on this connection, like a primary after a failover."""
+    """Make this connection read-only, like a failover."""
     with connection.cursor() as cursor:
         cursor.execute("SET default_transaction_read_only = on")
 
@@ -137,8 +138,8 @@ def test_the_lane_waits_for_a_database_that_refuses_connections(
 
 
 def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker takes far longer than the lease. The lease is renewed, and no other
-    relay sends a second copy."""
+    """The broker takes longer than the lease. The relay renews the lease, so no other
+    relay sends a copy."""
     slow = threading.Event()
 
     def take_ones_time() -> None:
@@ -170,7 +171,8 @@ def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) 
 def test_settlements_that_wait_for_a_lock_hold_up_no_other_lane(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lanes take turns at the database, and two of them wait there."""
+    """Only some lanes may use the database at the same time, and two of them wait for a
+    lock."""
     batch_size, real = COUNT // 2, DatabaseSession.send
     statement = "SELECT 1 FROM django_txmsg_outboxmessage WHERE message_id = %s"
     with psycopg.connect(**connection.get_connection_params()) as operator:

@@ -33,11 +33,11 @@ MINUTE = dt.timedelta(minutes=1)
 
 @pytest.fixture(autouse=True)
 def _nothing_leaves_by_itself(impatient: None) -> None:
-    """A dispatcher's thread would outlive the test that wakes it."""
+    """Store messages without a dispatcher's thread, which would outlive its test."""
 
 
 class Clock:
-    """A clock that a test sets; the database is real."""
+    """A clock that a test sets. The database's clock is real."""
 
     def __init__(self, now: dt.datetime = NOON) -> None:
         self.now = now
@@ -50,8 +50,8 @@ class Clock:
 def keeping(
     expression: str = "* * * * *", **options: Any
 ) -> Iterator[tuple[Clock, Timekeeper]]:
-    """Declare a recurring message. Returns a timekeeper that has made its first check,
-    at noon."""
+    """Declare a recurring message. Yields the clock, and a timekeeper that has made its
+    first check at noon."""
     options.setdefault("tz", "UTC")
     one = every(expression, options.pop("destination", "tests.tick"), **options)
     clock = Clock()
@@ -64,7 +64,8 @@ def keeping(
 
 
 def stored(using: str = "default") -> list[str]:
-    """Return the ticks of the stored messages, in the order of storing."""
+    """Return the ticks of the stored messages, in the order in which they were
+    stored."""
     rows = OutboxMessage.objects.using(using).order_by("id")
     return [row.headers["scheduled-for"] for row in rows]
 
@@ -322,7 +323,7 @@ def test_recurring_messages_of_the_settings_override_the_code() -> None:
 @pytest.mark.django_db
 @pytest.mark.parametrize("night", ["2026-03-29", "2026-10-25"])
 def test_a_nightly_message_leaves_once_when_the_clocks_change(night: str) -> None:
-    """Both changes in Europe/Berlin are played, with a relay that checks every ten
+    """The test simulates both clock changes in Europe/Berlin, with a check every ten
     minutes."""
     with keeping("30 2 * * *", tz="Europe/Berlin", missed="all") as (clock, timekeeper):
         Schedule.objects.update(last_tick=f"{night}T00:00+02:00")

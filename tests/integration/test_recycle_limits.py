@@ -1,4 +1,5 @@
-"""`max_messages` and `max_memory`: a consumer ends in good order, to be restarted."""
+"""`max_messages` and `max_memory`: a consumer drains and exits, so that a supervisor
+restarts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens after a failed attempt in each of the three modes of redelivery."""
+"""The three modes of redelivery after a failed attempt."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def policy(**given: Any) -> RedeliveryPolicy:
 
 
 def sent_on() -> int:
-    """Return the messages that the stage sent on success, through the outbox or the
-    broker."""
+    """Return how many messages the stage has sent, through the outbox or directly."""
     return (
         OutboxMessage.objects.filter(destination="tests.next").count()
         + QueueMessage.objects.filter(queue="tests.next").count()
@@ -123,7 +122,7 @@ def test_handlers_changes_to_a_body_are_not_in_the_next_attempt(mode: Any) -> No
 
 @how
 def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
-    """The message's identity comes from the broker's id, which a copy does not have."""
+    """The message's id is derived from the broker's id, which differs for each copy."""
     script = Script(*[ValueError() for _ in range(9)])
     with declared(script, redelivery=policy(mode=mode)) as stage:
         put(stage.destination, b"1", {"content-type": "application/json"})
@@ -135,8 +134,7 @@ def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
 
 @how
 def test_each_of_many_runs_as_often_as_its_policy_says(mode: Any) -> None:
-    """Each message is executed exactly as often as its policy requires, and none
-    starves."""
+    """Of many messages, each gets exactly the attempts that its policy allows."""
     runs: Counter[int] = Counter()
 
     def handler(message: Message) -> None:
@@ -199,8 +197,8 @@ def test_blocking_keeps_the_order() -> None:
 
 @modes
 def test_a_stop_during_a_blocking_wait_loses_nothing(transaction: Any) -> None:
-    """The attempts made so far count. The next attempt, for which the thread was
-    waiting, does not count."""
+    """The failed attempt counts. The next attempt, for which the thread was waiting,
+    does not."""
     slow = policy(mode="blocking", initial_delay=600.0, max_delay=600.0)
     script = Script(ValueError())
     with declared(script, transaction=transaction, redelivery=slow) as stage:

@@ -1,4 +1,4 @@
-"""Redelivery and rejection in which the broker takes part."""
+"""Redelivery and rejection with real brokers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ODD = "a:b\nc\\d ü"
     ],
 )
 def broker(request: pytest.FixtureRequest) -> Iterator[StompServer]:
-    """Make each of the brokers the default one in turn."""
+    """Make each broker the default in turn."""
     server: StompServer = request.getfixturevalue(request.param)
     with txmsg(BROKERS={"default": {"URL": server.url()}}):
         yield server
@@ -69,7 +69,7 @@ def empty(destination: str) -> bool:
 def test_failing_message_gets_as_many_attempts_as_its_policy_allows(
     transaction_mode: Any, mode: Any, destination: str
 ) -> None:
-    """The handler gets the same message each time, wherever it waited."""
+    """The handler gets the same message each time, no matter where it waited."""
     got: list[Message] = []
 
     def handler(message: Message) -> None:
@@ -123,8 +123,8 @@ def test_many_failing_messages_each_keep_to_their_policy(
 
 
 def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> None:
-    """This holds in each mode, wherever the message waits. Only lower bounds are
-    checked, because a busy machine is late."""
+    """This holds in each mode, no matter where the message waits. The test checks only
+    lower bounds, because a busy machine may be late."""
     began: dict[str, list[float]] = {}
     told: dict[str, list[float]] = {}
 
@@ -173,8 +173,8 @@ def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> N
 def test_a_foreign_message_keeps_its_identity_when_returned(
     destination: str,
 ) -> None:
-    """The broker gives each copy another id. Without our id the redeliveries would
-    never end."""
+    """The broker gives each copy another id. Without an id from the package,
+    redeliveries would never end."""
     policy = RedeliveryPolicy(max_redeliveries=2, initial_delay=0.05, mode="broker")
     got: list[uuid.UUID] = []
 
@@ -194,7 +194,8 @@ def test_a_foreign_message_keeps_its_identity_when_returned(
 def test_the_broker_keeps_each_delay_and_lets_the_others_pass(
     destination: str,
 ) -> None:
-    """A long delay blocks neither a shorter one nor messages that have not failed."""
+    """A long delay delays neither messages with a shorter delay nor messages that have
+    not failed."""
     done: list[Message] = []
 
     def handler(message: Message) -> None:
@@ -217,8 +218,8 @@ def test_the_broker_keeps_each_delay_and_lets_the_others_pass(
 def test_heart_beats_flow_while_a_blocking_stage_waits(
     destination: str, broker: StompServer
 ) -> None:
-    """Without heartbeats, the broker would have hung up during that time and delivered
-    the message to another consumer."""
+    """Without heartbeats, the broker would close the connection during the wait, and
+    deliver the message to another consumer."""
 
     def handler(message: Message) -> None:
         if message.delivery_attempt == 1:
@@ -244,7 +245,7 @@ def test_heart_beats_flow_while_a_blocking_stage_waits(
 def test_cut_connection_during_a_handler_loses_nothing(
     transaction_mode: Any, destination: str, broker: StompServer
 ) -> None:
-    """The stage connects again; in mode outbox there is one effect in any case."""
+    """The stage connects again. In mode outbox there is always exactly one effect."""
     with Proxy(broker.port) as proxy:
         url = broker.url(port=proxy.port)
         cuts: list[int] = []
@@ -276,8 +277,8 @@ def test_cut_connection_during_a_handler_loses_nothing(
 def test_forbidden_destination_delays_no_other_message(
     destination: str, broker: StompServer
 ) -> None:
-    """This user may only send to names that begin with `allowed.` The other messages
-    wait, without counting attempts, until a user with the permission sends them."""
+    """The user may only send to destinations that begin with `allowed.` Messages to
+    other destinations wait without counting attempts, until another user sends them."""
     good, bad = f"allowed.{destination}", destination
     limited = {"default": {"URL": broker.url(user="limited")}}
     relay = {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": 2}

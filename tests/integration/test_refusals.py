@@ -1,9 +1,9 @@
-"""Real servers that say "not here, not now", or nothing: full queues, a permission that
-is taken away, an alarm, a full store.
+"""Real servers that refuse messages or do not answer: full queues, a revoked
+permission, a memory alarm, a full disk.
 
-No message counts an attempt, and all arrive in the order of their keys when the server
-accepts them again. Messages to another destination arrive meanwhile. `make soak` keeps
-each state up for TXMSG_SOAK_SECONDS (an hour, say).
+No message counts an attempt, and all messages arrive in the order of their keys once
+the server accepts them again. Messages to another destination arrive meanwhile. `make
+soak` keeps each state for TXMSG_SOAK_SECONDS (an hour, say).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ PAUSES = 0.5
 
 @contextmanager
 def relayed(url: str) -> Iterator[None]:
-    """Relay to a broker with MAX_ATTEMPTS 2, so that a message with two counted
-    attempts is dead."""
+    """Run a relay to a broker. With MAX_ATTEMPTS 2, a message with two counted attempts
+    would be dead."""
     relay = {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": 2, "BREAKER_MAX_PAUSE": PAUSES}
     with (
         txmsg(BROKERS={"default": {"URL": url}}, RELAY=relay),
@@ -80,7 +80,7 @@ def pending(destination: str) -> int:
 
 
 def outage(kind: str, words: str) -> None:
-    """Wait until this process has recorded an outage, with the broker's error."""
+    """Wait until this process has recorded an outage whose error contains `words`."""
 
     def known() -> bool:
         return any(one.kind == kind and words in one.error for one in breaker.outages())
@@ -89,7 +89,7 @@ def outage(kind: str, words: str) -> None:
 
 
 def stays(tried: Callable[[], int], seconds: float) -> None:
-    """Let the state last for at least four refusals and that many seconds."""
+    """Wait for at least four more refusals and for at least `seconds`."""
     end, begin = time.monotonic() + seconds, tried()
     wait_until(
         lambda: tried() >= begin + 4 and time.monotonic() > end,
@@ -104,9 +104,11 @@ def trials(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> Callable[[], int]:
-    """Count how often this process has met an outage. A soak logs nothing: pytest keeps
-    each log record with its exception, and so the bodies of all messages that were
-    tried. Within an hour that was all the memory."""
+    """Count the outages that this process has met.
+
+    A soak logs nothing: pytest keeps each log record with its exception, and so the
+    bodies of all tried messages. Within an hour they would fill the memory.
+    """
     if request.node.get_closest_marker("soak"):
         caplog.set_level(logging.CRITICAL, "django_txmsg")
     met: list[float] = []
@@ -122,8 +124,8 @@ def trials(
 
 
 def arrived(destination: str) -> list[int]:
-    """Receive the arrived messages without copies, in the order in which they first
-    arrived."""
+    """Receive all messages, and return their numbers without copies, in order of first
+    arrival."""
     found: dict[str, int] = {}
     for one in drained(destination):
         found.setdefault(one.headers["txmsg-id"], int(one.body))
@@ -142,7 +144,7 @@ def in_order(destination: str, count: int) -> None:
 
 @pytest.fixture(params=["amqp", "stomp"])
 def node(request: pytest.FixtureRequest, rabbitmq: RabbitMQ) -> RabbitMQ | ByAmqp:
-    """A RabbitMQ node, over either protocol."""
+    """A RabbitMQ node, over each protocol in turn."""
     return ByAmqp(rabbitmq) if request.param == "amqp" else rabbitmq
 
 
@@ -224,8 +226,8 @@ def test_memory_alarm_of_rabbitmq_costs_no_attempt(
 def test_a_queue_of_another_kind_slows_the_relay_down(
     rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int]
 ) -> None:
-    """AMQP has declared it as a quorum queue, and STOMP would declare a classic one, so
-    each try costs a connection."""
+    """AMQP has declared a quorum queue, and STOMP would declare a classic one. So each
+    try costs a connection."""
     with get_broker_of(ByAmqp(rabbitmq).url()) as session:
         session.subscribe(destination, prefetch=1)
     with Proxy(rabbitmq.port) as proxy:
@@ -291,9 +293,9 @@ def test_full_queue_of_activemq_delays_only_its_own_messages(
 def test_no_refused_transaction_keeps_a_queue_of_activemq_full(
     small_activemq: SmallActiveMQ, destination: str
 ) -> None:
-    """ActiveMQ's ERROR for a SEND may come after the barrier's receipt. Then COMMIT is
-    refused, and the broker keeps the transaction, and the memory of its accepted
-    messages, until the connection ends."""
+    """ActiveMQ may send the ERROR for a SEND after the barrier's receipt, and then
+    refuse COMMIT. It keeps the transaction and the memory of the accepted messages
+    until the connection ends."""
     full = f"{CRAMPED}{destination}"
     padding = {"txmsg-id": str(uuid.uuid4()), "padding": "x" * 2000}
 
@@ -399,7 +401,7 @@ def fill_the_store(
 
 @contextmanager
 def consumed(*names: str) -> Iterator[None]:
-    """Run stages in a consumer's threads until the end of the block."""
+    """Run consumer threads of these stages until the end of the block."""
     consumer = Consumer(stages.find(names))
 
     def run() -> None:
@@ -419,9 +421,9 @@ def consumed(*names: str) -> Iterator[None]:
 def test_flows_batches_and_rates_wait_out_a_full_queue(
     rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int], seconds: float
 ) -> None:
-    """A flow's request is refused for as long as it takes. Everything that needs only
-    other queues goes on: other steps, a flow batch, a stage with a rate, and the undos
-    of runs that are cancelled meanwhile."""
+    """A flow's request is refused for as long as its queue is full. Everything else
+    continues: other steps, a flow batch, a stage with a rate, and the undos of
+    cancelled runs."""
     node, policy, ended = ByAmqp(rabbitmq), uuid.uuid4().hex, threading.Event()
     rated = declared(lambda message: None, f"{destination}.rated", rate="50/s")
     one = declared(lambda message: None, f"{destination}.one")

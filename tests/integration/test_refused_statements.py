@@ -1,5 +1,8 @@
-"""The database answers, but refuses a statement of the package: by a trigger, a policy,
-a missing privilege, a time-out. Nothing is decided then, and no attempt is counted."""
+"""The database answers, but refuses a statement of the package.
+
+The reason may be a trigger, a policy, a missing privilege or a time-out. The message's
+outcome then stays undecided, and no attempt is counted.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ Refusal = Callable[[], AbstractContextManager[None]]
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch, impatient: None) -> Iterator[None]:
-    """Shorten the pauses for a test."""
+    """Shorten the pauses between tries."""
     monkeypatch.setattr(database_health, "FIRST_PAUSE", 0.005)
     monkeypatch.setattr(database_health, "MAX_PAUSE", 0.02)
     yield
@@ -62,7 +65,7 @@ def ask(*statements: str) -> None:
 
 @contextmanager
 def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
-    """A trigger refuses inserts, as a quota would."""
+    """Let a trigger refuse statements on a table, like a quota."""
     if connection.vendor != "postgresql":
         sql = f"CREATE TRIGGER refusing BEFORE {event} ON {table}"
         ask(f"{sql} BEGIN SELECT RAISE(ABORT, 'quota exceeded'); END")
@@ -85,7 +88,7 @@ def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
 
 @contextmanager
 def no_superuser() -> Iterator[None]:
-    """New connections use a role that has rights on our tables only."""
+    """Let new connections use a role that has rights on our tables only."""
     ask(
         "CREATE ROLE limited",
         "GRANT ALL ON ALL TABLES IN SCHEMA public TO limited",
@@ -101,7 +104,7 @@ def no_superuser() -> Iterator[None]:
 
 @contextmanager
 def privilege(table: str) -> Iterator[None]:
-    """Take the privilege to insert into a table from all roles."""
+    """Revoke the privilege to insert into a table from all roles."""
     ask(f"REVOKE INSERT ON {table} FROM limited")
     try:
         yield
@@ -111,7 +114,7 @@ def privilege(table: str) -> Iterator[None]:
 
 @contextmanager
 def policy(table: str) -> Iterator[None]:
-    """Row-level security refuses inserts."""
+    """Let row-level security refuse inserts."""
     ask(
         f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY",
         f"CREATE POLICY reading ON {table} FOR SELECT USING (true)",
@@ -125,7 +128,7 @@ def policy(table: str) -> Iterator[None]:
 
 @contextmanager
 def locked(table: str) -> Iterator[None]:
-    """Another session locks the table for longer than any time-out."""
+    """Lock the table from another session, for longer than any time-out."""
     other: Any = connections["default"].copy()
     with other.cursor() as cursor:
         cursor.execute("BEGIN")
@@ -139,7 +142,7 @@ def locked(table: str) -> Iterator[None]:
 
 @contextmanager
 def limits(limit: str) -> Iterator[None]:
-    """New connections have these time-outs."""
+    """Give new connections this time-out."""
     ask(f"ALTER ROLE CURRENT_USER SET {limit} = '20ms'")
     try:
         yield
@@ -148,7 +151,7 @@ def limits(limit: str) -> Iterator[None]:
 
 
 def handler(message: Message) -> None:
-    """Leave an effect; fail the first time, or each time, depending on the message."""
+    """Record an effect. Then fail never, once or always, depending on the body."""
     Effect.objects.create(name=str(message.body), message_id=str(message.id))
     first = message.delivery_attempt == 1
     if message.body == "always" or (message.body == "fails" and first):
@@ -156,8 +159,8 @@ def handler(message: Message) -> None:
 
 
 def refused_often(threads: Any) -> Callable[[], bool]:
-    """Return whether the statements of one thread were refused more often than a
-    message has attempts."""
+    """Return a condition: the database has refused a thread's statements more often
+    than a message has attempts."""
 
     def said() -> bool:
         return any(one._undecided._failures >= MANY for one in threads)
@@ -171,8 +174,9 @@ def put_three(destination: str, body: str) -> None:
 
 
 def stays(refusal: Refusal, batch: int, body: str = "sound") -> None:
-    """Let the database refuse three messages more often than they have attempts, in a
-    thread that continues with them afterwards."""
+    """Let the database refuse statements while a stage processes three messages, more
+    often than they have attempts. Check that the same threads process them
+    afterwards."""
     with (
         declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
         running(stage) as threads,
@@ -198,7 +202,8 @@ batches = pytest.mark.parametrize("batch", [1, 3])
 def test_message_waits_while_a_trigger_refuses_the_inbox(
     event: str, batch: int
 ) -> None:
-    """Either the arrival cannot be recorded, or the message cannot be taken."""
+    """The database refuses either to record the arrival, or to mark the message as
+    processed."""
     stays(lambda: trigger(event, INBOX), batch)
 
 
@@ -210,7 +215,7 @@ def test_message_waits_while_a_trigger_reports_a_constraint(batch: int) -> None:
 
 @batches
 def test_failure_refused_by_the_database_counts_once(batch: int) -> None:
-    """The handler fails, and runs again until its failure is recorded, once."""
+    """The handler fails. It runs again until the database records the failure, once."""
     stays(lambda: trigger("INSERT", ATTEMPT), batch, "fails")
     assert Attempt.objects.count() == 1
 
@@ -238,7 +243,8 @@ def test_message_waits_while_a_lock_outlasts_its_time_out(
 @batches
 @pytest.mark.postgresql
 def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
-    """Waiting does not help. The dead letter has the reason."""
+    """Waiting does not help, so the message is buried. Its dead letter shows the
+    database's error."""
     with (
         declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
         trigger("INSERT", ATTEMPT, "22000"),
@@ -254,7 +260,8 @@ def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
 
 
 def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
-    """The message dies of its handler's error, as soon as that can be recorded."""
+    """The message is buried because of its handler's error, once the dead letter can be
+    stored."""
 
     def failing(message: Message) -> None:
         raise ValueError("always")
@@ -270,7 +277,8 @@ def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
 
 
 def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
-    """The parked message has failed once, and its second attempt cannot be finished."""
+    """The parked message has failed once. The database refuses to finish its second
+    attempt."""
     with declared(handler, redelivery=REDELIVERED) as stage, ExitStack() as stack:
         with ends_refused():
             put(stage.destination, b'"fails"')
@@ -285,7 +293,7 @@ def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
 
 
 def test_once_does_not_end_while_a_parked_message_is_tried_again() -> None:
-    """Between two tries no handler runs, for longer than `--once` waits for work."""
+    """The pause between two tries is longer than `--once` waits for work."""
     # By then, the stage has looked for messages and found none.
     later = RedeliveryPolicy(initial_delay=0.5, jitter=0)
     with declared(handler, redelivery=later) as stage:
@@ -340,7 +348,7 @@ def ends_refused() -> Iterator[None]:
 
 
 def too_large(message: Message) -> None:
-    """Sort more data than fits on the server's disk."""
+    """Run a query that needs more disk space for sorting than the server has."""
     Effect.objects.create(name=str(message.body), message_id=str(message.id))
     if message.body == "large" and Effect.room:  # type: ignore[attr-defined]
         Effect.room -= 1  # type: ignore[attr-defined]
@@ -448,7 +456,7 @@ def test_an_intake_goes_on() -> None:
 def test_refusals_are_logged_at_most_once_a_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All threads of a process together log at most one such line a second."""
+    """All threads of a process together log at most one refusal a second."""
     monkeypatch.setattr(database_health, "SAY_EVERY", 0.3)
     monkeypatch.setattr(database_health._report(), "at", 0.0)
 
@@ -473,8 +481,8 @@ def test_refusals_are_logged_at_most_once_a_second(
 
 
 def insert_by_hand(message: Message) -> None:
-    """Cause an error by a cursor. Django does not notice such an error, as it notices
-    errors of the ORM."""
+    """Insert a row through a cursor. If this fails, Django does not notice, as it would
+    with the ORM."""
     with connection.cursor() as cursor:
         cursor.execute(
             f"INSERT INTO {Effect._meta.db_table} (name, message_id)"
@@ -516,8 +524,8 @@ def test_no_room_that_a_handler_hides_is_no_failure_of_its_message(
 
 
 def fill_the_database() -> None:
-    """Write more than there is room for: SQLite rolls back the whole transaction, by
-    itself."""
+    """Write more than the database has space for. SQLite then rolls back the whole
+    transaction."""
     driver = connection.connection
     (pages,) = driver.execute("PRAGMA page_count").fetchone()
     driver.execute(f"PRAGMA max_page_count = {pages}")
@@ -542,8 +550,8 @@ def fillable() -> Iterator[None]:
 def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
     fillable: None, batch: int
 ) -> None:
-    """Before this was mended, the handler's earlier messages were lost, and its later
-    work was committed."""
+    """Otherwise the handler's earlier messages would be lost, and its later work
+    committed."""
     attempts: list[int] = []
 
     def handler(message: Message) -> None:
@@ -569,8 +577,8 @@ def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
 def test_a_session_that_sqlite_has_rolled_back_does_not_commit(
     fillable: None, inner: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Even an atomic() around the statement does not save the rest of the
-    transaction."""
+    """The rest of the transaction is lost too, even if an atomic() surrounds the failed
+    statement."""
 
     def run() -> None:
         with outbox_session():

@@ -1,5 +1,5 @@
-"""If the broker refuses one stage's subscription, its other stages are not affected, as
-the broker's own view shows."""
+"""The broker refuses the subscription of one stage. The other stages are not affected,
+as the broker's counts show."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = committing
 
 @pytest.fixture(params=[CLASSIC, RABBITMQ], ids=lambda profile: profile.name)
 def broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
-    """A broker, and the package's settings with it."""
+    """A broker. The package's settings use it."""
     with (
         ScriptedBroker(request.param) as scripted,
         txmsg(BROKERS={"default": {"URL": scripted.url}}),
@@ -92,8 +92,8 @@ def test_refused_subscription_slows_no_other_stage(
 
 
 def test_a_refused_subscription_is_not_retried_at_once() -> None:
-    """Each try costs a connection. After an outage of the broker, the stage tries again
-    sooner."""
+    """Each try costs a connection. After an outage, the stage tries again sooner than
+    after a refusal."""
     with txmsg(), declared(effect) as stage:
         subscription = Subscription(stage, Breaker("default", 30.0))
         for breaker, least, most in (

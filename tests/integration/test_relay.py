@@ -1,4 +1,4 @@
-"""Lease, send, settle: a relay with failing rows, brokers and databases."""
+"""A relay claims, sends and settles rows, while rows, brokers and databases fail."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_a_rejected_message_backs_off_and_dies_while_others_flow(
 
 
 def test_no_receipt_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message with an unknown outcome is sent again with its id, after the breaker's
-    pause."""
+    """A message with an unknown outcome is sent again after the breaker's pause, with
+    the same id."""
     real = DatabaseSession.send
     unknown: list[int] = []
 
@@ -167,7 +167,7 @@ def test_no_receipt_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_lease_is_counted_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fencing token: a relay that is too late does not settle rows that another
+    """Because of the fencing token, a late relay does not settle rows that another
     relay has claimed."""
     lost: list[int] = []
     other = uuid.uuid4()
@@ -211,7 +211,8 @@ def test_a_lease_that_ran_out_is_taken_by_another() -> None:
 def test_a_database_outage_between_claim_and_settle(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relay waits and continues; rows that it could not settle are sent again."""
+    """The relay waits and continues. It sends the rows that it could not settle
+    again."""
     real, left = getattr(OutboxManager, method), [3]
 
     def failing(manager: Any, *given: Any, **named: Any) -> Any:
@@ -265,8 +266,8 @@ def test_a_lane_that_is_stopped_as_it_waits_for_its_turn_takes_nothing_new(
 def test_row_by_row_settlement_waits_for_no_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If it waited for a turn, a lane would need minutes for a batch while two other
-    lanes are blocked."""
+    """Two other lanes block the database. If this lane waited for its turn before each
+    row, its batch would take minutes."""
     monkeypatch.setattr(limits, "LONGEST", 1.0)
     store(100, expires=dt.timedelta(0))
     relay = Relay(["default"], ["default"], lanes=1)

@@ -1,4 +1,5 @@
-"""How many round trips to the database a stage needs, counted on the wire."""
+"""The number of round trips to the database that a stage needs, counted on the
+network."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ pytestmark = [
 
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A counting proxy in front of the database. Queues are in another database."""
+    """A proxy in front of the database, which counts round trips. The queues are in
+    another database."""
     # However slow the machine is: a delivery that takes long is marked once more.
     monkeypatch.setattr(protocol, "MARK_AGAIN_AFTER", 60)
     settings = connection.settings_dict
@@ -62,22 +64,22 @@ class Round(Flow[int, int], name="tests.round", within=None, broker="apart"):
 
 
 def nothing(message: Any) -> None:
-    """Run no query."""
+    """A handler that runs no query."""
 
 
 def a_row(message: Any) -> None:
-    """Insert a row of its own."""
+    """A handler that inserts a row."""
     Effect.objects.create(name="counted", message_id=message.id)
 
 
 def a_row_and_a_message(message: Any) -> None:
-    """Insert a row and send a message."""
+    """A handler that inserts a row and sends a message."""
     a_row(message)
     send_message("tests.next", 1)
 
 
 def a_row_and_three_messages(message: Any) -> None:
-    """Insert a row and send three messages together."""
+    """A handler that inserts a row and sends three messages together."""
     a_row(message)
     send_messages({"destination": "tests.next", "body": n} for n in range(3))
 
@@ -94,8 +96,8 @@ def a_row_and_three_messages(message: Any) -> None:
 def test_a_stage_costs_two_round_trips_beside_its_own_statements(
     handler: Any, trips: int, wire: Proxy
 ) -> None:
-    """One records the arrival, begins the transaction and takes the row; the other
-    commits."""
+    """One round trip records the arrival, begins the transaction and locks the row. The
+    other one commits."""
     with declared(handler, broker="apart") as stage:
         thread = thread_of(stage)
         try:
@@ -133,7 +135,7 @@ def test_a_batch_shares_the_round_trips_of_its_transaction(wire: Proxy) -> None:
 
 @contextmanager
 def rounds() -> Iterator[StageThread]:
-    """Begin a run, and return the stage thread that executes its steps."""
+    """Start a run, and return the stage thread that executes its steps."""
     with at_hand(Round):
         begin, go_on = map(thread_of, stages.find(["tests.round", "tests.round.steps"]))
         try:
@@ -159,8 +161,8 @@ def reply(number: int) -> None:
 def test_a_step_costs_the_round_trips_of_a_stage_that_keeps_its_state(
     wire: Proxy,
 ) -> None:
-    """A step has three more than any stage: it reads and locks its run, stores its
-    request, and writes its run together with its history."""
+    """A step needs three more round trips than a stage. It locks and reads its run,
+    stores its request, and writes the run together with its history."""
     with rounds() as go_on:
         counted = []
         for number in range(8):
@@ -178,7 +180,7 @@ def test_a_step_whose_connection_breaks_at_any_statement_commits_once(
     wire: Proxy, way: str
 ) -> None:
     """The connection breaks at each of the step's five round trips, before or after the
-    server has executed it."""
+    server executes the statement."""
     with rounds() as go_on:
         for trip in range(1, 6):
             reply(trip)

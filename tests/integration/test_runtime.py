@@ -1,6 +1,6 @@
-"""A worker's connections are maintained like a request's: CONN_MAX_AGE,
-CONN_HEALTH_CHECKS, and no broken connection is used for a second message. Checked at
-the server."""
+"""A worker's connections follow CONN_MAX_AGE and CONN_HEALTH_CHECKS, like a request's.
+No broken connection is used for a second message. The tests check this at the
+server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ APART = {"default": {"URL": "database://other?poll=0.01"}}
 
 @pytest.fixture
 def second(transactional_db: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Another alias of the same server, for threads that start from now on."""
+    """Point the alias `other` to the same database, for threads that start from now
+    on."""
     mine = {**connections.databases["default"]}
     monkeypatch.setitem(connections.databases, "other", mine)
     return "other"
@@ -38,7 +39,8 @@ def second(transactional_db: None, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @contextmanager
 def default(**settings: Any) -> Iterator[None]:
-    """The settings of the default database, for connections opened from now on."""
+    """Change the settings of the default database, for connections that are opened from
+    now on."""
     given: dict[str, Any] = connections.databases["default"]
     before = dict(given)
     given.update(settings)
@@ -75,7 +77,7 @@ def what_was_there(transactional_db: None) -> None:
 
 
 def backends() -> set[int]:
-    """Return the server processes that serve this test's other connections."""
+    """Return the process ids of the server's other connections to this database."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
@@ -89,8 +91,8 @@ def effect(message: Message) -> None:
 
 
 def test_a_restart_of_another_database_costs_no_message(second: str) -> None:
-    """The other database's connections end while they are idle, and the next message
-    opens new ones."""
+    """The other database's idle connections are ended. The next message opens new
+    ones."""
 
     def handler(message: Message) -> None:
         Effect.objects.using(second).exists()

@@ -1,4 +1,5 @@
-"""The real servers themselves: after a kill and a restart they keep data and port."""
+"""The servers that the tests start keep their data and their port after a kill and a
+restart."""
 
 from __future__ import annotations
 
@@ -167,7 +168,7 @@ def test_a_process_is_never_given_the_ports_of_another() -> None:
 
 
 class Leader(services.Server):
-    """A server's process that starts another process, as a wrapper script does."""
+    """A server whose process starts another process, like a wrapper script."""
 
     name = "leader"
 
@@ -210,7 +211,7 @@ def test_a_server_that_ended_by_itself_says_so_and_leaves_nothing_to_the_next(
 
 
 class NotInstalled(services.Server):
-    """A server whose program no machine has."""
+    """A server whose program is not installed on any machine."""
 
     name = "nosuchserver"
     debian_packages = "nosuchserver-common"

@@ -1,5 +1,5 @@
-"""A process works in all databases with messages. It determines those of its stages
-once."""
+"""A process works in all databases that have messages. It determines its stages'
+databases only once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ asked: list[str] = []
 
 
 def definition(stage: Stage) -> TransactionDefinition:
-    """Return the definition of a stage, and count the calls."""
+    """Return the transaction definition of a stage, and record the call."""
     asked.append(stage.name)
     return TransactionDefinition(using="default")
 

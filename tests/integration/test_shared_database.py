@@ -34,7 +34,8 @@ NAMES = ("shop", "billing")
 
 @pytest.fixture
 def urls(activemq: StompServer, rabbitmq: StompServer) -> dict[str, str]:
-    """The services' brokers, each under "default"."""
+    """The URL of each service's broker, which has the alias "default" in both
+    services."""
     return {"shop": activemq.url(), "billing": rabbitmq.url()}
 
 
@@ -49,7 +50,7 @@ def settings(name: str, urls: dict[str, str], **more: Any) -> dict[str, Any]:
 
 
 def store(destination: str, name: str, count: int) -> None:
-    """Store messages; every second one has a key that both services use."""
+    """Store `count` messages. Every second one has a key that both services use."""
     with transaction.atomic():
         for number in range(count):
             key = "shared" if number % 2 else None
@@ -63,7 +64,8 @@ def pending(name: str) -> int:
 
 
 def check_arrived(destination: str, urls: dict[str, str], count: int) -> None:
-    """Check that each message is at its service's broker, with its service's name."""
+    """Check that each message is at the broker of its service, under that service's
+    name."""
     for name in NAMES:
         with txmsg(**settings(name, urls)):
             found = drained(destination)

@@ -1,4 +1,4 @@
-"""Stopping: messages in progress are finished, others are not started."""
+"""Stopping a process: it finishes the messages in progress, and starts no others."""
 
 from __future__ import annotations
 

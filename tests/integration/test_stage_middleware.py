@@ -1,4 +1,4 @@
-"""STAGE_MIDDLEWARE around handlers: where it runs, and what it can and cannot do."""
+"""STAGE_MIDDLEWARE around handlers: where it runs, and which effects it can have."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def done() -> list[str]:
 
 
 def attempt(stage: Stage) -> str:
-    """Return the error of the only attempt."""
+    """Return the error of the stage's only attempt."""
     return Attempt.objects.get(stage=stage.name).exception
 
 
@@ -565,7 +565,8 @@ def test_next_attempt_does_not_see_the_context_of_the_last() -> None:
 
 
 def test_a_threads_messages_share_its_caches() -> None:
-    """New caches for each message would open a new connection each."""
+    """If each message had its own caches, each would open a new connection to the
+    cache."""
     found: list[object] = []
 
     def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The promises of stages, on brokers that run as a server."""
+"""The guarantees of stages, on brokers that run as a server."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ pytestmark = [committing, pytest.mark.postgresql]
 
 @pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> StompServer:
-    """Each broker, one after the other."""
+    """Each broker in turn."""
     found: StompServer = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture(autouse=True)
 def proxy(server: StompServer) -> Iterator[Proxy]:
-    """Make the broker the default one, through a proxy."""
+    """Make the server the default broker, behind a proxy."""
     with (
         Proxy(server.port) as between,
         txmsg(BROKERS={"default": {"URL": server.url(port=between.port)}}),
@@ -56,7 +56,7 @@ def proxy(server: StompServer) -> Iterator[Proxy]:
 
 
 def taken(destination: str) -> list[bytes]:
-    """Receive the waiting messages."""
+    """Receive and return the waiting messages."""
     return [one.body for one in drained(destination)]
 
 
@@ -154,7 +154,7 @@ def test_message_sent_outside_the_stages_transaction_leaves_despite_a_failure(
 
 
 def test_message_relayed_later_is_unchanged(destination: str) -> None:
-    """The broker was away when the stage had committed."""
+    """The stage has committed while the broker was unreachable."""
     topic, queue = f"topic:{destination}.news", f"{destination}.next"
     name = f"{destination}.reader"
 
@@ -193,8 +193,8 @@ def test_message_relayed_later_is_unchanged(destination: str) -> None:
 
 
 class ClientDecidesIds:
-    """A handler that cannot run twice, because the client chose its business key. At
-    its first commit the connection to the broker ends."""
+    """A handler that inserts a row under a key that the client chose, so it cannot run
+    twice. At its first commit, the connection to the broker is cut."""
 
     def __init__(self, proxy: Proxy, target: str) -> None:
         self.runs = 0
@@ -211,8 +211,8 @@ class ClientDecidesIds:
 def test_1pc_with_ids_from_the_client_ends_as_a_dead_letter(
     destination: str, proxy: Proxy
 ) -> None:
-    """Documented: the second run collides with the first one's row, and the stage's
-    outgoing message is never sent."""
+    """The docs describe this: the second attempt collides with the row of the first,
+    and the stage's message is never sent."""
     handler = ClientDecidesIds(proxy, f"{destination}.next")
     with declared(handler, destination, transaction="best_effort_1pc") as stage:
         put(destination)
@@ -229,7 +229,8 @@ def test_1pc_with_ids_from_the_client_ends_as_a_dead_letter(
 def test_client_ids_in_mode_outbox_have_one_effect(
     destination: str, proxy: Proxy
 ) -> None:
-    """The test finds one row, one effect of the sent message, and no dead letter."""
+    """There is one row, the stage's message is sent once, and there is no dead
+    letter."""
     handler = ClientDecidesIds(proxy, f"{destination}.next")
     with declared(handler, destination) as stage:
         put(destination)
@@ -246,8 +247,7 @@ def test_client_ids_in_mode_outbox_have_one_effect(
 def test_refused_password_is_retried_with_pauses(
     destination: str, proxy: Proxy, server: StompServer
 ) -> None:
-    """However many threads there are, one logs in at a time, with growing pauses in
-    between."""
+    """Of many threads, one logs in at a time, and the pauses in between grow."""
     url = server.url(port=proxy.port, password="wrong")
     with (
         txmsg(BROKERS={"default": {"URL": url}}),

@@ -1,5 +1,5 @@
-"""Store, commit, roll back, claim, lose a lease, send, lose a receipt, settle, in any
-order: the invariants hold.
+"""Messages are stored, claimed, sent and settled in any order, while leases and
+receipts get lost and transactions roll back. The invariants always hold.
 
 Hypothesis runs two relays and two consumers on one outbox, one step at a time, and may
 kill any of them between two steps.
@@ -47,7 +47,7 @@ def leave_effect(message: Message) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """Messages under every event that can happen to them."""
+    """The state machine: messages, and all events that can happen to them."""
 
     claims = Bundle("claims")
     sent = Bundle("sent")
@@ -112,7 +112,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(target=sent, claim=consumes(claims), receipt=st.booleans())
     def send(self, claim: tuple[uuid.UUID, list[Claimed]], receipt: bool) -> object:
-        """Send the batch. If its receipt is lost, the relay may die here."""
+        """Send the batch. Without `receipt`, the relay never settles these rows."""
         token, rows = claim
         with get_broker("default").open() as session:
             session.send(

@@ -35,7 +35,7 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 @contextmanager
 def consuming(stage: Any) -> Iterator[None]:
-    """Run a whole consumer for the duration of the block."""
+    """Run a whole consumer until the end of the block."""
     consumer = Consumer([stage])
 
     def run() -> None:

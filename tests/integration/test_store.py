@@ -1,4 +1,5 @@
-"""send_message() stores or refuses, and messages leave only with the commit."""
+"""send_message() stores or refuses a message. A message is sent only after the
+commit."""
 
 from __future__ import annotations
 
@@ -238,8 +239,8 @@ def test_an_error_of_a_bodys_own_is_not_taken_for_a_wrong_argument() -> None:
 
 
 def test_without_a_transaction_when_that_is_allowed() -> None:
-    """Several messages are stored all or none: a relay must not see some of them if one
-    is refused."""
+    """send_messages() stores all messages or none. If one is refused, a relay must not
+    see the others."""
     twice = uuid.uuid4()
     with txmsg(REQUIRE_ATOMIC=False):
         send_message("orders", 1)

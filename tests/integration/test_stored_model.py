@@ -1,8 +1,8 @@
 """Every accepted message is a row, whatever is rolled back around it.
 
 Random programs are compared with a model, which consists of a few lists and their
-copies. After each step the transaction sees the model's messages; after the end, so do
-the tables, the queue, the hooks and the signals.
+copies. After each step, the transaction must see the model's messages. At the end, the
+tables, the queue, the hooks and the signals must match the model.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ Step = tuple[Any, ...]
 
 
 class Stop(Exception):
-    """The exception that a program raises."""
+    """The exception that random programs raise."""
 
 
 @dataclass
 class Row:
-    """What the model stores about a message."""
+    """The model of one stored message."""
 
     id: uuid.UUID
     delayed: bool = False
@@ -69,13 +69,14 @@ class Row:
 
 @dataclass
 class World:
-    """The content of the open transaction so far, according to the model."""
+    """The model of the open transaction."""
 
     effects: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
     def leaves(self, row: Row) -> bool:
-        """Return whether a row is due and no delayed row of its key precedes it."""
+        """Return whether the row can be sent: it is due, and no delayed row of its key
+        precedes it."""
         before = self.rows[: self.rows.index(row) + 1]
         held = [one for one in before if one.delayed and not one.cancelled]
         return not row.cancelled and not any(
@@ -94,7 +95,7 @@ class World:
 
 
 class Program:
-    """Executes steps, and applies them to the model."""
+    """Executes random steps, and applies each to the model too."""
 
     def __init__(self, steps: list[Step], *, fails: bool) -> None:
         self.steps, self.fails = steps, fails
@@ -119,7 +120,8 @@ class Program:
             raise Stop
 
     def _block(self, steps: list[Step]) -> None:
-        """Run the steps of one atomic block, with the savepoints made in it by hand."""
+        """Execute the steps of one atomic block, including savepoints made with plain
+        SQL."""
         entered = copy.deepcopy(self.world)
         made: list[tuple[str, World]] = []
         for name, *arguments in steps:
@@ -139,7 +141,7 @@ class Program:
         assert list(ids) == [row.id for row in self.world.rows if not row.cancelled]
 
     def _undo(self, entered: World) -> None:
-        """Roll back an inner block by hand, and continue inside the block."""
+        """Roll back an inner block with plain SQL, and continue inside the block."""
         if connection.savepoint_ids:
             with connection.cursor() as cursor:
                 sid = connection.savepoint_ids[-1].strip('"')
@@ -221,7 +223,8 @@ class Program:
             self.world.rows.append(Row(message.id))
 
     def _send_again(self, which: int) -> None:
-        """Send an id again: it is refused, unless its row was rolled back."""
+        """Send a message with an id that was used before. It is refused, unless its row
+        was rolled back."""
         message_id = self._one_of_the_sent(which)
         if any(row.id == message_id for row in self.world.rows):
             with pytest.raises(DuplicateMessage):
@@ -298,8 +301,8 @@ def _run_in_stage(work: Callable[[], None]) -> None:
 
 
 def _run_in_batch(work: Callable[[], None]) -> None:
-    """Run the work in a batch with two other messages: one succeeds, and one changes
-    sent messages and fails."""
+    """Execute `work` in a batch with two other messages. One of them succeeds. The
+    other tries to change sent messages, and fails."""
     neighbours: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:
@@ -375,14 +378,14 @@ STEPS = st.recursive(
 
 
 def empty() -> None:
-    """Begin an example with nothing."""
+    """Empty the tables before an example."""
     for model in (OutboxMessage, QueueMessage, InboxMessage, DeadLetter, Effect):
         model.objects.all().delete()
 
 
 @contextlib.contextmanager
 def announced() -> Iterator[list[uuid.UUID]]:
-    """Collect the ids of the messages announced as stored."""
+    """Collect the ids of messages that the signal reports as stored."""
     ids: list[uuid.UUID] = []
 
     def hear(id: uuid.UUID, destination: str, **_: Any) -> None:

@@ -90,7 +90,8 @@ Theirs = Callable[..., str]
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Iterator[Theirs]:
-    """Run code in an environment with django-outbox-pattern, on the test's database."""
+    """Return a function that runs code in an environment with django-outbox-pattern, on
+    the test's database."""
     if not OTHERS.exists():
         if os.environ.get("CI") == "true":
             pytest.fail(f"{OTHERS} is missing: tox run -e sqlite")
@@ -121,13 +122,13 @@ def theirs(tmp_path: Path) -> Iterator[Theirs]:
 
 @pytest.fixture(params=["activemq", "rabbitmq"])
 def stomp_server(request: pytest.FixtureRequest) -> StompServer:
-    """Both STOMP brokers, one after the other."""
+    """Each STOMP broker in turn."""
     server: StompServer = request.getfixturevalue(request.param)
     return server
 
 
 def broker(server: StompServer) -> dict[str, Any]:
-    """Return that package's settings for a broker."""
+    """Return the broker settings of django-outbox-pattern."""
     return {
         "DEFAULT_STOMP_HOST_AND_PORTS": [("127.0.0.1", server.port)],
         "DEFAULT_STOMP_USERNAME": USER,
@@ -192,7 +193,8 @@ def test_stored_messages_are_taken_over_once(theirs: Theirs) -> None:
 
 @pytest.fixture
 def published() -> Iterator[Callable[..., None]]:
-    """Store a row as an older release of that package, bulk_create() or SQL would."""
+    """Return a function that stores a row of django-outbox-pattern, as an older
+    release, bulk_create() or plain SQL would."""
     models = (Published, Received)
     with connection.schema_editor() as editor:
         for model in models:

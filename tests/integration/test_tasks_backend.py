@@ -1,5 +1,5 @@
-"""The backend of django.tasks: the requirements of Django's own backend tests, and
-further promises: no task without a commit, none lost, none executed twice."""
+"""The backend of django.tasks meets the requirements of Django's own backend tests. In
+addition, no task runs without a commit, none is lost, and none is executed twice."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ QUEUE = "tests.tasks.default.default"
 
 
 def tasks(**params: Any) -> override_settings:
-    """Return settings with our backend as the default one."""
+    """Return settings with our backend as the default."""
     return override_settings(TASKS={"default": {"BACKEND": BACKEND, **params}})
 
 
 @pytest.fixture(params=["outbox", "none"])
 def mode(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each mode of OPTIONS["TRANSACTION"]."""
+    """Each mode of OPTIONS["TRANSACTION"] in turn."""
     with tasks(OPTIONS={"TRANSACTION": request.param}):
         yield request.param
 
 
 @pytest.fixture(autouse=True)
 def settings_of_tests() -> Iterator[None]:
-    """Settings with which no message is dispatched by itself, and no retry waits."""
+    """Use settings in which no commit dispatches messages and no retry waits."""
     with txmsg(), tasks():
         yield
 
@@ -623,7 +623,7 @@ def test_a_queue_runs_only_tasks_of_its_modules(mode: str) -> None:
 
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A task in a module beside manage.py, that no app imports."""
+    """A task in a module beside manage.py, which no app imports."""
     name = f"jobs_{uuid.uuid4().hex}"
     (tmp_path / f"{name}.py").write_text(
         f"from {jobs.task.__module__} import task\n"
@@ -636,7 +636,8 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def in_another_process(task: Any) -> None:
-    """Forget that this process has imported the task's module."""
+    """Remove the task's module from sys.modules, as in a process that has not imported
+    it."""
     sys.modules.pop(task.module_path.partition(".")[0], None)
 
 
@@ -797,7 +798,7 @@ def test_a_subclass_is_ours() -> None:
 
 
 class OwnBackend(TransactionalBackend):
-    """A subclass in a project."""
+    """A project's own subclass of the backend."""
 
 
 @committing

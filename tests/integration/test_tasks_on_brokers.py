@@ -1,4 +1,4 @@
-"""Tasks that travel through brokers that run as a server."""
+"""Tasks that are sent through brokers that run as a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The middlewares of the how-to *set tenant, user and language*, in use."""
+"""The middlewares of the how-to *set tenant, user and language*, as a project uses
+them."""
 
 from __future__ import annotations
 
@@ -166,7 +167,7 @@ def test_unknown_tenant_is_refused(messaging: ModuleType) -> None:
 
 
 class Heard(Transport):
-    """The errors that would go to Sentry."""
+    """Collects the errors that would go to Sentry."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
-"""No thread ends unnoticed. Any exception of a handler is its message's failure.
-Another error that ends a thread ends its process too, so that a supervisor restarts
-it."""
+"""No thread ends unnoticed. An exception of a handler fails its message. Another error
+that ends a thread also ends its process, so that a supervisor restarts it."""
 
 from __future__ import annotations
 
@@ -32,7 +31,8 @@ Manage = Callable[..., ManageProcess]
 
 
 class TimedOut(BaseException):
-    """A time-out as gevent and other libraries raise it, which is no `Exception`."""
+    """A time-out of gevent or a similar library. It is not a subclass of
+    `Exception`."""
 
 
 WORST: dict[str, type[BaseException]] = {
@@ -45,7 +45,7 @@ WORST: dict[str, type[BaseException]] = {
 
 
 def handler(message: Message) -> None:
-    """Leave an effect, and raise the exception that the message's body names."""
+    """Record an effect, and raise the exception that the message's body names."""
     Effect.objects.create(name=str(message.body), message_id=str(message.id))
     if message.body in WORST:
         raise WORST[str(message.body)]
@@ -96,7 +96,8 @@ def test_all_threads_of_a_group_end_with_the_first_error() -> None:
 
 
 def hook() -> None:
-    """Let a function of the user end the thread that the test names."""
+    """Let a user's receiver of a signal raise an exception, which ends the thread that
+    the test names."""
 
     def receiver(**_: Any) -> None:
         raise GeneratorExit
@@ -133,7 +134,7 @@ def test_a_thread_that_ends_ends_its_process(
 
 
 def declare() -> None:
-    """Declare a stage in the worker that leaves effects, and raises as instructed."""
+    """Declare a stage in the worker with the handler of this module."""
     stages.stage("tests.group")(handler)
 
 

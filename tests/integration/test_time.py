@@ -1,7 +1,7 @@
-"""Time: work longer than every lease, clocks that jump, stopped processes.
+"""Work that takes longer than every lease, clocks that jump, and suspended processes.
 
-The leases are short here. A running process renews its leases; a stopped one does not,
-and is fenced off when it resumes.
+The leases are short here. A running process renews its leases. A suspended process does
+not, and its late results are ignored.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_a_handler_longer_than_every_lease_runs_once(
     mode: Any, redelivery: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message is parked, or its thread waits for the next attempt. Two other
-    workers wait for the message."""
+    threads could take the message."""
     monkeypatch.setattr(stage_thread, "LEASE", LEASE)
     runs: list[int] = []
 
@@ -87,7 +87,7 @@ def test_a_handler_longer_than_every_lease_runs_once(
 
 @pytest.mark.postgresql
 def test_late_failure_after_processing_elsewhere_buries_nothing() -> None:
-    """Two copies run at the same time. One succeeds, and the last attempt of the other
+    """Two copies run at the same time. One succeeds, and the other one's last attempt
     fails."""
     inside = threading.Event()
 
@@ -138,9 +138,11 @@ def slow() -> None:
 
 
 def stand_still(process: ManageProcess) -> None:
-    """Stop the process outside a transaction. SQLite has one writer, who needs the file
-    without readers: a process that is stopped in a renewal, a heartbeat or a look for
-    messages would block all others."""
+    """Suspend the process while it has no transaction open.
+
+    SQLite has only one writer, so a process that is suspended in a renewal, a heartbeat
+    or a query would block all others.
+    """
 
     def writable(alias: str) -> bool:
         if connections[alias].vendor != "sqlite":
@@ -177,8 +179,8 @@ def stand_still(process: ManageProcess) -> None:
 def test_process_stopped_beyond_its_lease_is_fenced(
     mode: str, fails: str, manage: Manage, destination: str, tmp_path: Path
 ) -> None:
-    """Another worker has taken its message and processed it; the stopped one's result
-    is then ignored, even a last failure."""
+    """Another worker has processed the suspended worker's message. The late result of
+    the suspended worker is ignored, even the failure of a last attempt."""
     go = tmp_path / "go"
 
     def consume(fails: str) -> Any:
@@ -214,7 +216,8 @@ def test_process_stopped_beyond_its_lease_is_fenced(
 def test_process_stopped_in_its_transaction_keeps_the_message(
     manage: Manage, destination: str, tmp_path: Path
 ) -> None:
-    """Mode outbox: the lock on the row lasts longer than the lease."""
+    """In mode outbox, the suspended process keeps the lock on the row for longer than
+    the lease."""
     go = tmp_path / "go"
 
     def consume() -> Any:
@@ -256,7 +259,8 @@ def test_process_stopped_in_its_transaction_keeps_the_message(
 def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
     days: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process's clock jumps. Only the database's clock matters."""
+    """Only the clock of the process jumps. Leases and due times use the database's
+    clock."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:
@@ -286,8 +290,8 @@ def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
 
 @pytest.mark.postgresql
 def test_a_zone_of_the_alias_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds on days of 23 and 25 hours, too. The test covers both statements: one
-    stores a single message, the other stores many."""
+    """The alias has another time zone, with days of 23 and 25 hours. The test covers
+    the statement that stores one message, and the one that stores many."""
     given = connections.databases["default"]
     monkeypatch.setitem(
         connections.databases, "default", {**given, "TIME_ZONE": "Europe/Berlin"}

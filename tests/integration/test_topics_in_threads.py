@@ -1,4 +1,4 @@
-"""A topic consumed by several threads: on brokers that permit it, and on those that do
+"""Several threads consume a topic, on brokers that permit this and on one that does
 not."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def processed(stage: stages.Stage) -> int:
 
 
 def subscribed(stage: stages.Stage) -> None:
-    """Create the durable subscription, as an earlier consumer would have."""
+    """Create the durable subscription of the stage, like an earlier consumer."""
     name = f"tests.{stage.name}"
     with get_broker().open(subscriber=name) as session:
         session.subscribe(stage.destination, prefetch=1, subscriber=name)
@@ -54,8 +54,8 @@ def test_rabbitmq_shares_a_topic_among_threads(
 def test_activemq_gives_a_topic_to_one_connection(
     activemq: services.ActiveMQ, destination: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Therefore the consumer runs one thread. Further threads would be refused, and the
-    broker would seem unusable to all stages."""
+    """So the consumer starts only one thread. ActiveMQ would refuse the others, and
+    would then seem unusable to all stages."""
     topic = f"topic:{destination}"
     broker = {"default": {"URL": activemq.url()}}
     with txmsg(BROKERS=broker), declared(lambda m: None, topic, concurrency=3) as stage:

@@ -1,6 +1,6 @@
-"""Services, topics, stages and databases, in every arrangement of a system.
+"""Services, topics, stages and databases in every arrangement.
 
-Only TXMSG["SERVICE"] distinguishes the services, as if they were separate processes.
+Only TXMSG["SERVICE"] distinguishes the services, as if each were a separate process.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ def note(message: Message) -> None:
 def test_two_services_on_one_topic_send_two_messages_to_a_third(
     options: dict[str, Any],
 ) -> None:
-    """Both stages have the destination's name, which is the default, and send to the
-    same queue. The third service gets two messages, and drops neither as a copy of the
-    other."""
+    """Both stages have the same default name, and send to the same queue. The third
+    service gets two messages, and drops neither as a duplicate."""
     consumers = {"billing": "default", "shipping": "other"}
     for name, using in consumers.items():
         with service(name), declared(mail, TOPIC, using=using, **options) as stage:
@@ -150,7 +149,7 @@ def test_the_subscription_of_a_stage_that_was_renamed_is_found_and_ended() -> No
 
 
 def test_a_live_process_keeps_its_subscription_in_another_database() -> None:
-    """The queues are in a database that has no rows of workers."""
+    """The queues are in a database without rows of workers."""
     with txmsg():
         with declared(note, TOPIC, name="old", broker="apart") as stage:
             step(stage)
@@ -241,7 +240,8 @@ def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
 
 
 def test_an_unknown_subscription_is_not_reported_as_removed() -> None:
-    """Messages that were put into its queue just as it ended are removed, however."""
+    """Messages that arrived just as the subscription ended are removed, and this is
+    reported."""
     QueueMessage.objects.create(queue=queue.queue_name(TOPIC, "tests.late"), body=b"1")
     with txmsg():
         assert "Removed" in told("subscriptions", "remove", TOPIC, "tests.late")
@@ -284,14 +284,14 @@ def consume(manage: Manage, name: str, stage: str) -> ManageProcess:
 
 
 def declare() -> None:
-    """Declare a stage in the worker whose name any service might use."""
+    """Declare a stage whose name both services use."""
     stages.stage(os.environ["STAGE"])(note)
 
 
 def test_two_services_in_one_database_do_not_run_stages_of_one_name(
     manage: Manage, destination: str
 ) -> None:
-    """The second service is refused until the first has stopped."""
+    """The second service's worker is refused until the first one has stopped."""
     first = consume(manage, "billing", destination)
     wait_until(Worker.objects.exists, message=lambda: first.output)
     second = consume(manage, "shipping", destination)

@@ -1,5 +1,4 @@
-"""OpenTelemetry's spans and metrics, by its own SDK, around a real store, relay and
-stage."""
+"""A real store, relay and stage report spans and metrics to OpenTelemetry's SDK."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ CALLERS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass
 class Telemetry:
-    """The spans that OpenTelemetry has received."""
+    """The spans and metrics that OpenTelemetry has received."""
 
     exporter: InMemorySpanExporter
     reader: InMemoryMetricReader

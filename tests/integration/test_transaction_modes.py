@@ -1,4 +1,5 @@
-"""The transaction modes of a stage, step by step, and messages sent outside stages."""
+"""Each transaction mode of a stage, step by step. And messages that are sent outside of
+stages."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ pytestmark = committing
 
 @pytest.fixture(autouse=True)
 def apart() -> Iterator[None]:
-    """Keep the broker's tables in another database, so that its transaction is
+    """Put the broker's tables into the second database, so that its transaction is
     separate."""
     with txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}):
         yield
@@ -38,7 +39,7 @@ def waiting(queue: str) -> int:
 
 
 class Steps:
-    """The package's steps, recorded in order."""
+    """Records the order of the package's steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
@@ -151,7 +152,8 @@ def test_a_broker_that_died_before_the_database_commit_costs_nothing(
 
 
 class LostCommit:
-    """The broker's commit is lost once, which best effort cannot exclude."""
+    """Lets the broker's commit fail once, which mode "best_effort_1pc" cannot
+    exclude."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = DatabaseSession.commit
@@ -165,7 +167,8 @@ class LostCommit:
 
 
 def client_decides_ids(message: Message) -> None:
-    """A handler that is not idempotent, because the client chose its business key."""
+    """A handler that inserts a row under a key that the client chose, so it cannot run
+    twice."""
     Order.objects.create(number="from the client")
     send_message("tests.next", "ordered")
 
@@ -173,8 +176,8 @@ def client_decides_ids(message: Message) -> None:
 def test_1pc_with_ids_from_the_client_loses_the_outgoing_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Documented: the second run collides with the first one's row, and the stage's
-    outgoing message is never sent."""
+    """The docs describe this: the second attempt collides with the row of the first,
+    and the stage's message is never sent."""
     with declared(client_decides_ids, transaction="best_effort_1pc") as stage:
         send(stage.destination)
         LostCommit(monkeypatch)
@@ -192,8 +195,8 @@ def test_1pc_with_ids_from_the_client_loses_the_outgoing_message(
 def test_client_ids_in_mode_outbox_have_one_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is one row, one effect downstream, and no dead letter. The lost step is the
-    acknowledgement here."""
+    """The acknowledgement is lost. There is one row, one effect downstream, and no dead
+    letter."""
 
     def lost(session: DatabaseSession, deliveries: list[Delivery]) -> None:
         raise BrokerUnavailable("the connection ended")
@@ -293,7 +296,7 @@ def test_rolled_back_send_stores_nothing_and_the_next_leaves() -> None:
 
 
 def test_another_alias_commits_on_its_own() -> None:
-    """As documented, only the stage's alias is in the stage's transaction."""
+    """As documented, only the stage's own database alias is part of its transaction."""
 
     def handler(message: Message) -> None:
         Effect.objects.using("other").create(name="other", message_id=str(message.id))

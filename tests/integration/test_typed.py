@@ -1,5 +1,5 @@
-"""Typed messages from the sender to the stage: stored, read, upgraded, refused,
-parked."""
+"""Typed messages on their way from the sender to the stage: stored, read, upgraded,
+refused and parked."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_typed_destination_refuses_another_type() -> None:
 
 
 class stages_of:  # noqa: N801 - reads as a block
-    """Declare a stage of a typed destination while the block runs."""
+    """Declares a stage with a typed destination until the end of the block."""
 
     def __init__(self, destination: Destination[Any], handler: Any) -> None:
         stages.stage(destination)(handler)
@@ -210,7 +210,8 @@ def test_bodies_that_are_wrong_in_the_same_way_are_one_group() -> None:
 
 
 def test_unreadable_body_stops_no_stage() -> None:
-    """PostgreSQL's text type cannot hold a NUL, and a validator may raise anything."""
+    """PostgreSQL cannot store the NUL in one body. For another body, the validator
+    raises SystemExit."""
     with declared(odd) as stage:
         put(stage.destination, b'{"sizes": {"a\\u0000b": "x"}}')
         put(stage.destination, b'{"sizes": {"exit": 1}}')
@@ -230,7 +231,8 @@ def test_unreadable_body_stops_no_stage() -> None:
 def test_a_body_too_large_for_the_memory_ends_in_the_dead_letters(
     mode: Any, batch: int
 ) -> None:
-    """The next attempt may have more memory, but the attempts are limited."""
+    """A later attempt might have more memory, so the message is redelivered until its
+    attempts are exhausted."""
     policy = RedeliveryPolicy(
         max_redeliveries=2, initial_delay=0, max_delay=0, jitter=0, mode=mode
     )

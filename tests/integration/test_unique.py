@@ -1,5 +1,5 @@
-"""At most one pending message holds a unique key, even if several transactions ask for
-the key at once."""
+"""At most one pending message has a unique key, even if several transactions request
+the key at the same time."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_settled_message_frees_its_unique_key(end: str) -> None:
 @committing
 @pytest.mark.postgresql
 def test_reused_message_leaves_after_the_reusing_commit() -> None:
-    """If the message left earlier, its receiver would not see the changes of the
-    transaction that reuses the message."""
+    """If the message were sent earlier, its receiver would not see the changes of the
+    transaction that reuses it."""
     with transaction.atomic():
         first = send(1)
     done: list[int] = []
@@ -138,8 +138,8 @@ def test_reused_message_leaves_after_the_reusing_commit() -> None:
 def test_cancelling_a_reused_message_waits_for_the_transaction(
     change: str, commits: bool
 ) -> None:
-    """If it were cancelled at once, no message would notify the receiver of that
-    transaction's changes."""
+    """If the message were cancelled at once, no message would announce the changes of
+    the transaction that reuses it."""
     with transaction.atomic():
         first = send(1)
     changed: list[bool] = []
@@ -168,7 +168,7 @@ def test_cancelling_a_reused_message_waits_for_the_transaction(
 
 
 def waiting() -> int:
-    """Return how many sessions wait for a lock, with a fresh snapshot."""
+    """Return how many database sessions wait for a lock at present."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_stat_clear_snapshot()")
         cursor.execute(
@@ -357,8 +357,8 @@ def test_concurrent_sends_with_one_unique_key_store_one() -> None:
 
 @committing
 def test_a_key_that_is_freed_and_taken_all_the_time_is_held_by_one_at_a_time() -> None:
-    """Each message is stored, or another one holds the key. A relay settles messages
-    meanwhile."""
+    """Each sender stores a message, unless another pending message has the key. A relay
+    sends messages meanwhile."""
     done = threading.Event()
 
     def relay() -> None:
@@ -431,8 +431,8 @@ def test_in_bulk_the_last_replacement_of_a_key_is_stored() -> None:
 
 @committing
 def test_of_concurrent_replacements_one_is_pending() -> None:
-    """Each replacement waits for the previous one to commit, and cancels its message.
-    There is no deadlock."""
+    """Each replacement waits for the previous one to commit, and then cancels its
+    message. No deadlock occurs."""
     start, failed = threading.Barrier(4), list[BaseException]()
 
     def race(number: int) -> None:

@@ -1,4 +1,4 @@
-"""`unique_until="processed"`: a key is held until the message was processed."""
+"""`unique_until="processed"`: a message keeps its key until it was processed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HOUR = dt.timedelta(hours=1)
 
 
 def nothing(message: Message) -> None:
-    """Do nothing."""
+    """A handler that does nothing."""
 
 
 def send(body: object = 1, on_conflict: Any = "skip", **options: Any) -> uuid.UUID:
@@ -49,7 +49,7 @@ def send(body: object = 1, on_conflict: Any = "skip", **options: Any) -> uuid.UU
 
 @contextmanager
 def elsewhere(work: Callable[[], object]) -> Iterator[threading.Thread]:
-    """Run something in a thread and on a connection of its own."""
+    """Call `work` in another thread, on another connection."""
 
     def run() -> None:
         try:
@@ -154,8 +154,9 @@ def test_only_a_message_that_has_not_left_is_replaced() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_handler_stores_its_own_successor(batch: int) -> None:
-    """In the handler's transaction, the message counts as processed. If that
-    transaction rolls back, it does not."""
+    """A handler's transaction counts its own message as processed, so the handler can
+    send the next message with the same key. If the transaction rolls back, neither
+    happens."""
     sent: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:
@@ -215,8 +216,8 @@ def test_in_bulk_each_message_has_its_own_unique_until() -> None:
 
 
 def test_senders_relay_and_stage_race_and_one_message_is_under_way() -> None:
-    """Whatever happens at the same moment, no second message is stored before the first
-    was processed, and the key does not stay for ever."""
+    """Senders, a relay and a stage work at the same time. No second message is stored
+    before the first was processed, and the key is freed in the end."""
     done = threading.Event()
     failed: list[BaseException] = []
     inside = threading.Semaphore(1)
@@ -289,7 +290,7 @@ def _closing(work: Callable[[], uuid.UUID]) -> uuid.UUID:
 @pytest.mark.postgresql
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_sender_does_not_wait_for_a_handler(fails: bool) -> None:
-    """The message counts as processed with the commit of its handler."""
+    """The message counts as processed once its handler's transaction commits."""
     began, go_on = threading.Event(), threading.Event()
 
     def handler(message: Message) -> None:

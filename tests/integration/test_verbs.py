@@ -1,4 +1,4 @@
-"""`manage.py txmsg VERB`: Django's own options may stand behind the verb, too."""
+"""`manage.py txmsg VERB` also accepts Django's own options after the verb."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEEDED = {
 
 
 def leaves(parser: argparse.ArgumentParser, *before: str) -> Iterator[list[str]]:
-    """Return every path to a parser that has no verbs of its own."""
+    """Return the path to each parser that has no subcommands."""
     found = [
         action
         for action in parser._actions
@@ -64,7 +64,8 @@ WAYS = [
 
 
 def needed(parser: CommandParser, way: list[str]) -> list[str]:
-    """Return a path with the arguments that its last parser requires."""
+    """Return a path of subcommands, with the arguments that its last parser
+    requires."""
     below: argparse.ArgumentParser = parser
     for name in way:
         (verbs,) = (

@@ -1,7 +1,7 @@
 """LISTEN and NOTIFY wake waiting processes, but no message depends on them.
 
-The processes poll once in ten minutes here, so whatever happens sooner was caused by a
-notification.
+Here the processes poll once in ten minutes. So everything that happens earlier was
+caused by a notification.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PATIENT: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def own_threads() -> Iterator[None]:
-    """End the threads that a test has started, because their connections would outlive
+    """End the threads that a test has started, so that their connections do not outlive
     it."""
     yield
     dispatcher.stop_dispatchers(30)
@@ -70,7 +70,7 @@ def test_error_in_the_notifiers_thread_does_not_stop_later_notifications(
 
 
 def hook() -> None:
-    """Declare a stage in the process; while the test requires it, no thread polls."""
+    """Declare a stage in the worker, which polls as rarely as the test requires."""
     listener.LOOK = float(os.environ["LOOK"])
     listener.PROVED = 600.0
     liveness.CALM = 0.0
@@ -96,7 +96,7 @@ def _say_when_it_listens() -> None:
 
 @pytest.fixture
 def process(manage: Manage) -> Callable[..., ManageProcess]:
-    """Start a process that listens."""
+    """Return a function that starts a process and waits until it listens."""
 
     def start(*command: str, look: float = 600.0, **more: Any) -> ManageProcess:
         started = manage(
@@ -139,7 +139,7 @@ def test_a_handler_begins_when_another_process_commits(
 def test_rows_without_notification_are_found_by_the_query(
     process: Callable[..., ManageProcess],
 ) -> None:
-    """A notification was lost, or the rows are due later."""
+    """The notification was lost, or the rows become due later."""
     run = process("txmsg", "run", look=0.5)
     with txmsg(NOTIFY=False):
         store()
@@ -219,8 +219,8 @@ def test_pausing_a_stage_wakes_its_consumer(
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """The payloads of all notifications, as another client of the server receives
-    them."""
+    """Collect the payloads of all notifications, as another client of the server
+    receives them."""
     settings = connection.get_connection_params()
     names = ("host", "port", "user", "password", "dbname")
     payloads: list[str] = []
@@ -308,8 +308,8 @@ def test_a_forked_process_sends_its_own_notifications() -> None:
 def pooled(
     pgbouncer: services.PgBouncer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """Give threads that start from now on an alias that leads to the same database
-    through a pooler in transaction mode."""
+    """The alias `other` leads to the same database, through a pooler in transaction
+    mode."""
     given = {
         **connections.databases["default"],
         "PORT": pgbouncer.port,
@@ -326,7 +326,8 @@ def _listens() -> bool:
 
 
 def checked() -> list[str]:
-    """Return the result of the database check, run in another thread."""
+    """Run the database checks in another thread, and return the ids of their
+    messages."""
     found: list[str] = []
 
     def ask() -> None:
@@ -354,7 +355,8 @@ def test_behind_a_pooler_a_warning_is_logged_and_all_threads_poll(
 def test_a_listener_that_received_nothing_once_tries_again_soon(
     pooled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a slow machine, a notification may come too late."""
+    """The notification that proves the connection may only be late, on a slow
+    machine."""
     with txmsg(LISTEN_DATABASE=pooled), listener.listening({"default"}):
         wait_until(lambda: "no notification arrived" in caplog.text)
         connections.databases[pooled]["PORT"] = connection.settings_dict["PORT"]
@@ -364,7 +366,7 @@ def test_a_listener_that_received_nothing_once_tries_again_soon(
 def test_listener_of_a_former_primary_falls_back_to_polling(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Clients were switched to another server, while the old one still answers."""
+    """New connections reach another server, while the old server still answers."""
     given = connections.databases["default"]
     elsewhere = given["NAME"].replace("test_", "elsewhere_", 1) + "_x"
     monkeypatch.setattr(notifications, "_notifier", PerProcess(notifications._Notifier))

@@ -1,5 +1,5 @@
-"""A reader who follows a delivery into its handler opens few files, and rarely returns
-to one. The test counts both while a delivery runs."""
+"""A reader who follows a delivery to its handler opens few files, and rarely returns to
+one. The test counts the files and the returns while a delivery runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MOST_FILES, MOST_RETURNS = 10, 12
 
 
 class _Way:
-    """The files of `consuming/` in the order in which control enters them, from
-    `StageThread._work()` to the handler."""
+    """The files of `consuming/` that execute code between `StageThread._work()` and the
+    handler, in order."""
 
     def __init__(self) -> None:
         self.files: list[str] = []
@@ -42,7 +42,7 @@ class _Way:
             self.files.append(file)
 
     def end(self, message: Any) -> None:
-        """The handler."""
+        """The handler, at which the way ends."""
         sys.setprofile(None)
 
 

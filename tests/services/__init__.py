@@ -1,7 +1,7 @@
 """Real servers for the tests and the benchmarks, on free ports of this machine.
 
-Each server has its own temporary directory, is stopped by its own process id, and can
-be killed and restarted with the same data and port. Installed services are not touched.
+Each server has its own temporary directory, and is stopped by its process id. It can be
+killed and restarted with the same data and port. Installed services are not touched.
 `tests/conftest.py` makes fixtures of these servers.
 """
 
@@ -60,7 +60,8 @@ __all__ = [
 
 
 def shared(kind: type[S]) -> S:
-    """Return the running server of this kind that this process shares."""
+    """Return this process's shared server of the class `kind`. Start it if it is not
+    running."""
     server = _shared.get(kind)
     if server is None:
         server = _shared[kind] = _begin(kind)
@@ -70,8 +71,8 @@ def shared(kind: type[S]) -> S:
 
 
 def _begin(kind: type[S]) -> S:
-    """Start a server for the first time. If it does not start, because the machine is
-    busy, try once more on other ports."""
+    """Start a new server. If the start fails, because the machine is busy, try once
+    more on other ports."""
     server = _new(kind)
     try:
         server.start()

@@ -102,7 +102,7 @@ class ActiveMQ(StompServer):
 
     @property
     def jms_url(self) -> str:
-        """Return the URL to which Java connects."""
+        """Return the URL for Java clients."""
         return f"tcp://127.0.0.1:{self.openwire_port}"
 
     @classmethod
@@ -161,15 +161,15 @@ class ActiveMQ(StompServer):
 
 
 class SmallActiveMQ(ActiveMQ):
-    """A broker that returns an error when it has no room: in `CRAMPED` queues, and when
-    its store of a few megabytes is full."""
+    """A broker that returns an error if a `CRAMPED` queue, or its store of a few
+    megabytes, is full."""
 
     store, usage = "6 mb", ' sendFailIfNoSpace="true"'
     journal = ' journalMaxFileLength="256kb" cleanupInterval="300"'
 
 
 class SilentActiveMQ(SmallActiveMQ):
-    """A broker that stops reading when its store is full."""
+    """A broker that stops reading from its clients if its store is full."""
 
     usage = ""
 
