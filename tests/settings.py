@@ -1,8 +1,8 @@
-"""Settings of the test suite and of the processes it starts.
+"""Settings of the test suite, and of the processes that it starts.
 
-SQLite in files by default, or the PostgreSQL server that `TXMSG_TEST_DATABASE_URL`
-names. A database has the same name in the test process and in the processes that it
-starts, so that a test and its workers use the same rows.
+The databases are SQLite files, or on the PostgreSQL server that
+`TXMSG_TEST_DATABASE_URL` names. A database has the same name in the test process and in
+the processes that it starts, so that a test and its workers use the same rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import environ
 
 
 def state_directory() -> Path:
-    """Return the directory of this test run. The process that creates the directory
-    also removes it. Each worker of pytest-xdist creates a directory, and adds the
-    directory's name to the name of its database. The processes that a worker starts use
-    the worker's directory.
+    """Return the directory of this test run.
+
+    The process that creates the directory also removes it. Each worker of pytest-xdist
+    has its own directory, and a suffix in the name of its database. Processes that a
+    worker starts use the worker's directory.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     inherited = os.environ.get("TXMSG_TEST_DIR")
@@ -49,7 +50,7 @@ FSYNC = os.environ.get("TXMSG_TEST_FSYNC", "on") == "on"
 
 
 def sqlite(name: str) -> dict[str, object]:
-    """Return the settings of an SQLite file for several writing processes."""
+    """Return the settings of an SQLite file to which several processes write."""
     path = str(STATE_DIR / f"{name}.sqlite3")
     return {
         "ENGINE": "django.db.backends.sqlite3",

@@ -1,5 +1,5 @@
-"""Flows of tests. They are declared once, and registered only while a test uses
-them."""
+"""Flows of the tests. Each is declared once, but registered only while a test uses
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _stages: dict[type[Any], list[stages.Stage]] = {}
 
 
 def shelved(flow: Shelved) -> Shelved:
-    """Remove a flow that was just declared, until a test uses it."""
+    """Unregister a flow that was just declared. `at_hand()` registers it again."""
     name = flow._declaration.name
     of_it = (name, name + STEPS)
     _stages[flow] = [one for one in stages.all_stages() if one.name in of_it]
@@ -28,7 +28,7 @@ def shelved(flow: Shelved) -> Shelved:
 
 @contextmanager
 def at_hand(*flows: type[Any]) -> Iterator[None]:
-    """Register flows while the block runs."""
+    """Register these flows until the end of the block."""
     for flow in flows:
         declaration.declare(flow._declaration)
         for stage in _stages[flow]:

@@ -1,8 +1,7 @@
-"""The embedded broker with queues of limited length, like a broker's policy.
+"""The embedded broker with queues of limited length, like the policy of a broker.
 
 `ROOM` is the number of messages that a destination still accepts. Further messages are
-refused as by a broker whose queue is full, and later messages of the same key are held
-back.
+refused, like by a full queue. Later messages of the same key wait.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Starts `manage.py` commands as forks of a process that has imported Django.
+"""Starts `manage.py` commands as forks of a process that has already imported Django.
 
-An interpreter takes a second of processor time to import Django and this package, and
-the tests start several hundred processes. A fork is a process like any other: it has
-its own environment, session and output, reads its settings itself, and is stopped and
-killed alone.
+An interpreter needs a second of processor time to import Django and this package, and
+the tests start several hundred processes. A fork is a separate process. It has its own
+environment, session and output, and reads its settings itself. A test can stop and kill
+each fork alone.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ TAKEN_OVER = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
 
 
 class Started:
-    """A process that was started here, with the part of `subprocess.Popen` that the
-    tests use."""
+    """A process that the starter has forked. It has the methods of `subprocess.Popen`
+    that tests use."""
 
     def __init__(self, starter: Starter, pid: int, stdout: IO[str]) -> None:
         self._starter = starter
@@ -55,17 +55,18 @@ class Started:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code. It is the negative number of the signal that has killed the
-        process."""
+        """The exit code, or None. After a signal, it is the negative number of the
+        signal."""
         status = self._starter.ended.get(self.pid)
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def poll(self) -> int | None:
-        """Return the exit code, or None."""
+        """Return the exit code, or None if the process is running."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code; raise `subprocess.TimeoutExpired`."""
+        """Wait until the process ends, and return its exit code. Raises
+        `subprocess.TimeoutExpired`."""
         with self._starter.changed:
             self._starter.changed.wait_for(
                 lambda: self.returncode is not None, timeout=timeout
@@ -81,11 +82,11 @@ class Started:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to the process."""
         self.send_signal(signal.SIGKILL)
 
     def pause(self, timeout: float = 30.0) -> None:
-        """SIGSTOP, and wait until all of its threads have stopped."""
+        """Send SIGSTOP, and wait until all threads of the process have stopped."""
         with self._starter.changed:
             self._starter.stopped.discard(self.pid)
         self.send_signal(signal.SIGSTOP)
@@ -96,8 +97,8 @@ class Started:
 
 
 class Starter:
-    """The test process's end of the connection. It requests processes, and receives
-    their exit codes."""
+    """The test process's side of the connection. It requests forks, and receives their
+    exit codes."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -119,8 +120,8 @@ class Starter:
         threading.Thread(target=self._read, daemon=True).start()
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str]) -> Started:
-        """Start `manage.py` with these arguments. Its output can be read from
-        `stdout`."""
+        """Start `manage.py` with these arguments. The output can be read from `stdout`
+        of the result."""
         reading, writing = os.pipe()
         changed = {name for name in env if env[name] != os.environ.get(name)}
         changed -= TAKEN_OVER
@@ -162,7 +163,8 @@ def start(arguments: Sequence[str], env: Mapping[str, str]) -> Started:
 
 
 def serve(connection: socket.socket) -> bool:
-    """Fork for each request; return True in a fork, and False at the end."""
+    """Fork a process for each request. Return True in each fork, and False when the
+    connection is closed."""
     wakes, woken = socket.socketpair()
     woken.setblocking(False)
     wakes.setblocking(False)
@@ -204,7 +206,7 @@ def serve(connection: socket.socket) -> bool:
 
 
 def _report(connection: socket.socket) -> None:
-    """Report how the forks have ended."""
+    """Report to the test process which forks have ended or stopped."""
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
@@ -214,8 +216,8 @@ def _report(connection: socket.socket) -> None:
 
 
 def _become(arguments: list[str], env: dict[str, str], anew: bool, output: int) -> None:
-    """Give this fork the state of a new interpreter. With `anew`, start a new
-    interpreter instead."""
+    """Make this fork look like a new interpreter. With `anew`, start a new interpreter
+    instead."""
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
@@ -234,7 +236,8 @@ def _become(arguments: list[str], env: dict[str, str], anew: bool, output: int) 
 
 
 def main() -> None:
-    """Import, fork on request, and run the command in the fork."""
+    """Import Django and the package, fork for each request, and run the command in the
+    fork."""
     # In place of tests/: `tests` is a package, its modules are no top-level names.
     sys.path[0] = str(ROOT)
     for name in IMPORTED:

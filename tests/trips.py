@@ -1,4 +1,5 @@
-"""A flow of trips with its participants, for tests of what operators see and do."""
+"""A flow of trips and the services that answer it, for tests of the operators' pages
+and commands."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ class Trip(Flow[Order, str], name="acts.trip", within=None):
 
 
 class Shop:
-    """The participants of the flow: the work that they have done, and the answers that
-    they give."""
+    """The services that answer the flow. It records their work, and sets their
+    answers."""
 
     did: ClassVar[list[str]] = []
     by: ClassVar[str] = "first"
@@ -96,7 +97,7 @@ def _unpaid(order: Order) -> None:
 
 @contextmanager
 def trips() -> Iterator[None]:
-    """Declare the flow and its participants while the block runs."""
+    """Declare the flow, and the stages that answer it, until the end of the block."""
     Shop.did.clear()
     Shop.by, Shop.error = "first", None
     with ExitStack() as stack:
@@ -118,7 +119,8 @@ def begin(key: str = "A-1") -> Run:
 
 
 def waiting(key: str = "A-1") -> Run:
-    """Return a run that has booked and paid, and now waits for a person's approval."""
+    """Return a run that has booked and paid, and now waits for the approval of a
+    person."""
     run = begin(key)
     drain(raises=Shop.error is None)
     run.refresh_from_db()

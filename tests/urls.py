@@ -1,4 +1,5 @@
-"""URLs of the test suite: the admin, and the views for load balancers and scrapers."""
+"""The URLs of the test suite: the admin, and the views for load balancers and
+Prometheus."""
 
 from __future__ import annotations
 

@@ -175,6 +175,6 @@ class SilentActiveMQ(SmallActiveMQ):
 
 
 def _home() -> Path:
-    """Return the directory in which ActiveMQ is installed: `ACTIVEMQ_HOME`, or
-    Debian's."""
+    """Return the directory of ActiveMQ: `ACTIVEMQ_HOME` if it is set, otherwise that of
+    Debian's package."""
     return Path(os.environ.get("ACTIVEMQ_HOME", "/usr/share/activemq"))

@@ -1,4 +1,4 @@
-"""A RabbitMQ node for AMQP clients: the same node, with other ports and URLs."""
+"""A RabbitMQ node as AMQP clients use it: the same node, with other ports and URLs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .stomp_server import PASSWORD, USER
 
 
 class ByAmqp:
-    """The AMQP ports of a RabbitMQ node. All other attributes are those of the node."""
+    """A RabbitMQ node with the ports and URLs for AMQP. All other attributes are those
+    of the node."""
 
     name = "rabbitmq_amqp"
 

@@ -1,4 +1,4 @@
-"""A certificate authority that lives as long as the test run, for `stomp+ssl://`."""
+"""A certificate authority for `stomp+ssl://`, created anew for each test run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ PASSWORD = "txmsg-keystore"
 
 
 class Certificates:
-    """A certificate authority and the certificate that it signed for `localhost`, in a
-    directory."""
+    """A directory with a certificate authority, and with a certificate for `localhost`
+    that it has signed."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A real JMS client: Debian's ActiveMQ client, and a small program that uses it."""
+"""A real JMS client. A small program uses the ActiveMQ client of Debian."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Received:
-    """A message as Java received it: "text" or "bytes", its body and its properties."""
+    """A message as Java received it. `kind` is "text" or "bytes"."""
 
     kind: str
     body: bytes
@@ -61,7 +61,8 @@ class JmsPeer:
     def receive(
         self, queue: str, count: int = 1, selector: str | None = None
     ) -> list[Received]:
-        """Receive messages; with a `selector`, those that match it."""
+        """Receive `count` messages. With a `selector`, receive only messages that match
+        it."""
         chosen = [] if selector is None else [_encoded(selector)]
         said = self._run(JAVA, "JmsPeer", "receive", queue, str(count), *chosen)
         return [_received(line) for line in said.splitlines()]

@@ -1,8 +1,8 @@
 """Cleans up after a test process that was killed.
 
-The keeper is a separate process that holds the read end of a pipe. When the other end
-closes, for whatever reason (SIGKILL included), the keeper ends every process group and
-removes every directory that it was given.
+The keeper is a separate process that reads from a pipe. The pipe closes when the test
+process ends, even by SIGKILL. Then the keeper ends every process group and removes
+every directory that the test process has named.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ GRACE = 10.0
 
 
 class Keeper:
-    """The test process's end of the pipe. The first command starts the keeper."""
+    """The test process's side of the pipe. The first command starts the keeper."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def watch(self, group: int, stop_signal: int) -> None:
-        """End this process group when the test process has ended."""
+        """Let the keeper end this process group when the test process has ended."""
         self._tell(f"watch {group} {stop_signal}")
 
     def forget(self, group: int) -> None:
-        """Do not end this group any more. It has ended, and another group may get its
-        id."""
+        """Tell the keeper that this process group has ended, because another group may
+        get its id."""
         self._tell(f"forget {group} 0")
 
     def remove(self, directory: Path) -> None:
-        """Remove this directory when the test process has ended."""
+        """Let the keeper remove this directory when the test process has ended."""
         self._tell(f"remove 0 {directory}")
 
     def _tell(self, line: str) -> None:
@@ -53,7 +53,7 @@ class Keeper:
         self._process.stdin.flush()
 
     def _close(self) -> None:
-        """Close the pipe, so that the keeper cleans up, and wait for it."""
+        """Close the pipe, and wait until the keeper has cleaned up."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -64,7 +64,8 @@ KEEPER = Keeper()
 
 
 def keep(lines: list[str]) -> None:
-    """Execute the commands that the test process has sent before it ended."""
+    """Clean up: end the process groups and remove the directories that these commands
+    name."""
     groups: dict[int, int] = {}
     directories: list[str] = []
     for line in lines:

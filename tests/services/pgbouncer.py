@@ -35,7 +35,8 @@ server_login_retry = 1
 
 
 class PgBouncer(Server):
-    """Shares a small pool of PostgreSQL connections among many clients."""
+    """A pooler that lets many clients share a small number of PostgreSQL
+    connections."""
 
     name = "pgbouncer"
     debian_packages = "pgbouncer"
@@ -70,8 +71,8 @@ class PgBouncer(Server):
         return self.spawn([str(program), configuration], user=_user())
 
     def stop(self) -> None:
-        """Stop at once. From 1.23 on, SIGQUIT does that, and SIGTERM waits for all
-        clients. Earlier versions ignore SIGQUIT, and stop at once on SIGTERM."""
+        """Stop at once, without waiting for clients. From version 1.23 on, SIGQUIT does
+        this. Earlier versions ignore SIGQUIT, and SIGTERM does it."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGQUIT)
         super().stop()
@@ -94,5 +95,5 @@ class PgBouncer(Server):
 
 
 def _user() -> str | None:
-    """Return the user to run as: PgBouncer refuses to run as root."""
+    """Return the user that runs PgBouncer, which refuses to run as root."""
     return "postgres" if os.geteuid() == 0 else None

@@ -42,7 +42,7 @@ class PostgreSQL(Server):
 
     @classmethod
     def _program(cls, name: str) -> Path | None:
-        """Return the path of a program of the newest installed version."""
+        """Return the path of a PostgreSQL program, of the newest installed version."""
         root = cls.root()
         return root.find(f"usr/lib/postgresql/*/bin/{name}") or root.which(name)
 
@@ -67,7 +67,7 @@ class PostgreSQL(Server):
             raise ServerFailedError(f"initdb failed:\n{done.stdout}{done.stderr}")
 
     def _give(self, *paths: Path) -> None:
-        """Make the server's user the owner of the files that it writes."""
+        """Make the server's user the owner of these files or directories."""
         user = _user()
         if user:
             for path in paths:
@@ -90,12 +90,11 @@ class PostgreSQL(Server):
             return False
 
     def url(self, database: str = "txmsg") -> str:
-        """Return the URL of a database; the database need not exist."""
+        """Return the URL of a database, which need not exist."""
         return f"postgres://{USER}:{PASSWORD}@127.0.0.1:{self.port}/{database}"
 
     def create_database(self, name: str) -> str:
-        """Create an empty database, after dropping the one of that name, and return its
-        URL."""
+        """Drop the database if it exists, create it again empty, and return its URL."""
         self.drop_database(name)
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute(
@@ -114,7 +113,7 @@ class PostgreSQL(Server):
 
 
 class Standby(PostgreSQL):
-    """A copy of another server, which follows it until it is promoted."""
+    """A standby that follows another server until it is promoted."""
 
     def __init__(self, primary: PostgreSQL) -> None:
         super().__init__()
@@ -142,5 +141,5 @@ class Standby(PostgreSQL):
 
 
 def _user() -> str | None:
-    """Return the user to run as: PostgreSQL refuses to run as root."""
+    """Return the user that runs PostgreSQL, which refuses to run as root."""
     return "postgres" if os.geteuid() == 0 else None

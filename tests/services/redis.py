@@ -1,4 +1,4 @@
-"""Redis that keeps all confirmed writes when it is killed."""
+"""A Redis server that keeps all confirmed writes when it is killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .server import Server, free_port
 
 
 class Redis(Server):
-    """One Redis server with an append-only file that is synced for each command."""
+    """A Redis server whose append-only file is synced after each command."""
 
     name = "redis"
     debian_packages = "redis-server"
@@ -26,7 +26,7 @@ class Redis(Server):
         return {"redis-server": Path(found) if found else None}
 
     def url(self, database: int = 0) -> str:
-        """Return the server's URL."""
+        """Return the URL of one of the server's numbered databases."""
         return f"redis://127.0.0.1:{self.port}/{database}"
 
     def prepare(self) -> None:
@@ -44,7 +44,7 @@ class Redis(Server):
         )
 
     def ready(self) -> bool:
-        """Return whether the server answers and has loaded its file."""
+        """Return whether the server has loaded its file and answers."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), 2) as connection:
                 connection.settimeout(5)

@@ -1,7 +1,7 @@
-"""A Debian system in a folder of this machine, with newer servers for the same tests.
+"""A directory with another Debian system, so that the tests can use its newer servers.
 
-`scripts/servers_of_today.sh` creates the folders. `TXMSG_TEST_RABBITMQ_ROOT=sid` starts
-RabbitMQ from the folder `sid`.
+`scripts/servers_of_today.sh` creates such directories. `TXMSG_TEST_RABBITMQ_ROOT=sid`
+starts RabbitMQ from the directory `sid`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "servers_of_today.sh"
 
 @dataclass(frozen=True)
 class Root:
-    """The file system with a server's programs: the name of a folder, or "" for this
-    machine's own."""
+    """The root directory of a server's programs. `name` names the directory of a Debian
+    system. It is "" for this machine's own system."""
 
     name: str = ""
 
     @classmethod
     def of(cls, server: str) -> Root:
-        """Return the root that the environment names for a server."""
+        """Return the root that `TXMSG_TEST_<SERVER>_ROOT` names."""
         return cls(os.environ.get(f"TXMSG_TEST_{server.upper()}_ROOT", ""))
 
     @property
     def folder(self) -> Path:
-        """Return the directory in which its file system begins."""
+        """Return the path of the root directory on this machine."""
         if not self.name:
             return Path("/")
         return _roots() / self.name
 
     def find(self, *patterns: str) -> Path | None:
-        """Return the path of a program as seen inside the root. If several paths match
-        the pattern, return the last one."""
+        """Return the path of a program, relative to the root. If several paths match
+        the first pattern that matches, return the newest version."""
         for pattern in patterns:
             found = sorted(self.folder.glob(pattern.lstrip("/")), key=_version)
             if found:
@@ -43,7 +43,7 @@ class Root:
         return None
 
     def which(self, name: str) -> Path | None:
-        """Return the path of a program on PATH, extended by Debian's folders for
+        """Return the path of a program on PATH or in Debian's directories for
         servers."""
         if self.name:
             return self.find(f"usr/bin/{name}", f"usr/sbin/{name}")
@@ -54,7 +54,7 @@ class Root:
         self, command: list[str], user: str | None
     ) -> tuple[list[str], str | None]:
         """Return the command that starts a program inside the root, and the user that
-        runs it."""
+        must run it."""
         if not self.name:
             return command, user
         as_user = ["-u", user] if user else []
@@ -71,11 +71,11 @@ class Root:
 
 
 def _roots() -> Path:
-    """Return the directory of these folders."""
+    """Return the directory that contains all roots."""
     given = os.environ.get("TXMSG_TEST_ROOTS") or "~/.cache/txmsg/roots"
     return Path(given).expanduser()
 
 
 def _version(path: Path) -> list[tuple[int, str]]:
-    """Return a sort key that puts version 9 before 15."""
+    """Return a sort key that sorts version 9 before 15."""
     return [(int(part) if part.isdigit() else 0, part) for part in path.parts]

@@ -1,5 +1,5 @@
-"""An S3 server: moto's, from PyPI. It supports conditional writes, and accepts any
-key."""
+"""An S3 server of the library moto. It supports conditional writes, and accepts any
+access key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class S3(Server):
 
     @property
     def url(self) -> str:
-        """Return the endpoint."""
+        """Return the URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property

@@ -1,4 +1,5 @@
-"""A real server as a process: start, stop, kill, and restart with its data."""
+"""A real server in a process, which tests start, stop, kill and restart with its
+data."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class ServerFailedError(RuntimeError):
 
 
 class Server:
-    """One server with its own directory, and ports that it keeps."""
+    """A server with its own directory, and with ports that stay the same after a
+    restart."""
 
     name: ClassVar[str]
     #: What `missing()` says to install where a program is not there.
@@ -124,7 +126,8 @@ class Server:
             pause.wait(0.1)
 
     def stop(self) -> None:
-        """Stop the server in its regular way."""
+        """Stop the server in the normal way. If it takes too long, kill it and raise
+        ServerFailedError."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -139,7 +142,7 @@ class Server:
         self._settle()
 
     def kill(self) -> None:
-        """Send SIGKILL to the server and to every process that it started, like a power
+        """Send SIGKILL to the server and all processes that it started, like a power
         cut."""
         if self.process is None:
             return
@@ -177,7 +180,8 @@ class Server:
         env: dict[str, str] | None = None,
         user: str | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process in its own group, watched by the keeper."""
+        """Start a process in its own process group, which the keeper ends if the tests
+        are killed."""
         command, user = self.root().command(command, user)
         with (self.directory / "log").open("ab") as log:
             process = subprocess.Popen(
@@ -218,8 +222,7 @@ class Server:
         )
 
     def _settle(self) -> None:
-        """End the remaining processes of the group, and remove the group from the
-        keeper's list."""
+        """End the remaining processes of the server's process group."""
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -228,20 +231,20 @@ class Server:
 
 
 def free_port() -> int:
-    """Return a free port that is given to no other server.
+    """Return a free port that no other server gets.
 
-    A server binds its ports seconds after they were found, and again after it was
-    killed. During that time no other server may get these ports, in this test run or in
-    a parallel one.
+    A server binds its port seconds after this call, and again after it was killed.
+    Meanwhile no other server may get the port, in this test run or in a parallel one.
     """
     return next(_PORTS)
 
 
 def _ports() -> Iterator[int]:
-    """Yield free ports, block by block, each port once. This process locks a block by
-    binding the block's first port as long as it lives. The blocks lie below the ports
-    that the kernel assigns to clients, because a client that retries a dead port in the
-    kernel's range can connect to itself.
+    """Yield free ports, each once, from blocks that this process reserves.
+
+    The process reserves a block by binding its first port until it ends. The blocks are
+    below the ports that the kernel assigns to clients. Otherwise a client that retries
+    a dead port could connect to itself.
     """
     blocks = random.SystemRandom()  # the tests' own seed may be that of another run
     while True:
@@ -258,7 +261,8 @@ def _ports() -> Iterator[int]:
 
 
 def _bound(port: int) -> socket.socket | None:
-    """Return a socket bound to the port on loopback, or None if the port is taken."""
+    """Return a socket that is bound to the port on loopback, or None if the port is in
+    use."""
     bound = socket.socket()
     try:
         bound.bind(("127.0.0.1", port))

@@ -15,7 +15,7 @@ from .keeper import KEEPER
 
 
 class SmallDisk:
-    """A tmpfs of the given number of megabytes. Only root can mount one."""
+    """A tmpfs of `megabytes`. Only root can mount it."""
 
     def __init__(self, megabytes: int) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="txmsg-disk-"))
@@ -27,7 +27,8 @@ class SmallDisk:
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return what is needed to mount it, or None if nothing is missing."""
+        """Return what is needed to mount a small disk, or None if nothing is
+        missing."""
         if os.geteuid() == 0 and shutil.which("mount"):
             return None
         return "A small disk can be mounted by root alone: run these tests as root."

@@ -1,4 +1,4 @@
-"""The base class of both STOMP brokers, with users, TLS and the first handshake."""
+"""The base class of the STOMP brokers, with users, TLS and a check for readiness."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READER = "reader"
 
 
 class StompServer(Server):
-    """A broker that speaks STOMP on one port and STOMP over TLS on another."""
+    """A broker with one port for STOMP and another for STOMP over TLS."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class StompServer(Server):
 
     @cached_property
     def certificates(self) -> Certificates:
-        """Return the authority that a client has to trust, with the server's
+        """Return the certificate authority that clients trust, and the server's
         certificate."""
         return Certificates(self.directory / "tls")
 
     @property
     def ca(self) -> Path:
-        """Return the file for `?ca=`."""
+        """Return the file of the certificate authority, for `?ca=` in a URL."""
         return self.certificates.authority
 
     def url(
@@ -59,8 +59,8 @@ class StompServer(Server):
         return f"{scheme}://{user}:{password}@{where}{query}"
 
     def ready(self) -> bool:
-        """Return whether the broker accepts the user's login, and listens for TLS,
-        which starts last."""
+        """Return whether the broker accepts a login, and listens for TLS. The TLS port
+        opens last."""
         frame = (
             "CONNECT\naccept-version:1.2\nhost:/\n"
             f"login:{USER}\npasscode:{PASSWORD}\n\n\0"
@@ -80,7 +80,7 @@ class StompServer(Server):
 
 
 def accepts(port: int) -> bool:
-    """Return whether a server listens on the port on loopback."""
+    """Return whether a server listens on the port of loopback."""
     try:
         socket.create_connection(("127.0.0.1", port), 2).close()
     except OSError:

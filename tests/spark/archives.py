@@ -1,4 +1,4 @@
-"""Checks of a lake after an archive, by the Delta library's own reader."""
+"""Checks of a lake after an archive run. They read the lake with the Delta library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OVERLAPPING = replace(SMALL, overlap=True)
 def archive(
     spark: Any, log: Log, lake: LakeSpec, *, table: Table = OUTBOX, **more: Any
 ) -> ArchiveResult:
-    """Archive one table completely."""
+    """Archive all settled rows of one table."""
     options = more.pop("options", SMALL)
     return Archiver(spark, log.spec, lake, table, options, **more).run()
 
@@ -39,12 +39,12 @@ def path_of(lake: LakeSpec, table: Table = OUTBOX) -> Path:
 
 
 def delta_rows(lake: LakeSpec, table: Table = OUTBOX) -> pa.Table:
-    """Read a table of the lake with the Delta library's own engine."""
+    """Return all rows of a table in the lake, read with the Delta library."""
     return pa.table(DeltaTable(path_of(lake, table)).to_pyarrow_table())
 
 
 def hashes_in(log: Log, table: Table = OUTBOX) -> dict[int, int]:
-    """Return the id and checksum of every row of the database."""
+    """Return the checksum of every row of the database, by its id."""
     found: dict[int, int] = {}
     for batch in open_database(log.spec).read(table, table.columns, ""):
         ids = batch.column(0).to_pylist()
@@ -53,7 +53,7 @@ def hashes_in(log: Log, table: Table = OUTBOX) -> dict[int, int]:
 
 
 def hashes_of_lake(lake: LakeSpec, table: Table = OUTBOX) -> list[tuple[int, int]]:
-    """Return the id and checksum of every row of the lake, duplicates included."""
+    """Return the id and the checksum of every row of the lake, including duplicates."""
     names = [one.name for one in table.columns]
     rows = delta_rows(lake, table).select(names).combine_chunks()
     schema = pa.schema([one.arrow.with_nullable(True) for one in table.columns])
@@ -67,8 +67,8 @@ def hashes_of_lake(lake: LakeSpec, table: Table = OUTBOX) -> list[tuple[int, int
 def assert_moved_once(
     before: dict[int, int], log: Log, lake: LakeSpec, expected: set[int]
 ) -> None:
-    """Check that each expected row is unchanged, in the lake once, and not in the
-    database, and that all other rows are unchanged in the database."""
+    """Check that each expected row is unchanged, once in the lake, and deleted from the
+    database. All other rows must be unchanged in the database."""
     there = hashes_of_lake(lake)
     assert len(there) == len(dict(there)), "a row is in the lake twice"
     assert dict(there) == {one: before[one] for one in expected}

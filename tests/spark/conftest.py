@@ -1,4 +1,4 @@
-"""One Spark session for the run, and fresh databases of the message log."""
+"""One Spark session for all tests, and new databases with message logs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 def since_pyspark(*version: int) -> pytest.MarkDecorator:
-    """Skip a test on a PySpark version that lacks what the test needs."""
+    """Skip a test if the installed PySpark is older than `version`."""
     needed = ".".join(map(str, version))
     return pytest.mark.skipif(
         installed() < version, reason=f"needs PySpark {needed}: told as an error"
@@ -43,16 +43,16 @@ analyzes = since_pyspark(4, 1, 2)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignore warnings of earlier releases: they leave sockets open after collecting
-    rows, and use time zones that pandas deprecates."""
+    """Ignore two warnings of earlier PySpark releases. They leave sockets open after
+    collecting rows, and use time zones that pandas deprecates."""
     if installed() < (4, 2):
         os.environ.setdefault("PYARROW_IGNORE_TIMEZONE", "1")
         config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Allow more time: a Spark job is slow on two cores, and a test that is cut off in
-    a call of the JVM leaves a session that no later test can use."""
+    """Give each test more time, because a Spark job is slow on two cores. A time-out in
+    a JVM call would leave a session that no later test can use."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents and not item.get_closest_marker("timeout"):
@@ -89,7 +89,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 def migrate(url: str) -> None:
-    """Create the tables in the database `test_<name>` of a URL."""
+    """Create the package's tables in the database `test_<name>` of a URL."""
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
         cwd=ROOT,
@@ -100,7 +100,7 @@ def migrate(url: str) -> None:
 
 @pytest.fixture(scope="session")
 def postgres_template() -> str:
-    """A database with the tables, as a template to copy."""
+    """A database with the package's tables, which tests copy."""
     postgres = ask_for(PostgreSQL)
     name = f"template_{uuid.uuid4().hex[:8]}"
     postgres.create_database(f"test_{name}")
@@ -110,7 +110,7 @@ def postgres_template() -> str:
 
 @pytest.fixture(scope="session")
 def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the tables, as a template to copy."""
+    """An SQLite file with the package's tables, which tests copy."""
     directory = tmp_path_factory.mktemp("sqlite")
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
@@ -128,7 +128,8 @@ def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_log(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[..., Log]]:
-    """Create an empty message log for a service, on one kind of database."""
+    """Return a function that creates an empty message log for a service, on SQLite or
+    PostgreSQL."""
     made: list[Log] = []
 
     def make(vendor: str, service: str = "shop") -> Log:
@@ -164,7 +165,8 @@ everywhere = pytest.mark.parametrize("log", ["postgresql", "sqlite"], indirect=T
 
 @pytest.fixture(params=["postgresql", pytest.param("sqlite", marks=pytest.mark.matrix)])
 def log(request: pytest.FixtureRequest, make_log: Callable[..., Log]) -> Log:
-    """An empty message log, on each kind of database; in `make test` on one."""
+    """An empty message log, on each database in turn. `make test` uses only one
+    database."""
     return make_log(request.param)
 
 
@@ -176,5 +178,5 @@ def pg_log(make_log: Callable[..., Log]) -> Log:
 
 @pytest.fixture
 def lake(tmp_path: Path) -> LakeSpec:
-    """A directory for a lake."""
+    """The address of a lake in a new directory."""
     return LakeSpec(f"file://{tmp_path}/lake")

@@ -1,4 +1,4 @@
-"""The logs of three services after a flow of orders, with a planted number of
+"""The message logs of three services after many orders, with a known number of planted
 faults."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLACE, PLACED = "orders.place", "topic:orders.placed"
 
 @dataclass
 class Flow:
-    """The logs, and the messages with a planted fault."""
+    """The message logs, and the ids of the messages with a planted fault."""
 
     logs: dict[str, Log]
     planted: dict[str, set[str]] = field(default_factory=dict)
@@ -35,9 +35,12 @@ def run_flow(
     start: dt.datetime | None = None,
     seed: int = 7,
 ) -> Flow:
-    """Store the messages of a flow. `shop` sends each order to the queue of `payments`;
-    `payments` announces it on a topic, to which `shipping` and `shop` listen. Each
-    order has five sent or received messages."""
+    """Store the messages of `orders` orders in the logs of three services.
+
+    `shop` sends each order to the queue of `payments`. `payments` announces it on a
+    topic, which `shipping` and `shop` consume. So each order has five sent or received
+    messages.
+    """
     dice = random.Random(seed)
     begin = start or dt.datetime.now(UTC) - dt.timedelta(days=5)
     names = ("shop", "payments", "shipping")

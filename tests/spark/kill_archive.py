@@ -1,9 +1,9 @@
-"""Archive several logs at the same time, then kill the whole process group, JVM
-included.
+"""Archives several logs at the same time, and then kills its whole process group,
+including the JVM.
 
-Each archive stops at a chosen step; when all have reached their step, SIGKILL follows.
-The only argument is a JSON list of `{url, service, lake, step, nth}`, some with
-`overlap`.
+Each archive stops at its step. When all have reached their steps, SIGKILL follows. The
+only argument is a JSON list of `{url, service, lake, step, nth}`. Some entries also
+have `overlap`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIFFERING = ("settled", "amending", "amended")
 
 
 def main(plan: list[dict[str, Any]]) -> None:
-    """Bring every archive to its step, then kill the process group."""
+    """Let every archive reach its step, and then kill the process group."""
     spark = build(
         "kill",
         {"spark.master": "local[2]", "spark.driver.extraJavaOptions": JAVA_OPTIONS},
@@ -68,7 +68,7 @@ def main(plan: list[dict[str, Any]]) -> None:
 
 
 def requeue(source: SourceSpec) -> None:
-    """Make a row of the first batch pending again, as an operator may do by SQL."""
+    """Make a row of the first batch pending again, as an operator might with SQL."""
     from django_txmsg.spark.connection import connect_plain
 
     connection = connect_plain(source)

@@ -1,4 +1,4 @@
-"""Follow several logs, each in a child process that dies at a chosen step.
+"""Follows several logs, each in a child process that is killed at its step.
 
 The only argument is a JSON list of `{url, service, lake, step, nth, webhook}`.
 """
@@ -30,7 +30,7 @@ OPTIONS = FollowOptions(
 
 
 class Telling(Webhook):
-    """Dies after the webhook has accepted the alert, before the delivery is
+    """A webhook that kills its process after an alert was accepted and before this is
     recorded."""
 
     def post(self, message: Any, stop: threading.Event) -> bool:
@@ -59,7 +59,7 @@ def follow(one: dict[str, Any]) -> None:
 
 
 def main(plan: list[dict[str, Any]]) -> None:
-    """Start the children; exit with 0 if each of them was killed."""
+    """Start the children. Exit with 0 if each of them was killed."""
     children = []
     for one in plan:
         child = os.fork()

@@ -1,4 +1,5 @@
-"""A message log for the tests: outbox and inbox rows inserted by plain SQL."""
+"""A message log for the tests: outbox and inbox rows that are inserted with plain
+SQL."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ LETTER: dict[str, Any] = {
 
 
 class Log:
-    """The tables of one service."""
+    """The tables of one service, in its database."""
 
     def __init__(self, spec: SourceSpec) -> None:
         self.spec = spec
@@ -73,7 +74,7 @@ class Log:
             return connection.execute(sql, *values)
 
     def send(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Add outbox rows. They are dispatched a second after they were stored."""
+        """Add outbox rows. Each is dispatched a second after it was stored."""
         complete = []
         for row in rows:
             created = row.get("created_at", LONG_AGO)
@@ -88,8 +89,8 @@ class Log:
         self.insert("django_txmsg_outboxmessage", complete)
 
     def send_many(self, count: int, *, every: float = 1.0, **values: Any) -> None:
-        """Add `count` rows with different bodies, stored `every` seconds one after the
-        other."""
+        """Add `count` outbox rows with different bodies. Each is stored `every` seconds
+        after the previous one."""
         self.send(
             [
                 {"created_at": LONG_AGO + dt.timedelta(seconds=every * number),
@@ -99,7 +100,7 @@ class Log:
         )  # fmt: skip
 
     def receive(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Add inbox rows. They are processed a second after they were received."""
+        """Add inbox rows. Each is processed a second after it was received."""
         complete = []
         for row in rows:
             received = row.get("first_received_at", LONG_AGO)

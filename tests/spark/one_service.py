@@ -1,8 +1,8 @@
-"""Settings for one of the example project's services, run alone.
+"""Settings that run one app of the example project as a service of its own.
 
-In the example project all three apps run in one process group. Here each app is a
-service with its own database, and all of them share the broker's database. Nothing is
-dispatched automatically: the test decides when.
+In the example project, all three apps run together as one service. Here each app has
+its own database, and all of them share the broker's database. Commits dispatch nothing:
+the test decides when to relay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a job in this process, as the command line does."""
+"""Runs a job of the pipeline in this process, like the command line."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def outcome(spec: JobSpec, *words: str) -> Outcome:
 
 
 def run(spec: JobSpec, *words: str) -> dict[str, Any]:
-    """Run a job and return its facts."""
+    """Run a job, and return the facts that it reports."""
     return outcome(spec, *words).facts

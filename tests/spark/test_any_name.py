@@ -1,4 +1,4 @@
-"""No archived row is lost, whatever the service's name and the lake's location."""
+"""No archived row is lost, whatever the service's name and the lake's address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`archive`: which rows it takes, leaves and refuses."""
+"""`archive`: which rows it moves, which it leaves, and which it refuses."""
 
 from __future__ import annotations
 

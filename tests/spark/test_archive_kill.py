@@ -1,4 +1,5 @@
-"""`archive` killed by SIGKILL, with its JVM and its workers, at every step."""
+"""`archive` is killed with SIGKILL at every step, with its JVM and its Spark
+workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every reader notices a flipped bit in the lake, and returns no data of that file."""
+"""Every reader notices a flipped bit in a file of the lake, and returns no data of that
+file."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def files_of(lake: LakeSpec, table: Any = OUTBOX) -> list[Path]:
 
 
 def chunk(path: Path, column: str) -> tuple[int, int]:
-    """Return where the bytes of a column begin and end."""
+    """Return the offsets at which a column's bytes begin and end."""
     group = pq.read_metadata(path).row_group(0)
     [found] = [
         one
@@ -46,7 +47,7 @@ def chunk(path: Path, column: str) -> tuple[int, int]:
 
 @contextmanager
 def flipped(path: Path, place: int, bit: int = 3) -> Iterator[None]:
-    """Flip a bit while the block runs."""
+    """Flip a bit of a file until the end of the block."""
     whole = path.read_bytes()
     spoilt = bytearray(whole)
     spoilt[place] ^= 1 << bit
@@ -114,8 +115,8 @@ def test_corrupt_files_enter_neither_journeys_nor_verdicts(
 def test_a_replay_stores_nothing_that_is_not_as_it_was_proven(
     spark: Any, make_log, lake: LakeSpec
 ) -> None:
-    """The test also covers files whose pages have no checksums. Early releases and
-    other tools write such files."""
+    """A replay stores no row that has changed since it was archived. This also holds
+    for files without page checksums, as early releases and other tools write them."""
     log: Log = make_log("sqlite")
     log.send_many(50)
     archive(spark, log, lake)

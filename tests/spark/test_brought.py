@@ -1,4 +1,5 @@
-"""How a run decides from the lake's logs whether to extend or rebuild the journeys."""
+"""A run of `reconcile` reads the lake's logs, and decides whether it extends the
+journeys or rebuilds them."""
 
 from __future__ import annotations
 

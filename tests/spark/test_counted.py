@@ -1,5 +1,5 @@
-"""Finished journeys are counted by their files' footers, with the same verdicts as if
-their rows were read."""
+"""`reconcile` counts finished journeys from the footers of their files. The verdicts
+are the same as if it read their rows."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ Counts = dict[str, dict[str, int]]
 
 
 def processed(log: Log, start: dt.datetime, count: int = 4) -> list[uuid.UUID]:
-    """Store messages of a queue, one each second, and return their ids. The first
-    message is processed two seconds after it was sent, and the last one `count` + 1
-    seconds after."""
+    """Store messages to a queue, one each second, and return their ids. The first is
+    processed after two seconds, and each later one takes a second longer."""
     ids = [uuid.uuid4() for _ in range(count)]
     log.send(
         [
@@ -69,7 +68,8 @@ def judged(spark: Any, spec: JobSpec, **options: Any) -> Counts:
 
 
 def without_journeys(spark: Any, spec: JobSpec, at: Path, **options: Any) -> Counts:
-    """Return the output of a run that has no journeys and reads every row."""
+    """Return the counts of a run on a copy of the lake without journeys, which reads
+    every row."""
     assert spec.lake is not None
     shutil.rmtree(at, ignore_errors=True)
     shutil.copytree(spec.lake.uri.removeprefix("file://"), at)
@@ -79,8 +79,7 @@ def without_journeys(spark: Any, spec: JobSpec, at: Path, **options: Any) -> Cou
 
 
 def files_of(lake: LakeSpec) -> dict[Path, int]:
-    """Return the files of the journeys, each with the number of rows that its footer
-    counts."""
+    """Return the files of the journeys, each with the number of rows in its footer."""
     root = Path(lake.uri.removeprefix("file://")) / "journeys"
     table = DeltaTable(root)
     found = {}
@@ -91,7 +90,7 @@ def files_of(lake: LakeSpec) -> dict[Path, int]:
 
 
 def spoil(path: Path) -> None:
-    """Overwrite a file's data, and leave only its footer intact."""
+    """Overwrite a Parquet file except its footer, so that its rows cannot be read."""
     content = path.read_bytes()
     footer = 8 + int.from_bytes(content[-8:-4], "little")
     path.write_bytes(b"PAR1" + bytes(len(content) - 4 - footer) + content[-footer:])
@@ -206,8 +205,8 @@ TOPIC = "topic:orders.placed"
 def told(
     log: Log, start: dt.datetime, *stages: str, count: int = 3, lost: str = ""
 ) -> list[uuid.UUID]:
-    """Store messages of a topic, one each second. All stages have processed them,
-    except that one stage has not received the second message."""
+    """Store messages to a topic, one each second. All stages have processed them. Only
+    the stage `lost` has not received the second message."""
     ids = [uuid.uuid4() for _ in range(count)]
     sent = [
         {"message_id": one, "destination": TOPIC, "created_at": start + number * SECOND}
@@ -232,7 +231,8 @@ def restored(lake: LakeSpec, backup: Path) -> None:
 
 
 def spoil_counted(lake: LakeSpec) -> int:
-    """Spoil the files that are counted, and return how many journeys they have."""
+    """Overwrite the rows of the files whose footers are counted, and return their
+    number."""
     found = files_of(lake)
     for path, rows in found.items():
         if rows:
@@ -365,8 +365,8 @@ def test_a_footer_of_too_many_lines_is_left_out(
 
 
 def test_lines_are_summed_up_while_a_file_is_written() -> None:
-    """If each message has its own destination, like an answer, there are as many lines
-    as rows."""
+    """If each message has its own destination, like an answer, the footer would have as
+    many lines as the file has rows."""
     counted, before = tally.Tallying(), pa.total_allocated_bytes()
     for number in range(20):
         counted.add(to(*(f"answers.{number}.{line}" for line in range(1_000))))

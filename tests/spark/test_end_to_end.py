@@ -1,4 +1,5 @@
-"""The jobs find and repair faults planted in the example project's three services."""
+"""The jobs find and repair faults that are planted in the example project's three
+services."""
 
 from __future__ import annotations
 
@@ -132,8 +133,8 @@ def play(services: ThreeServices, lake: LakeSpec, tmp_path: Path, orders: int) -
 
 
 def assert_orders_came_through(services: ThreeServices, orders: int) -> None:
-    """Check that every order was shipped, except those whose payment failed, and
-    charged once, except those whose message was repeated."""
+    """Check that every order was shipped and charged once. Exceptions are orders whose
+    payment failed, and orders whose message was repeated."""
     open_orders = services.ask(
         "shop", "SELECT number FROM orders_order WHERE status <> 'shipped'"
     )

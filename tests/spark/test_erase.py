@@ -1,4 +1,4 @@
-"""`erase` removes messages everywhere; `verify` reports whether the lake is
+"""`erase` deletes messages everywhere. `verify` reports whether the lake is
 complete."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SECRET = "a-secret-of-anns"
 
 
 def log_of_a_person(log: Log) -> uuid.UUID:
-    """Store three messages in every table that can contain messages. One of them will
-    be erased."""
+    """Store three messages, one of them about a person, in every table that can contain
+    messages. Return the id of that message, which a test erases."""
     log.send_many(2)
     ann, session = uuid.uuid4(), uuid.uuid4()
     log.send(

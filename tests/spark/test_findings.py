@@ -1,4 +1,4 @@
-"""Findings in the database: their age, acknowledgement, and the report."""
+"""Findings in the database: their age, how they are acknowledged, and the report."""
 
 from __future__ import annotations
 

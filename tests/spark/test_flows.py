@@ -1,4 +1,5 @@
-"""The lake has runs of flows with their steps and undos. `reconcile` judges them."""
+"""The lake contains runs of flows with their steps and undos, and `reconcile` judges
+them."""
 
 from __future__ import annotations
 
@@ -50,19 +51,20 @@ def trip(settings: Any) -> Iterator[None]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> JobSpec:
-    """The tests' own database, and a lake."""
+    """A job specification with the tests' own database and a lake."""
     lake = LakeSpec(f"file://{tmp_path}/lake")
     return JobSpec((source_spec("default", "tests"),), lake)
 
 
 def archive(spec: JobSpec) -> dict[str, int]:
-    """Archive all settled rows. Returns the archived rows of each table of flows."""
+    """Archive all settled rows. Return the number of archived rows of each flow
+    table."""
     counts = run(spec, "archive", "--older-than", "0s", "--no-vacuum")["counts"]
     return {table.name: counts[table.name] for table in FLOWS}
 
 
 def judged(spec: JobSpec, *words: str) -> set[tuple[str, str, str]]:
-    """Reconcile, and return the findings: verdict, message and destination."""
+    """Run `reconcile`, and return the findings: verdict, message and destination."""
     run(spec, "reconcile", *ALL_AT_ONCE, *words)
     rows = Finding.objects.values_list("verdict", "message_id", "destination")
     return {(verdict, str(one), place) for verdict, one, place in rows}
@@ -138,7 +140,8 @@ def test_a_lake_without_bodies_has_no_state_of_a_flow(
 
 
 def test_with_a_lake_pruning_leaves_runs_to_the_archive(spec: JobSpec) -> None:
-    """Batches are not archived. A run is archived after its batches are pruned."""
+    """Flow batches are not archived. A run is archived after its flow batch is
+    pruned."""
     run_ = answered("A-1")
     Batch.objects.create(run=run_, turn=run_.run_id, total=0, enough=0)
     kept = {"FLOWS": 0}
@@ -176,8 +179,8 @@ def test_healthy_runs_have_no_verdict(spark: Any, spec: JobSpec, archived: str) 
 def test_what_a_flow_has_lost_is_found(
     spark: Any, spec: JobSpec, archived: str
 ) -> None:
-    """Each planted fault has its verdict, in a database and in the lake. The verdict is
-    gone when the fault is mended."""
+    """Each planted fault gets its verdict, in the database and in the lake. After the
+    repair, the verdict is gone."""
     failed("A-0")
     undelivered, forgotten, unasked = answered("A-1"), failed("A-2"), failed("A-3")
     Run.objects.filter(pk=undelivered.pk).update(caller={"txmsg-reply-to": "x.steps"})

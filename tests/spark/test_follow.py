@@ -1,4 +1,4 @@
-"""`pipeline follow` when killed, stopped or cut off: no row and no alert is lost or
+"""`pipeline follow` is killed, stopped or cut off. No row and no alert is lost or
 doubled."""
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ JOURNEYS = Table("journeys", "", "", (), "", ("",))
 
 
 class Receiver(ThreadingHTTPServer):
-    """A webhook that records its requests. It gives the `answers` first, then 200."""
+    """A webhook that records its requests. It answers with the statuses in `answers`,
+    and then with 200."""
 
     def __init__(self, *answers: int, context: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Taking)
@@ -74,7 +75,7 @@ class Receiver(ThreadingHTTPServer):
         )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that refuse our certificate."""
+        """Ignore clients that do not trust our certificate."""
 
 
 class Taking(BaseHTTPRequestHandler):
@@ -130,7 +131,7 @@ def round_of(
     options: FollowOptions = NOW,
     **more: Any,
 ) -> tuple[Follower, list[str]]:
-    """Follow for one round; return the follower and its output."""
+    """Run one round of `follow`. Return the follower and its output."""
     said: list[str] = []
     webhook = Webhook(url) if url else None
     spec = JobSpec((log.spec,), lake)
@@ -145,7 +146,7 @@ def round_of(
 def following(
     spec: JobSpec, directory: Path, *words: str, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Follow in a process, which is killed at the end if it still runs."""
+    """Run `follow` in a process, which is killed at the end of the block."""
     path = directory / f"{uuid.uuid4().hex}.json"
     path.write_text(spec.to_json())
     process = subprocess.Popen(

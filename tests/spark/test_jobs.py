@@ -1,4 +1,4 @@
-"""What all jobs have in common: a progress bar, a last line, a record, and a dry
+"""Every job has a progress bar, a last line of output, a record of its run, and a dry
 run."""
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ RUNS = Table("runs", "", "", (), "", ("",))
 
 @pytest.fixture
 def words(tmp_path: Path) -> dict[str, list[str]]:
-    """The options that each job needs. The jobs are in an order in which each of them
-    has work to do."""
+    """The options of each job. In the order of this dictionary, each job has work to
+    do."""
     people = tmp_path / "people.json"
     people.write_text('{"name": "Ann"}\n{"name": "Bob"}\n')
     jobs = {
@@ -156,7 +156,7 @@ def test_the_tasks_that_run_are_shown(spark) -> None:
 
 
 def read_to_end(terminal: int) -> Iterator[bytes]:
-    """Yield what is written to a terminal, until its other end is closed."""
+    """Yield the output that a terminal receives, until its other end is closed."""
     with suppress(OSError):
         while piece := os.read(terminal, 65_536):
             yield piece

@@ -1,4 +1,4 @@
-"""Journeys that are extended batch by batch equal those computed from the whole
+"""Journeys that are extended batch by batch equal journeys computed from the whole
 lake."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def content(journeys: Any) -> list[tuple[Any, ...]]:
 
 
 def at_once(spark: Any, spec: JobSpec) -> list[tuple[Any, ...]]:
-    """Return the journeys computed from everything that is archived."""
+    """Return the journeys that are computed from all archived rows at once."""
     with WholeLog(spark, spec) as log:
         assert log.lake is not None
         sent, received = (
@@ -86,8 +86,7 @@ def archive_all(spark: Any, log: Log, lake: LakeSpec) -> None:
 
 
 def traffic(log: Log, rng: random.Random, known: list[uuid.UUID]) -> None:
-    """Store messages that were sent and received in any order: repeated, late, and from
-    unknown senders."""
+    """Store random messages: in any order, repeated, late, or from unknown senders."""
     known += [uuid.UUID(int=rng.getrandbits(128)) for _ in range(12)]
 
     def place() -> str:
@@ -236,12 +235,12 @@ def test_a_database_from_a_backup_counts_nothing_twice(
 
 
 def log_of(lake: LakeSpec) -> int:
-    """Return how many entries the journeys' log has."""
+    """Return the number of commits in the Delta log of the journeys."""
     return DeltaTable(lake.uri.removeprefix("file://") + "/journeys").version()
 
 
 class Killed(Exception):
-    """The exception that stands for the death of the process."""
+    """An exception in place of the death of the process."""
 
 
 @pytest.mark.parametrize(
@@ -407,7 +406,7 @@ def test_with_journeys_and_without_all_is_judged_alike(
     spark, make_log, lake: LakeSpec, tmp_path: Path, seed: int
 ) -> None:
     """Some messages are archived, some are live, and some are in a batch that a killed
-    run has left."""
+    archive has left."""
     log: Log = make_log("sqlite")
     spec, rng, known = JobSpec((log.spec,), lake), random.Random(seed), []
     options = ReconcileOptions(grace=dt.timedelta(0), many=0)

@@ -1,4 +1,5 @@
-"""A lake in an object store: rows are written and read back, and no key leaks."""
+"""A lake in an object store: rows are written and read back, and no access key
+leaks."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def bucket(s3: S3) -> LakeSpec:
 
 
 def rows_in(lake: LakeSpec, name: str) -> pa.Table:
-    """Read a table with the Delta library's own engine."""
+    """Return all rows of a table, read with the Delta library."""
     options = dict(lake.storage_options)
     table = DeltaTable(f"{lake.uri}/{name}", storage_options=options)
     return pa.table(table.to_pyarrow_table())

@@ -1,4 +1,4 @@
-"""The lake is read by other tools, as docs/how-to/read-the-lake.md shows it."""
+"""Other tools read the lake, as docs/how-to/read-the-lake.md shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = ROOT / "docs/how-to/read-the-lake.md"
 
 
 def reconciled(lake: LakeSpec, lost: str, processed: str) -> None:
-    """Store what a run of `reconcile` stores, without Spark."""
+    """Store the results of a run of `reconcile` in the lake, without Spark."""
     results = Run("reconcile", {}).results(lake, "shop")
     sent = {"destination": "orders.place", "sender": "shop", "sent_at": LONG_AGO}
     found = {"message_id": lost, "verdict": "never_received", "change": FOUND, **sent}

@@ -1,5 +1,5 @@
-"""Messages stored from a dataset are stored once, despite repetitions, kills and
-failures."""
+"""Messages that are stored from a dataset are stored once, despite repetitions, kills
+and failures."""
 
 from __future__ import annotations
 
@@ -491,7 +491,7 @@ def test_what_a_reconciliation_has_found_is_replayed(
 
 
 def request_replay(log: Log, *ids: uuid.UUID, age: timedelta = timedelta()) -> str:
-    """Store what the admin stores."""
+    """Store a request for a replay, like the admin."""
     now, request = datetime.now(timezone.utc) - age, uuid.uuid4()
     options = {"requested_at": now.isoformat(), "message_ids": list(map(str, ids))}
     log.insert(

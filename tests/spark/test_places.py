@@ -1,5 +1,5 @@
-"""What the messages show: which stages listen to which topic, and which services'
-clocks differ."""
+"""The messages show which stages consume which topic, and which services' clocks
+differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def heard(consumer: str, first: float, last: float) -> Place:
 
 
 def declared(*names: str) -> list[Subscription]:
-    """The stages of service b; one of them listens to no topic."""
+    """Return subscriptions of service b to a topic, and one to a queue."""
     topics = [Subscription(TOPIC, "b", one) for one in names]
     return [*topics, Subscription("queue", "b", "queue")]
 

@@ -1,5 +1,5 @@
-"""Verdicts, report and replays over three hand-written logs, on both kinds of
-database."""
+"""Verdicts, report and replays for three hand-written logs, on PostgreSQL and
+SQLite."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Random faults in two services that use the package itself: the verdicts are the same
+"""Random faults in two services that use the package itself. The verdicts are the same
 whether all rows are live, half of them archived, or all in journeys.
 
-`shop` and `orders` have a database each. The test writes only instants by hand, to let
-time pass for the rows of both, and plays the faults of a broker: lost, doubled and
-foreign messages.
+`shop` and `orders` each have a database. The test simulates the faults of a broker:
+lost, doubled and foreign messages. To let time pass, it changes the instants in the
+rows of both databases. It writes nothing else by hand.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ refused: set[uuid.UUID] = set()
 
 
 def handle(message: Message) -> None:
-    """Succeed or fail, as the message's body requires."""
+    """Succeed or fail, as the message's body says."""
     match message.body:
         case "refuse":
             raise Refuse("no")
@@ -105,8 +105,8 @@ class Services:
                 step(self.stages[name], times)
 
     def lose(self, queue: str, *messages: Message) -> None:
-        """Delete these messages of a queue, or all of them, as if the broker had lost
-        them."""
+        """Delete these messages from a queue, as if the broker had lost them. Without
+        messages, delete all."""
         ids = {str(one.id) for one in messages}
         for row in QueueMessage.objects.filter(queue=queue):
             if not ids or row.headers["txmsg-id"] in ids:
@@ -129,7 +129,7 @@ def orders() -> Iterator[None]:
 
 
 def pass_time(by: dt.timedelta, *aliases: str) -> None:
-    """Move all instants of a database's rows into the past."""
+    """Move all instants in the rows of these databases into the past."""
     for model in apps.get_app_config("django_txmsg").get_models():
         names = [f.name for f in model._meta.fields if isinstance(f, DateTimeField)]
         if names and model._meta.managed:
@@ -140,8 +140,8 @@ def pass_time(by: dt.timedelta, *aliases: str) -> None:
 
 
 def set_clock(ahead: dt.timedelta) -> None:
-    """Move the clock of the service `orders` ahead: every instant in its rows, except
-    those that the senders of messages wrote."""
+    """Simulate that the clock of the service `orders` is ahead. This moves every
+    instant in its rows, except those that senders have written."""
     pass_time(-ahead, "other")
     for model, name in (
         (InboxMessage, "created_at"),
@@ -413,7 +413,7 @@ FATES: tuple[Fate, ...] = (
 
 @contextmanager
 def celery_in_memory() -> Iterator[None]:
-    """The Celery app sends into this process's memory."""
+    """Let the Celery app send to an in-memory broker."""
     before = app.conf.broker_url
     app.conf.broker_url = "memory://"
     forget_connections()
@@ -423,7 +423,7 @@ def celery_in_memory() -> Iterator[None]:
 
 
 def replay(services: Services) -> None:
-    """Replay the lost messages by the package's own job, and process them."""
+    """Replay the lost messages with the package's own job, and process them."""
     pass_time(5 * HOUR)
     lost = [f"'{one.id}'" for one in chain.from_iterable(services.lost.values())]
     shops = JobSpec((source_spec("default", "shop"),))
@@ -435,7 +435,7 @@ def replay(services: Services) -> None:
 
 
 def rename(services: Services, stack: ExitStack) -> None:
-    """Give a topic's stage another name, by the procedure of the documentation."""
+    """Rename the stage of a topic, as the documentation recommends."""
     services.stages[CHANGED] = stack.enter_context(
         declared(handle, CHANGED, name="now", using="other")
     )
@@ -446,9 +446,11 @@ def rename(services: Services, stack: ExitStack) -> None:
 def come_again(
     services: Services, sent: dict[uuid.UUID, dt.datetime], ahead: dt.timedelta
 ) -> None:
-    """Let the broker repeat messages that their inbox no longer remembers. The copies
-    repeat the instants at which the messages were `sent`, too. pass_time() does not
-    move those, and `orders` records them by its own clock."""
+    """Let the broker deliver messages again after the inbox was pruned.
+
+    The copies contain the instants at which the messages were `sent`. pass_time() does
+    not move these. `orders` records the copies with its own clock, which is `ahead`.
+    """
     inbox = InboxMessage.objects.using("other")
     gone = services.arrived.keys() - set(inbox.values_list("message_id", flat=True))
     for message in gone:
@@ -465,7 +467,7 @@ def come_again(
 
 @contextmanager
 def playing(dice: random.Random) -> Iterator[Services]:
-    """Two services whose messages meet random fates, each fate at least once."""
+    """Yield two services whose messages have random fates, each fate at least once."""
     with ExitStack() as stack:
         stack.enter_context(celery_in_memory())
         stack.enter_context(orders())
@@ -529,8 +531,8 @@ def judged(spark: Any, spec: JobSpec, **more: Any) -> tuple[Counter[str], Any]:
 
 
 def play(spark: Any, lake: LakeSpec, seed: int, *, whole: bool = True) -> None:
-    """Judge the messages at each stage of their archiving; if not `whole`, only while
-    they are in the database and in the lake."""
+    """Judge random messages while they are in the database and while they are partly in
+    the lake. With `whole`, also judge them when all are in journeys."""
     dice = random.Random(seed)
     ahead = dice.choice([0, 0, -3, 3]) * HOUR
     with playing(dice) as services:

@@ -1,4 +1,5 @@
-"""Jobs killed by SIGKILL at random instants, and then run to their end."""
+"""Jobs are killed with SIGKILL at random instants, and then run again until they
+finish."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ SOME = pytest.mark.parametrize(
 
 
 def start(spec: JobSpec, *words: str) -> subprocess.Popen[bytes]:
-    """Start a job in a process group of its own."""
+    """Start a job in its own process group."""
     text = json.dumps(dataclasses.asdict(spec))
     return subprocess.Popen(
         [sys.executable, "-m", "django_txmsg.spark", *words, "--spec", text],
@@ -46,7 +47,7 @@ def start(spec: JobSpec, *words: str) -> subprocess.Popen[bytes]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a job has ended, and check that it found nothing wrong."""
+    """Wait until a job has ended, and check that its exit code is 0."""
     _, errors = process.communicate(timeout=280)
     assert process.returncode == 0, errors.decode()[-3_000:]
 
@@ -54,8 +55,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def kill(
     process: subprocess.Popen[bytes], begun: Callable[[], bool], within: float
 ) -> bool:
-    """Kill a job and its children at a random instant after its start. Return whether
-    the job was still running."""
+    """Kill a job and its children, up to `within` seconds after it has begun. Return
+    whether the job was still running."""
     wait_until(lambda: begun() or process.poll() is not None, deadline=250)
     try:
         process.wait(timeout=within)

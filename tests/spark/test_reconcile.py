@@ -1,5 +1,5 @@
-"""`reconcile` over real logs: which messages it judges, which findings are new, and
-that it blocks no writer."""
+"""`reconcile` on real message logs: which messages it judges, which findings are new,
+and that it blocks no writer."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_listener_of_another_service_is_retired_by_hand(
 def test_two_databases_of_a_service_are_one_log(
     spark, make_log, lake: LakeSpec
 ) -> None:
-    """A message from one database to the other arrives, and both contain the same
+    """A message is sent from one database to the other. Both databases contain its
     id."""
     one, other = make_log("sqlite"), make_log("sqlite", "shop_other")
     topic = "topic:orders.placed"

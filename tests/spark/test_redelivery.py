@@ -1,5 +1,5 @@
-"""`replay --from dead_letters` requests a bulk operation, which redelivers by the app's
-own rule."""
+"""`replay --from dead_letters` requests a bulk operation, which redelivers dead letters
+like the app."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def impatient(settings: Any) -> None:
 
 
 def counting(name: str, *errors: type[Exception]) -> Callable[[Message], None]:
-    """Return a handler that first raises these exceptions and then has an effect."""
+    """Return a handler that records an effect, and raises the next of these exceptions
+    as long as there is one."""
     left = list(errors)
 
     def handle(message: Message) -> None:
@@ -60,8 +61,7 @@ def counting(name: str, *errors: type[Exception]) -> Callable[[Message], None]:
 def test_a_topics_letter_goes_to_the_stage_that_gave_up_and_to_no_other(
     spark: Any, spec: JobSpec
 ) -> None:
-    """Other stages do not get it, even if their inbox no longer remembers the
-    message."""
+    """Other stages do not get the message, even if their inboxes were pruned."""
     with (
         declared(counting("bill", *[ValueError] * 3), TOPIC, name="billing") as stage,
         declared(counting("ship"), TOPIC, name="shipping") as other,
@@ -120,7 +120,7 @@ def test_replay_skips_letters_processed_meanwhile(spark: Any, spec: JobSpec) -> 
 def test_replaying_thousands_of_letters_is_one_operation(
     spark: Any, spec: JobSpec
 ) -> None:
-    """All letters have one rate, one pause and one audit entry together."""
+    """So all dead letters have one rate, one pause and one audit entry."""
     number = 6_000
     DeadLetter.objects.bulk_create(
         make.DeadLetterFactory.build(destination="orders.other", stage="")

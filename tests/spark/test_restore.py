@@ -1,5 +1,5 @@
-"""The lake or the database comes from a backup: each row is kept once, or an error says
-what to do. The tests make and restore real backups."""
+"""After the lake or the database is restored from a backup, each row exists once, or an
+error says what to do. The tests make and restore real backups."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def messages_of_lake(lake: LakeSpec) -> list[str]:
 
 
 class Backup:
-    """A copy of a database, made and restored by the database's own tools."""
+    """A backup of a database, which the database's own tools make and restore."""
 
     def __init__(self, log: Log, directory: Path) -> None:
         self.log, self.file = log, directory / f"backup-{uuid.uuid4().hex}"

@@ -1,4 +1,5 @@
-"""The database and the lake compute the same checksum, whatever a row contains."""
+"""The database and the lake compute the same checksum of a row, whatever it
+contains."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def hostile_log(log: Log) -> None:
 
 
 def hostile_flows(log: Log) -> None:
-    """Add a run for each hostile text, with a step and an undo."""
+    """Add a run with a step and an undo for each unusual text."""
     runs = [
         {
             "id": number, "run_id": uuid.uuid4(), "service": "shop", "flow": text[:200],

@@ -1,7 +1,7 @@
-"""Every use of a rule gives the same result for the same row.
+"""Every place that uses a rule gets the same result for the same row.
 
-The app uses querysets and SQL; the pipeline uses SQL on its own connection. The
-expected result is computed here in Python, from the row's columns.
+The app uses querysets and SQL, and the pipeline uses SQL on its own connection. The
+test computes the expected result in Python, from the row's columns.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def one(model: Any, condition: Any) -> Callable[[], bool]:
 
 
 def listed(model: Any, state: str) -> bool:
-    """Return whether the console's list shows the only row in a state."""
+    """Return whether the admin's list shows the only row in this state."""
     site = admin.site._registry[model]
     [row] = site.get_queryset(RequestFactory().get("/"))
     return f">{state}<" in str(site.state(row))
@@ -80,7 +80,7 @@ def gauge(name: str) -> float:
 
 
 def _lag(picture: Status) -> float:
-    """Return how long the oldest due message of the overview has been due."""
+    """Return how many seconds ago the oldest due message of the overview became due."""
     places = [picture.outbox, picture.parked, picture.queued]
     places += picture.deadlines.values()
     oldest = min((one.oldest_due for one in places if one.oldest_due), default=None)
@@ -88,7 +88,8 @@ def _lag(picture: Status) -> float:
 
 
 def lags() -> dict[str, float]:
-    """Return the age of the oldest due message in seconds, from every report."""
+    """Return how many seconds ago the oldest due message became due, according to every
+    report."""
     source = source_spec("default", "tests")
     connection_of_its_own = connect_plain(source)
     try:
@@ -114,8 +115,8 @@ def lags() -> dict[str, float]:
 
 
 def agree_on_lag(what: str, due: dt.datetime | None) -> None:
-    """Check that all reports give the age of the one row that is due at `due`, or
-    none."""
+    """Check that all reports agree on the age of the only row, which became due at
+    `due`. With None, no row is due."""
     found = lags()
     expected = 0.0 if due is None else max(0.0, (ago() - due).total_seconds())
     assert found == pytest.approx(dict.fromkeys(found, expected), abs=5.0), what
@@ -152,7 +153,7 @@ def raw(rule: str) -> bool:
 
 
 def claimed() -> bool:
-    """Return whether a relay would claim the only row. The row is not changed."""
+    """Return whether a relay would claim the only row."""
     token = uuid.uuid4()
     rows = OutboxMessage.objects.claim(
         broker="default", token=token, lease=60, limit=10
@@ -281,8 +282,8 @@ def archivable(table: str) -> bool:
 
 
 def agree_on_settled(table: str, what: str, expected: bool) -> None:
-    """Check that pruning and archiving agree: both delete the only row, or both leave
-    it."""
+    """Check that pruning and archiving treat the only row alike: both delete it, or
+    both leave it."""
     model = {"outbox": OutboxMessage, "inbox": InboxMessage, "dead_letters": DeadLetter}
     asked: Asked = {"pipeline archive": lambda: archivable(table)}
     if table in model:

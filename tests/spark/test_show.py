@@ -1,4 +1,4 @@
-"""`show` finds a message in databases and lake."""
+"""`show` finds a message in the databases and in the lake."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`format("txmsg")`: rows are unchanged, filters run in the database, and a read sees
-one state of it."""
+"""`format("txmsg")` returns unchanged rows, and filters them in the database. A read
+sees one snapshot of the database."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ OLD = timedelta(hours=2)
 
 @pytest.fixture
 def beside(log: Log, lake: LakeSpec) -> Iterator[Callable[..., SparkProcess]]:
-    """Make processes that judge the log, and end them."""
+    """Return a function that creates processes for jobs on the log. They end with the
+    test."""
     made = []
 
     def make(*settings: tuple[str, str], url: str = log.spec.url) -> SparkProcess:
@@ -44,7 +45,7 @@ def run(one: SparkProcess, job: str = "reconcile", *words: str) -> dict[str, Any
 
 
 def answer(one: SparkProcess) -> dict[str, Any]:
-    """Wait for the end of the run."""
+    """Wait until the job has ended, and return its facts."""
     facts: list[dict[str, Any] | None] = []
 
     def ended() -> bool:
@@ -58,7 +59,7 @@ def answer(one: SparkProcess) -> dict[str, Any]:
 
 
 def children() -> set[int]:
-    """Return the running processes of this kind."""
+    """Return the ids of the running Spark processes of `follow`."""
     found = set()
     for one in psutil.Process().children():
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):

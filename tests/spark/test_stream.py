@@ -1,5 +1,4 @@
-"""`readStream.format("txmsg")` misses no row that commits late, and reads none
-twice."""
+"""`readStream.format("txmsg")` reads every row once, even if it is committed late."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ from tests.spark.log import Log
 def follow(
     spark: Any, log: Log, directory: Path, *, restarts: int = 5, **options: str
 ) -> list[int]:
-    """Read everything available, with a checkpoint, and return all ids read so far."""
+    """Read all available rows, with a checkpoint. Return the ids of all rows that were
+    read so far."""
     stream = (
         spark.readStream.format("txmsg")
         .options(service=log.spec.service, url=log.spec.url, **options)
@@ -212,8 +212,8 @@ def test_rows_that_are_older_than_the_pipelines_columns_come_first(
 
 
 class Reading:
-    """A stream's reader that returns its end offset as this version of Spark requests
-    it."""
+    """The reader of a stream. It returns the end offset as this version of Spark
+    requests it."""
 
     def __init__(self, log: Log, **options: str) -> None:
         schema = StructType([StructField("id", LongType())])
@@ -230,7 +230,8 @@ class Reading:
 
 @pytest.fixture(params=["as here", "as 4.1"])
 def asking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways in which this version of Spark and an earlier one query a stream."""
+    """Let the reader work as for the installed version of Spark, and as for version
+    4.1."""
     if request.param == "as 4.1":
         monkeypatch.setattr(pyspark, "__version__", "4.1.0")
 

@@ -1,5 +1,5 @@
-"""`sweep` removes the files of failed attempts, joins small files, and changes nothing
-else."""
+"""`sweep` removes the files of failed attempts and joins small files. It changes
+nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transforms on small frames, with hand-written results."""
+"""The transforms, on small data frames whose results are written by hand."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def at(minutes: float) -> dt.datetime:
 
 
 def sent(spark: Any, *rows: tuple[Any, ...], **more: Any) -> Any:
-    """Return outbox rows that are due when they are stored, unless a test says
-    otherwise."""
+    """Return outbox rows. They are due when they are stored, unless `more` contains
+    another `due_at`."""
     names = ("service", "message_id", "destination", "created_at", "expires_at",
              "dispatched_at", "dead_at", "cancelled_at")  # fmt: skip
     usual = {"broker": "default", "attempts": 0, **more}
@@ -474,7 +474,8 @@ LISTENERS = st.dictionaries(st.sampled_from(["b/one", "b/two"]), MINUTES, max_si
 def model(
     sends: list[Any], receipts: list[Any], listeners: dict[str, int]
 ) -> list[tuple[str, str, str | None, str]]:
-    """Reconcile in plain Python, with dictionaries and loops."""
+    """Compute the verdicts of `reconcile` in plain Python, with dictionaries and
+    loops."""
     stored: dict[tuple[str, str, str], list[Any]] = {}
     for number, destination, minute, fate in sends:
         due = [""]
@@ -578,7 +579,7 @@ INBOX = (
 
 
 def at_once() -> dict[str, Any]:
-    """Return columns of messages that are due when they are stored."""
+    """Return columns for messages that are due when they are stored."""
     return {"due_at": sf.col("created_at"), "attempts": sf.lit(0)}
 
 

@@ -1,4 +1,5 @@
-"""The report says what each service costs: size, growth and time of its runs."""
+"""The report shows what each service costs: its size, its growth, and the time of its
+runs."""
 
 from __future__ import annotations
 

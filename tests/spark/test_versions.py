@@ -1,4 +1,4 @@
-"""Features that an earlier PySpark lacks are replaced, or refused with a one-line
+"""With an earlier PySpark, missing features are replaced, or refused with a one-line
 error."""
 
 from __future__ import annotations

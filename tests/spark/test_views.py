@@ -1,4 +1,4 @@
-"""SQL views of messages with the verdicts of `reconcile`."""
+"""SQL views of the messages with their verdicts from `reconcile`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JUDGE = ("reconcile", "--grace", "0s", "--fail-on", "never")
 
 
 def create(log: Log) -> None:
-    """Create the views as `manage.py pipeline views | manage.py dbshell` does."""
+    """Create the views, like `manage.py pipeline views | manage.py dbshell`."""
     for line in "\n".join(outcome(JobSpec((log.spec,)), "views").lines).split(";"):
         if line.strip():
             log.execute(line.replace("%", "%%"))

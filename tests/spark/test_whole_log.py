@@ -1,5 +1,5 @@
-"""Lake and live databases are read as one log. Each row is read once, and unneeded
-files and rows are not read."""
+"""The lake and the live databases are read as one log. Each row is read once. Files and
+rows that are not needed are not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline runs without Django, by spark-submit, and on a cluster."""
+"""The pipeline runs without Django, with spark-submit, and on a cluster."""
 
 from __future__ import annotations
 
@@ -290,7 +290,8 @@ def test_errors_of_spark_become_errors_of_the_pipeline(raised, kind, told) -> No
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[str]:
-    """A standalone cluster of the installed PySpark: a master and two workers."""
+    """The address of a standalone Spark cluster: a master and two workers of the
+    installed PySpark."""
     home = Path(pyspark.__file__).parent
     environment = os.environ | {
         "SPARK_HOME": str(home),
@@ -351,7 +352,7 @@ SETTINGS = {
 
 
 def submitting(**more: str) -> dict[str, str]:
-    """Return the environment of `spark-submit`, without any path of this checkout."""
+    """Return an environment for `spark-submit` without any path of this checkout."""
     hidden_from_it = ("PYTHONPATH", "DJANGO_SETTINGS_MODULE")
     return {
         **{k: v for k, v in os.environ.items() if k not in hidden_from_it},

@@ -1,7 +1,7 @@
-"""The example project as three services, with faults planted between them.
+"""The example project as three services, with planted faults between them.
 
-`shop` places orders, `payments` charges them, `shipping` ships them. The project's own
-commands store, relay and consume three messages for each order.
+`shop` places orders, `payments` charges them, and `shipping` ships them. For each
+order, the project's own commands store, relay and consume three messages.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class ThreeServices:
         self.consume("shop")
 
     def come_again(self) -> None:
-        """Repeat messages whose inbox rows are already in the lake."""
+        """Deliver copies of messages whose inbox rows are already in the lake."""
         for queue, headers, body in self.kept:
             self.ask("broker", f"{_COPY} VALUES (%s, %s, %s, 0)", queue, headers, body)
         self.consume("payments")
@@ -152,7 +152,7 @@ class ThreeServices:
         )
 
     def finish(self) -> None:
-        """Process everything that is stored."""
+        """Relay and consume all stored messages."""
         self.relay("shop")
         self.relay("payments")
         for service in ("payments", "shipping"):
@@ -172,7 +172,8 @@ class ThreeServices:
         assert len(lost) == len(self.met[fate])
 
     def _let_strangers_in(self) -> None:
-        """Send messages with ids, or about orders, that no service has sent."""
+        """Send messages whose ids no service has sent, or about orders that no service
+        has placed."""
         strangers = self.ask(
             "broker",
             f"{_COPY} SELECT queue, jsonb_set(headers, '{{txmsg-id}}',"
@@ -186,7 +187,8 @@ class ThreeServices:
 
 
 def start(postgres: PostgreSQL) -> ThreeServices:
-    """Create the databases: migrated once, then copied."""
+    """Create the services' databases. One is migrated, and the others are copies of
+    it."""
     name = f"shop_{os.urandom(4).hex()}"
     urls = {"template": postgres.create_database(f"{name}_template")}
     services = ThreeServices(

@@ -1,5 +1,5 @@
-"""How writes and heartbeats behave on a slow, stalled or full AMQP connection, with
-real sockets."""
+"""Writes and heartbeats on a slow, stalled or full AMQP connection, with real
+sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults import wait_until
 
 
 class Line:
-    """A transport over a socket pair with small buffers, and the socket of its peer."""
+    """A transport over a pair of sockets with small buffers, and the peer's socket."""
 
     def __init__(self, send_timeout: float) -> None:
         near, self.far = socket.socketpair()
@@ -31,7 +31,7 @@ class Line:
         self.read = bytearray()
 
     def drain(self, pause: float, stop: threading.Event) -> None:
-        """Read a little at a time, like a slow connection."""
+        """Read a little data at a time, like a slow peer."""
         self.far.settimeout(0.2)
         while not stop.is_set():
             try:
@@ -99,7 +99,7 @@ def test_a_heartbeat_never_blocks_and_is_written_whole(
 
 def test_a_blocked_connection_delays_no_other_heartbeat(line: Line) -> None:
     class Beating:
-        """What the heartbeat thread uses of a connection."""
+        """A connection with only the attributes that the heartbeat thread uses."""
 
         def __init__(self, transport: Transport) -> None:
             self.transport, self.heartbeat = transport, 0.1

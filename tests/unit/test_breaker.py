@@ -1,4 +1,4 @@
-"""When an outage begins and ends, and how the pauses between probes grow."""
+"""The beginning and the end of an outage, and the growing pauses between probes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A broker's URL may list several hosts, also with IPv6 addresses, on every Python."""
+"""The URL of a broker may list several hosts and IPv6 addresses, on every Python
+version."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     ],
 )  # fmt: skip
 def test_a_password_that_was_not_encoded_is_in_no_error(scheme: str, url: str) -> None:
-    """No part of the password is taken for a host, a port or a virtual host."""
+    """No part of the password is parsed as a host, a port or a virtual host."""
     broker = make_broker("tested", f"{scheme}://{url}")
     (wrong,) = broker.check()
     assert not any(part in wrong for part in ("Top", "123", "Secret1"))
@@ -112,7 +113,8 @@ def test_the_debug_page_and_its_likes_show_no_password(settings: Any) -> None:
 
 
 def failed() -> Any:
-    """Return an error whose frame contains the brokers' settings in its variables."""
+    """Return an error whose traceback has the brokers' settings among its local
+    variables."""
     try:
         brokers = conf.get().BROKERS
         raise RuntimeError(len(brokers), [one["URL"] for one in brokers.values()])

@@ -1,4 +1,4 @@
-"""Lanes share a memory budget, and a large message is always claimed in the end."""
+"""Lanes share a memory budget, and each large message is claimed in the end."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_a_lane_that_waits_ends_when_it_is_stopped(stack) -> None:
 
 
 def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> None:
-    """Two lanes hold messages at the same time, so neither may claim the large body.
-    The lane that ends last claims again, and is then alone."""
+    """Two lanes have messages at the same time, so neither may claim the large body.
+    The lane that ends last claims again, now alone."""
     budget = Budget(4)
     with ExitStack() as first:
         enter(budget, first)
@@ -92,8 +92,8 @@ def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> Non
 
 
 def test_a_lane_claims_again_if_another_lane_locked_a_large_row(stack) -> None:
-    """The claim of the other lane has locked the large row without taking it, so this
-    lane did not see the row."""
+    """The other lane's claim has locked the large row without claiming it. So this lane
+    did not see the row, and must try again."""
     budget, first = Budget(4), ExitStack()
     one = enter(budget, first)
     with ExitStack() as second:

@@ -1,4 +1,5 @@
-"""Checks refuse Celery settings under which a task would be lost or executed twice."""
+"""The checks refuse Celery settings with which a task could be lost or executed
+twice."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ careless = Celery("careless", set_as_current=False, broker="amqp://")
 
 @careless.task(base=OnceTask, acks_late=False, shared=False)
 def lost() -> None:
-    """A task that Celery acknowledges before it executes the task."""
+    """A task that Celery acknowledges before executing it."""
 
 
 def nothing() -> None:

@@ -1,4 +1,4 @@
-"""Each system check finds its problem, and finds nothing in good settings."""
+"""Each system check reports its problem, and reports nothing for good settings."""
 
 from __future__ import annotations
 
@@ -204,7 +204,8 @@ def test_a_database_of_another_vendor_is_an_error(
 def test_the_embedded_broker_of_a_project_without_a_default_database_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`DATABASES["default"] = {}`, while all other settings name aliases."""
+    """Django's dummy backend has the vendor "unknown". A project without a default
+    database has this backend."""
     monkeypatch.setattr(connections["other"], "vendor", "unknown")
     with broker("database://other"):
         found = only(check())
@@ -261,8 +262,8 @@ def test_a_topic_in_many_threads_is_a_warning_on_activemq(
 def test_a_queue_that_rabbitmq_keeps_a_subscription_in_is_no_stage_s(
     url: str, ids: list[str]
 ) -> None:
-    """The stage that consumes the topic would lose half of its messages to the other
-    stage."""
+    """Otherwise the stage that consumes the topic would lose half of its messages to
+    the other stage."""
     with (
         stage(to="topic:tests.placed", name="audit"),
         stage(to="topic:tests.placed", name="tests.audit"),
@@ -352,8 +353,8 @@ def test_forbidden_option_of_a_database_is_an_error(
 
 
 def test_a_time_zone_on_sqlite_shifts_what_is_due(tmp_path: Path) -> None:
-    """Due times and claims would use different time zones; so the setting is
-    refused."""
+    """Due times and claims would use different time zones, so the check refuses the
+    setting."""
     program = """
 import datetime as dt, django
 from django.conf import settings

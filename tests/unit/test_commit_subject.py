@@ -1,4 +1,4 @@
-"""The hook for commit messages accepts imperatives with a scope only."""
+"""The hook for commit messages accepts only imperatives with a scope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""TXMSG: the error names an unknown or ill-typed key, and what to do."""
+"""The setting TXMSG: an error names the unknown or wrongly typed key, and says what to
+do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When recurring messages are due, also across clock changes."""
+"""The ticks of recurring messages, also when clocks change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NIGHT = dt.timedelta(hours=6)
 
 
 def ticks(expression: str, night: dt.datetime) -> list[str]:
-    """Return the ticks from midnight to about six in Berlin, each with its UTC
+    """Return the ticks in Berlin from midnight to about six, each with its UTC
     offset."""
     found = Cron(expression, "Europe/Berlin").between(night - SECOND, night + NIGHT)
     return [tick.astimezone(BERLIN).strftime("%H:%M%z")[:-2] for tick in found]

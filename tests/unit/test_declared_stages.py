@@ -1,4 +1,4 @@
-"""`@stage` refuses invalid names, and handlers that could not be called."""
+"""`@stage` refuses invalid names, and handlers that cannot be called."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def two(order: Order, more: int) -> None: ...
 
 
 def with_a_repository(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an argument to any call."""
+    """A decorator that adds the argument `repository` to any call."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def with_a_repository(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_a_message(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an argument beside the message."""
+    """A decorator that adds an argument after the message."""
 
     @functools.wraps(function)
     def call(message: Message) -> Any:
@@ -100,7 +100,7 @@ def for_a_message(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_a_body(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an argument beside the body and its message."""
+    """A decorator that adds an argument after the body and its message."""
 
     @functools.wraps(function)
     def call(order: Order, message: Message) -> Any:
@@ -110,7 +110,7 @@ def for_a_body(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_the_message(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call with no argument."""
+    """A decorator that calls the function without the message."""
 
     @functools.wraps(function)
     def call(message: Message) -> Any:
@@ -201,8 +201,8 @@ def _forgotten() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [Destination("orders", Order), 42, "n" * 256, "a\0b"])
 def test_a_name_that_the_inbox_cannot_store_is_refused(name: Any) -> None:
-    """The inbox could not store a message of this stage, so the message could be
-    neither processed nor buried."""
+    """The inbox could not store a message of such a stage. So no message could be
+    processed or buried."""
     with pytest.raises(ConfigurationError, match="is not a text of at most 255"):
         stage("orders.place", name=name)
 
@@ -274,8 +274,7 @@ def test_numbers_must_be_positive_integers(option: str, number: Any) -> None:
 def test_an_option_of_another_type_is_refused(
     option: str, value: Any, said: str
 ) -> None:
-    """If the option were accepted, `check` or each message would fail with a
-    traceback."""
+    """Otherwise `check`, or the first message, would fail with a traceback."""
     with pytest.raises(ConfigurationError, match=f"^{option}=.*{said}"):
         stage("tests.refused", **{option: value})
 

@@ -1,7 +1,8 @@
-"""The undocumented parts of Django that we use exist, and only one module uses them.
+"""Django has all undocumented names that the package uses, and only one module uses
+them.
 
 If a Django release lacks one of these names, a test here fails and names it. Without
-the test, a transaction that begins late might fail.
+the test, a stage's transaction might fail.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def test_other_used_attributes_of_a_connection_exist(vendor: str, name: str) -> 
 
 
 def test_a_connection_forgets_its_block_when_it_connects() -> None:
-    """A block that begins late saves these attributes, and the two methods that lead to
-    a cursor."""
+    """A transaction that begins late must save the attributes that connecting resets.
+    And it must wrap the two methods that every cursor goes through."""
     wrapper = type(new("sqlite3"))
     source = inspect.getsource(wrapper.connect)  # type: ignore[attr-defined]
     forgotten = {name for name in STATE if f"self.{name} =" in source}
@@ -218,7 +219,7 @@ PACKAGE = Path(django_txmsg.__file__).parent
 
 
 def names_in(path: Path) -> Iterator[str]:
-    """Return the attributes that a file uses, and some names that it quotes."""
+    """Yield the attributes and the string constants in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             yield node.attr

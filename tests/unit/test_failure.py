@@ -1,5 +1,5 @@
-"""The stored part of an exception is enough to understand it, and small enough to
-store."""
+"""The stored part of an exception is enough to understand the failure, and small enough
+to store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hostile_errors import HOSTILE, misspelt
 
 
 def raised(error: BaseException) -> BaseException:
-    """Return the error as it is caught, with its traceback."""
+    """Raise and catch the error, and return it with its traceback."""
     try:
         raise error
     except BaseException as caught:
@@ -24,7 +24,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def otherwise_raised(error: BaseException) -> BaseException:
-    """Return the same error, raised at another place."""
+    """Raise and catch the error at another line than raised(), and return it."""
     try:
         raise error
     except BaseException as caught:
@@ -40,7 +40,7 @@ def test_one_cause_has_one_fingerprint_for_any_message() -> None:
 
 
 def module(name: str, path: str) -> dict[str, Any]:
-    """Return a module whose function `handle` fails. Two apps have such a module."""
+    """Return a module with a function `handle` that fails."""
     there: dict[str, Any] = {"__name__": name}
     code = "def handle():\n    raise ValueError('no stock')\n"
     exec(compile(code, path, "exec"), there)
@@ -97,15 +97,15 @@ def test_text_and_traceback_are_there_and_bounded() -> None:
 
 
 def as_the_package_caught(call: Callable[[], object]) -> BaseException:
-    """Return the error that a call raises. Its traceback begins inside the package."""
+    """Return the error that a call raises, with a traceback that begins inside the
+    package."""
     with pytest.raises((ValueError, ConfigurationError)) as caught:
         call()
     return caught.value.with_traceback(caught.tb.tb_next)
 
 
 def test_traceback_begins_with_the_application() -> None:
-    """The package's own lines would fill the page, and the user's line would not be
-    visible."""
+    """Otherwise the package's own lines would hide the user's line."""
 
     def handler(message: Any) -> None:
         raise raised(ValueError("no stock"))

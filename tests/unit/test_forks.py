@@ -1,5 +1,5 @@
-"""What two processes must not share after a fork, by Python or by a server that
-bypasses Python's fork hooks, such as uWSGI."""
+"""A forked process must not share some things with its parent. The fork may be
+Python's, or bypass Python's fork hooks, as in uWSGI."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ pytestmark = [
 
 
 def fork_without_python() -> int:
-    """Fork without Python's hooks, while both sides hold Python's lock (the GIL).
+    """Fork without Python's fork hooks, while this thread has the GIL.
 
-    No other thread may wait for that lock. Otherwise the child would release the lock
-    for that thread, which does not exist in the child, and wait for ever."""
+    No other thread may wait for the GIL then. Otherwise the child would pass the GIL to
+    that thread, which does not exist in the child, and would wait for ever.
+    """
     interval, library = sys.getswitchinterval(), ctypes.PyDLL(None)
     sys.setswitchinterval(60)  # seconds until another thread asks for the lock
     select.select([], [], [], 0)  # let the threads run that have asked already
@@ -48,7 +49,7 @@ def fork_without_python() -> int:
 def test_a_forked_process_makes_ids_of_its_own(
     fork: Callable[[], int], make: Callable[[], object]
 ) -> None:
-    """Only the time in two ids may be equal."""
+    """Only the parts of two ids that contain the time may be equal."""
     reader, writer = os.pipe()
     child = fork()
     if child == 0:  # pragma: no cover - the other process
@@ -66,8 +67,8 @@ def test_a_forked_process_makes_ids_of_its_own(
 
 
 def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
-    """Otherwise all such processes would count on from the same ordinal, and derive the
-    same ids for different messages."""
+    """Otherwise all forked processes would derive the same ids for different
+    messages."""
     cause = Message(id=new_id(), destination="tests.q", body=None)
     with in_scope(Scope(session_id=cause.id, cause=cause, stage="tests")):
         child = os.fork()
@@ -79,8 +80,8 @@ def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
 
 
 def test_a_forked_process_starts_without_what_its_parent_has_made() -> None:
-    """Another thread of the parent may hold the lock at that moment. A child that
-    inherited the lock would wait for ever."""
+    """Another thread of the parent has the lock when the process forks. With the
+    parent's lock, the child would wait for ever."""
     made = PerProcess(lambda name: [name, os.getpid()])
     parents = made("a")
     with made._lock:

@@ -1,5 +1,4 @@
-"""Every kind of value arrives as it was sent, or the call refuses it. No value is
-changed silently."""
+"""Every kind of value arrives unchanged, or the send refuses it."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ class Twig(Leaf):
 
 @dataclass
 class Box:
-    """A dataclass with one field, whose annotation is given."""
+    """A dataclass with one field of the given type."""
 
     value: Any
 
@@ -114,7 +113,7 @@ class Sub(Model):
 
 
 class Aliased(BaseModel):
-    """A field that is written under one name and read under another."""
+    """A field that is written under one name, and read under another name."""
 
     model_config = ConfigDict(populate_by_name=True)
     amount: int = Field(0, validation_alias="amount_in", serialization_alias="out")
@@ -163,7 +162,7 @@ class Secret(BaseModel):
 
 
 class Written(BaseModel):
-    """A field with the user's own serializer."""
+    """A field that has a serializer of the user."""
 
     name: str
 
@@ -173,7 +172,7 @@ class Written(BaseModel):
 
 
 class Counting(BaseModel):
-    """A field whose validator gives another result each time."""
+    """A field whose validator changes the value each time."""
 
     number: int
 
@@ -408,7 +407,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 
 def sent_and_read(annotation: Any, value: Any) -> Any:
-    """Return the values that arrive in a field of a dataclass, in a list, and alone."""
+    """Return a value after it was encoded and decoded as the field of a dataclass."""
     holder = dataclasses.make_dataclass("Holder", [("value", annotation)])
     found = codecs.body_type(holder)
     inside = codecs.reader(holder).read(

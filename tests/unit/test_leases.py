@@ -1,4 +1,4 @@
-"""Held leases are renewed, by one thread for each database."""
+"""One thread for each database renews all leases of the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_database_that_hangs_costs_no_lease_in_another() -> None:
 
 
 def test_the_time_of_a_lease_begins_before_it_is_granted() -> None:
-    """The claim may take long after the database has set the lease's end."""
+    """The claim may return long after the database has set the end of the lease."""
     with Lease("other", 60.0, lambda: None, since=time.monotonic() - 40) as lease:
         assert lease.left <= 20
         assert not lease.lapsed

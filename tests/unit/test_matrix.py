@@ -1,5 +1,5 @@
-"""tox runs every Python, Django and PySpark that the docs promise, and CI pins what it
-downloads."""
+"""tox tests every Python, Django and PySpark version that the docs promise. CI pins all
+its downloads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def environments() -> str:
 
 
 def test_the_matrix_leaves_out_nothing_that_make_test_does() -> None:
-    """Every environment of the matrix runs all tests that `make test` runs."""
+    """The matrix runs every test that `make test` runs."""
     lines = (
         tox()["testenv"]["commands"]
         + tox()["testenv:spark{40,41,42,43}{,-sample}"]["commands"]

@@ -1,4 +1,4 @@
-"""The envelope: immutable, without secrets in its repr, and limited to what every
+"""A message is immutable, hides secrets in its repr, and contains only what every
 broker can carry."""
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def test_an_attempt_is_a_copy_with_the_same_id() -> None:
 
 @pytest.mark.parametrize("name", ["CC", "BCC", "cc", "Bcc", "reply-to"])
 def test_headers_that_a_broker_takes_for_its_own_are_refused(name: str) -> None:
-    """RabbitMQ closes the channel for a CC header that is text. Without this check, the
-    message would be rejected later, far from the call."""
+    """RabbitMQ closes the channel if the header CC is text. Without this check, the
+    relay would get the error long after the call."""
     with pytest.raises(InvalidMessage, match=name):
         check_headers({name: "accounts@example.com"})
 

@@ -1,4 +1,4 @@
-"""Each fault of the proxy has its effect on a real connection."""
+"""Each fault of the proxy works on a real connection."""
 
 from __future__ import annotations
 

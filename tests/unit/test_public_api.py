@@ -1,5 +1,5 @@
-"""The names that users write. Removing or renaming one breaks a user's code or alarm,
-so it needs an entry in the changelog."""
+"""The names that users write. If a name is removed or renamed, a user's code or alarm
+breaks. So the changelog must mention it."""
 
 from __future__ import annotations
 
@@ -254,7 +254,8 @@ def test_the_documentation_imports_from_public_paths_only() -> None:
 
 
 def imported(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield module and name of each import from the package in a page's Python."""
+    """Yield the module and the name of each import from the package in a page's Python
+    code."""
     for block in blocks(page):
         if block.language != "python" or not block.runs:
             continue

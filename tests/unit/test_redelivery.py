@@ -1,4 +1,4 @@
-"""decide() is a pure function, so Hypothesis tries all inputs."""
+"""decide() is a pure function, so Hypothesis tests it with any inputs."""
 
 from __future__ import annotations
 

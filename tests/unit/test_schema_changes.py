@@ -1,5 +1,5 @@
-"""Each change of a body's class, and whether it breaks readers or writers: the table in
-the docs."""
+"""Each change of a body's class breaks readers, writers or neither, as the table in the
+docs says."""
 
 from __future__ import annotations
 

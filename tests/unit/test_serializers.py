@@ -1,5 +1,5 @@
-"""Bodies to bytes and back. Each value that cannot be converted raises one of our
-errors."""
+"""Bodies become bytes and bodies again. A value that cannot be converted raises an
+error of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The STOMP broker raises our errors, whatever the client below it raises."""
+"""The STOMP broker raises errors of the package, whatever error its client raises."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def test_a_missing_certificate_is_found_by_the_check_and_opens_nothing() -> None
 
 @pytest.mark.parametrize("isolate", [False, True])
 def test_failure_of_rabbitmq_itself_blames_no_message(isolate: bool) -> None:
-    """RabbitMQ answers "Processing error" to a message if the message before it has
-    just ended the channel. The other messages of the batch are then sent one by one."""
+    """RabbitMQ answers a message with "Processing error" if the previous message has
+    just closed the channel. The remaining messages of the batch are then sent one by
+    one."""
     batch = [
         Outgoing("orders.place", {wire.MESSAGE_ID: str(uuid.uuid4())}, b"x"),
         Outgoing("orders.place", {wire.MESSAGE_ID: str(uuid.uuid4())}, b"y"),

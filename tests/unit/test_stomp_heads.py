@@ -1,5 +1,5 @@
-"""A frame made with the shared headers of a batch equals the frame of the same message
-sent alone."""
+"""The messages of a batch share encoded headers. Each frame equals the frame of the
+same message sent alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[StompSession]:
 
 
 def frame(session: StompSession, item: Any) -> Any:
-    """Return the frame of an outgoing message, or its error."""
+    """Return the frame of an outgoing message, or the error that it raises."""
     try:
         if not isinstance(item, Encoded):
             item = session._session.encode(
@@ -62,7 +62,8 @@ def frame(session: StompSession, item: Any) -> Any:
 
 
 def same(session: StompSession, *batch: Outgoing) -> int:
-    """Compare each message's frame. Returns how many frames used shared headers."""
+    """Check that each frame is the same with and without shared headers. Return how
+    many frames used shared headers."""
     heads, filled = Heads(session._session, session._mortal), 0
     for one in batch:
         try:

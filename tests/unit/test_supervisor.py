@@ -1,4 +1,4 @@
-"""The parent of `--processes`, without children."""
+"""The supervisor of `--processes`, without child processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""No class of ours inherits from thread, process or dict classes, because a new Python
-might give those classes an attribute with a name that we use."""
+"""No class of the package inherits from the standard classes for threads, processes or
+dicts. A new Python version might give these classes an attribute that ours already
+has."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ APART = ("django_txmsg.spark", "django_txmsg.jms", "django_txmsg.migrations")
 
 
 def modules() -> list[str]:
-    """Return every module of the package."""
+    """Return the names of all modules of the package."""
     found = pkgutil.walk_packages(django_txmsg.__path__, "django_txmsg.")
     return [one.name for one in found if not one.name.startswith(APART)]
 

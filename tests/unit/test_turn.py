@@ -1,4 +1,4 @@
-"""Lanes take turns at their database, and no lane waits for ever."""
+"""Only some lanes use the database at the same time, and no lane waits for ever."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ A_WHILE = 0.2
 def another(
     turn: Turn, leave: threading.Event | None = None
 ) -> Iterator[threading.Event]:
-    """Run another lane. The lane sets the event when it uses the database, and uses it
-    until the test sets `leave`."""
+    """Run another lane in a thread. It sets the event once it uses the database, and
+    then uses it until the test sets `leave`."""
     came = threading.Event()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Typed bodies are read by their version, and no error quotes a value."""
+"""Typed bodies are read according to their version, and no error quotes a value."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Foreign:
 
 
 class Elsewhere(pydantic.BaseModel):
-    """Decimals in places where a plain schema does not show them."""
+    """A model with decimals in places that its JSON schema does not show directly."""
 
     model_config = pydantic.ConfigDict(
         populate_by_name=True, arbitrary_types_allowed=True

@@ -1,4 +1,4 @@
-"""What a type checker reports about typed destinations, their stages, and flows."""
+"""The errors that a type checker reports for typed destinations, stages and flows."""
 
 from __future__ import annotations
 

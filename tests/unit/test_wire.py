@@ -1,4 +1,4 @@
-"""Ids and instants on the wire never change."""
+"""Ids and instants in messages have the same form in every release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from django_txmsg.envelope.message import new_id
 
 
 def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
-    """If a derived id changed, an inbox would process a message twice."""
+    """If a derived id changed, the receiver's inbox would not recognize the
+    duplicate."""
     space = uuid.UUID("86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22")
     cause = uuid.UUID(int=1)
     assert wire.derived_id("shop", cause, "orders", 0) == uuid.uuid5(
@@ -36,8 +37,8 @@ def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
 def test_what_a_stage_sends_begins_with_the_instant_of_its_cause(
     other: uuid.UUID, at: int, version: int
 ) -> None:
-    """Otherwise, in a table of millions of rows, each id would change a different page
-    of the index."""
+    """Random ids would each change another page of the index, in a table of millions of
+    rows."""
     behind = other.int & ((1 << 76) - 1)
     cause = uuid.UUID(int=at << 80 | version << 76 | behind)
     sent = wire.derived_id("shop", cause, "orders", 0)

@@ -1,3 +1,3 @@
-"""The STOMP client, against the scripted broker unless a file says otherwise."""
+"""Tests of the STOMP client. Most use the scripted broker."""
 
 from __future__ import annotations

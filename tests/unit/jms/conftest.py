@@ -57,7 +57,7 @@ class Listener:
 
 
 class Gate(Listener):
-    """A listener whose callbacks wait until the test opens the gate."""
+    """A listener whose callbacks wait until the test opens it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class Gate(Listener):
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[..., ScriptedBroker]]:
-    """Create scripted brokers. They are closed at the end, and fail the test if a
-    client violated STOMP."""
+    """Return a function that creates scripted brokers. At the end, the test fails if a
+    client has violated STOMP."""
     with contextlib.ExitStack() as stack:
         made: list[ScriptedBroker] = []
 
@@ -95,8 +95,8 @@ def broker(scripted: Callable[..., ScriptedBroker]) -> ScriptedBroker:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., jms.Connection]]:
-    """Create connections. At the end, threads that still wait are released, and the
-    connections are closed."""
+    """Return a function that creates connections. At the end, waiting threads are
+    released, and the connections are closed."""
     made: list[jms.Connection] = []
 
     def make(to: ScriptedBroker, **options: Any) -> jms.Connection:
@@ -114,13 +114,13 @@ def connect() -> Iterator[Callable[..., jms.Connection]]:
 def session(
     broker: ScriptedBroker, connect: Callable[..., jms.Connection]
 ) -> jms.Session:
-    """A session on the ``broker``."""
+    """A session on the fixture `broker`."""
     return connect(broker).create_session()
 
 
 @pytest.fixture
 def producer(session: jms.Session) -> jms.MessageProducer:
-    """A producer of the ``session``, bound to a queue."""
+    """A producer of the fixture `session`, bound to a queue."""
     return session.create_producer(DESTINATION)
 
 
@@ -133,6 +133,5 @@ def watchdog() -> Iterator[None]:
 
 
 def ours() -> set[threading.Thread]:
-    """Return the threads of `django_txmsg.jms`. Threads of other tests may start and
-    end meanwhile."""
+    """Return the threads of `django_txmsg.jms`, without the threads of other tests."""
     return {one for one in threading.enumerate() if one.name.startswith("jms-")}

@@ -1,7 +1,7 @@
-"""A socket server with one fault, for tests of the transport.
+"""A socket server with one fault, for tests of the client's transport.
 
-These tests need a peer that hangs up, stops reading or never answers. The peer need not
-speak STOMP, as the scripted broker does.
+The tests need a server that closes the connection, stops reading or never answers.
+Unlike the scripted broker, it need not implement STOMP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONNECTED = b"CONNECTED\nversion:1.2\nserver:plain/1\nheart-beat:0,0\n\n\x00"
 
 
 class Client:
-    """One accepted connection. ``over`` is set at the end of the test."""
+    """One accepted connection of a client. `over` is set at the end of the test."""
 
     def __init__(self, sock: socket.socket, over: threading.Event) -> None:
         self.sock = sock
@@ -29,7 +29,8 @@ class Client:
         self.sock.sendall(CONNECTED)
 
     def receipt_everything(self) -> None:
-        """Answer each frame that asks for a receipt, until the client disconnects."""
+        """Send a RECEIPT for each frame that requests one, until the client
+        disconnects."""
         rest = b""
         while piece := self.sock.recv(65_536):
             *frames, rest = (rest + piece).split(b"\x00")
@@ -51,7 +52,7 @@ class Client:
 def plain_server(
     serve: Callable[[Client], object], *, tls: bool = False
 ) -> Iterator[tuple[str, int]]:
-    """Serve each connection in its own thread, until the block ends."""
+    """Call `serve` for each connection in its own thread, until the block ends."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(TLS / "server.pem")
     over = threading.Event()

@@ -1,4 +1,5 @@
-"""R1: both API styles accept a completion listener, and there is a future too."""
+"""Both styles of the API accept a completion listener. In addition, a send can return a
+future."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connecting, staying alive, failing, ending."""
+"""Connections: how they are opened, kept alive, lost and closed."""
 
 from __future__ import annotations
 

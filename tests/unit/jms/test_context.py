@@ -1,4 +1,4 @@
-"""The context: a connection and one session as one object."""
+"""The context combines a connection and one session in one object."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Delayed sends: by a scheduler, or by messages that expire in a queue without
-consumers."""
+"""Delayed sends, with a broker's scheduler, or with messages that expire in a queue
+without consumers."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_rabbitmq_cannot_delay_what_shall_expire(
     ],
 )
 def test_long_delay_blocks_only_similar_delays(milliseconds: int, queue: str) -> None:
-    """Each power of two has its own queue, so the first message waits at most twice as
-    long as the messages behind it."""
+    """Each power of two has its own queue, so a message waits at most twice as long as
+    its own delay."""
     waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds, transacted=False)
     assert str(waits) == queue
     assert int(headers["expiration"]) == milliseconds

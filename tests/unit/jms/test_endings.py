@@ -1,4 +1,5 @@
-"""How subscriptions, connections and threads end, even if an error occurs meanwhile."""
+"""Subscriptions, connections and threads end cleanly, even if an error occurs
+meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A URL gives addresses and options, or a helpful error."""
+"""A connection URL gives addresses and options, or an error that helps."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_encrypted_key_prompts_for_no_password(tmp_path: Path) -> None:
 def test_a_host_with_several_addresses_has_one_timeout_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each address listens with a full queue, so that connecting takes long."""
+    """Connecting takes long, because the backlog of each address is full."""
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         port = full.getsockname()[1]

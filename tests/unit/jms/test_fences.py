@@ -1,6 +1,7 @@
-"""Faults of stomp.py 9 that our transport does not have. For each fault, one test shows
-it in stomp.py itself, so that our workaround can be removed when stomp.py is mended. If
-a test `test_stomp_py_...` fails, stomp.py has improved.
+"""Faults of stomp.py 9 that our transport does not have.
+
+For each fault, a test `test_stomp_py_...` shows it in stomp.py itself. If such a test
+fails, stomp.py was repaired, and our workaround can be removed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
 def plain_stomp(
     address: tuple[str, int], *, tls: bool = False, **options: Any
 ) -> Iterator[stomp.Connection12]:
-    """A connection of stomp.py itself; its socket is closed at the end."""
+    """A connection of stomp.py itself. Its socket is closed at the end."""
     link = stomp.Connection12([address], auto_decode=False, **options)
     if tls:
         link.set_ssl([address], ca_certs=CA)

@@ -1,4 +1,5 @@
-"""Encoding and parsing frames: every split, every escape, no injection, no crash."""
+"""Encoding and parsing frames: any split of the data, all escapes, no injection, no
+crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exception at any line, from a signal or a lack of memory, neither loses nor
+"""An exception at any line, because of a signal or missing memory, neither loses nor
 doubles a message."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Interrupt(BaseException):
 def interrupt_in(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool
 ) -> None:
-    """Raise at the next call of a function, before or after its work."""
+    """Let the next call of a function raise Interrupt, before or after its work."""
     function = getattr(owner, name)
     armed = [True]
 

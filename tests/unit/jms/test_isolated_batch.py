@@ -1,5 +1,5 @@
-"""A batch that is sent message by message blames only the message that the broker
-refused."""
+"""If a batch is sent message by message, only the message that the broker refused gets
+the error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from django_txmsg.testing import RABBITMQ, ScriptedBroker
 def test_the_message_after_a_refused_one_does_not_leave_when_the_broker_hangs_up() -> (
     None
 ):
-    """The ERROR arrives first, and the connection ends a moment later."""
+    """The ERROR arrives first, and the connection closes a moment later."""
     with ScriptedBroker(RABBITMQ) as broker:
         broker.on("SEND", nth=2).reject(closes=False)
         broker.on("*", where=lambda _: len(broker.received("SEND")) == 2).cut()

@@ -1,4 +1,4 @@
-"""Messages, bodies and destinations before any broker is involved."""
+"""Messages, bodies and destinations, without a broker."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""R7 and R9: headers set by the client are readable after completion, and not in
-flight."""
+"""Headers that the client sets are readable after completion, but not while the message
+is in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R3: callbacks come in the order of the sends; the window limits the messages in
+"""Callbacks come in the order of the sends. The window limits the messages in
 flight."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""R5: a callback cannot wait for itself; everything else is allowed."""
+"""A callback cannot wait for itself. Everything else is allowed in a callback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Connect = Callable[..., jms.Connection]
 
 
 class Trier:
-    """Calls something in its callback, and keeps the raised exception."""
+    """A listener whose callback calls a function, and keeps the exception that it
+    raises."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
@@ -106,9 +107,9 @@ def test_the_application_thread_may_close_while_a_callback_runs(
 def test_a_callback_that_waits_for_the_thread_that_waits_for_it_is_named(
     broker: ScriptedBroker, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in Jakarta Messaging, a callback waits for itself if it lets another thread
-    close, and waits for that thread. A warning names both threads and the callback's
-    position."""
+    """The callback waits for a thread, and that thread closes the session, which waits
+    for the callback. As in Jakarta Messaging, this does not end. A warning names both
+    threads and the callback's position."""
     session = connect(broker, close_timeout="0.2").create_session()
     handed_on = threading.Thread(target=session.close, name="closer", daemon=True)
     over = threading.Event()

@@ -1,7 +1,7 @@
-"""Exactly one callback for each accepted send, in any order of events.
+"""Each accepted send has exactly one callback, in any order of events.
 
-Hypothesis chooses the order of sends, receipts, errors, time-outs, losses and closes;
-the scripted broker and the real client execute it.
+Hypothesis chooses the order of sends, receipts, errors, time-outs, lost connections and
+closes. The scripted broker and the real client execute it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def play(
 
 
 class Counted(Pending):
-    """A pending frame that counts its notifications."""
+    """A pending frame that counts how often it is settled."""
 
     __slots__ = ("told",)
 
@@ -207,7 +207,7 @@ TRANSACTED_FATES = st.sampled_from(["ok", "ok", "ok", "hold", "reject", "drop"])
 
 
 class Chain(Listener):
-    """A listener whose callback sends one more message, once."""
+    """A listener whose callback sends one more message, but only once."""
 
     def __init__(self, send: Callable[[Listener], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""R6: policies for code in which a listener is not allowed, and for forks."""
+"""Policies for code that may not use a listener, and for forks."""
 
 from __future__ import annotations
 

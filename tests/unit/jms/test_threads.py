@@ -1,5 +1,5 @@
-"""R8: the threads of callbacks: one callback at a time, no lock held, a limited number
-of threads."""
+"""The threads that call callbacks. Their number is limited, they call one callback at a
+time, and they do so without a lock."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_close_tells_the_callbacks_itself_when_no_thread_can_be_started_any_more
     connect: Connect,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Python 3.12 and later refuse new threads while the interpreter ends."""
+    """Python 3.12 and later start no new threads while the interpreter exits."""
     connection, listener = connect(broker), Listener()
     producer = connection.create_session().create_producer(DESTINATION)
     start = threading.Thread.start

@@ -1,4 +1,5 @@
-"""Transacted sessions: committed, rolled back or in doubt, and never confused."""
+"""Transacted sessions are committed, rolled back or in doubt, and the client knows
+which."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PROFILES = ["classic", "artemis", "rabbitmq"]
 
 
 def commands(broker: ScriptedBroker) -> list[str]:
-    """Return the commands sent after CONNECT, without barriers."""
+    """Return the commands that the client has sent after CONNECT, without those of
+    barriers."""
     return [
         frame.command
         for frame in broker.received("*")
@@ -30,7 +32,7 @@ def commands(broker: ScriptedBroker) -> list[str]:
 
 @pytest.fixture(params=PROFILES)
 def any_broker(request: pytest.FixtureRequest, scripted: Scripted) -> ScriptedBroker:
-    """A scripted broker of each profile."""
+    """A scripted broker, with each profile in turn."""
     return scripted(request.param)
 
 
@@ -221,7 +223,8 @@ def test_a_send_without_receipt_that_failed_rolls_the_transaction_back(
 def test_the_reason_of_a_refused_commit_may_come_after_the_refusal(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
-    """ActiveMQ sends an ERROR without a receipt id from another thread."""
+    """ActiveMQ sends the ERROR with the reason from another thread, without a receipt
+    id."""
     session = connect(broker).create_session(transacted=True)
     producer = session.create_producer(DESTINATION)
     broker.on("COMMIT", nth=1).call_with(
@@ -239,8 +242,7 @@ def test_the_reason_of_a_refused_commit_may_come_after_the_refusal(
 def test_a_refused_commit_ends_the_connection_that_would_keep_its_transaction(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
-    """After a refused commit, ActiveMQ answers an ABORT with "Invalid transaction
-    id"."""
+    """After a refused COMMIT, ActiveMQ answers ABORT with "Invalid transaction id"."""
     session = connect(broker).create_session(transacted=True)
     session.create_producer(DESTINATION).send(jms.Message("1"))
     broker.on("COMMIT", nth=1).reject("marked rollback only")

@@ -1,4 +1,4 @@
-"""R4: close, commit and rollback wait, and let sends end normally."""
+"""close, commit and rollback wait until pending sends have ended normally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting ends: no thread waits for a thread that waits for it."""
+"""No two threads wait for each other, so each wait ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_thread(function: Callable[[], Any]) -> threading.Thread:
 
 
 def fill(producer: jms.MessageProducer, gate: Gate, body: bytes) -> None:
-    """Send until the window is full."""
+    """Send messages until the window of messages in flight is full."""
     for _ in range(50):
         try:
             producer.send_async(jms.Message(body), gate, timeout=0.2)

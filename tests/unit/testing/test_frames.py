@@ -1,4 +1,5 @@
-"""The scripted broker's codec, compared with examples of the specification."""
+"""The scripted broker encodes and decodes frames like the examples in the STOMP
+specification."""
 
 from __future__ import annotations
 

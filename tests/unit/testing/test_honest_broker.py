@@ -1,4 +1,4 @@
-"""Without a script the broker behaves correctly, like the broker of its profile."""
+"""Without a script, the scripted broker behaves like the real broker of its profile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client() -> Iterator[Open]:
 
 
 def each(profile_names: str) -> pytest.MarkDecorator:
-    """Run the test with a broker of each of these profiles."""
+    """Run the test with a scripted broker of each of these profiles."""
     profiles = {"classic": CLASSIC, "artemis": ARTEMIS, "rabbitmq": RABBITMQ}
     chosen = [profiles[name] for name in profile_names.split()]
     ids = profile_names.split()

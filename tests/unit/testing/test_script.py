@@ -1,4 +1,4 @@
-"""Each verb of the script has its effect on a real connection."""
+"""Each verb of a script works on a real connection."""
 
 from __future__ import annotations
 

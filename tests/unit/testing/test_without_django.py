@@ -1,4 +1,4 @@
-"""Projects and processes without Django can use the scripted broker."""
+"""Projects without Django can use the scripted broker."""
 
 from __future__ import annotations
 
