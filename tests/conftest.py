@@ -211,7 +211,7 @@ def destination() -> str:
 
 @pytest.fixture
 def manage() -> Iterator[Callable[..., ManageProcess]]:
-    """Start `manage.py` processes that end with the test."""
+    """Return a function that starts `manage.py` processes, which end with the test."""
     with ExitStack() as stack:
 
         def start(*arguments: str, **options: object) -> ManageProcess:

@@ -1,7 +1,7 @@
 """Rows of every table, for tests of code that reads them.
 
-The rows look as the package would leave them. Tests of storing, relaying and processing
-use the package itself.
+The rows look like those that the package writes. Tests of storing, relaying and
+processing use the package itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from django_txmsg import models
 
 
 def ago(**duration: float) -> dt.datetime:
-    """Return the instant that long before now."""
+    """Return the instant `duration` before now."""
     return timezone.now() - dt.timedelta(**duration)
 
 

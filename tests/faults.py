@@ -1,4 +1,4 @@
-"""Real faults: killed processes and cut connections. And waiting without sleep.
+"""Real faults (killed processes and cut connections), and waiting without sleep.
 
 `manage()` starts `manage.py` commands as processes on the test's database. A test stops
 them with SIGTERM or kills them with SIGKILL. A hook in the process can stop it at the

@@ -1,4 +1,4 @@
-"""Writes a file with the results of a test run, and the versions that it used.
+"""Writes a file with the results of a test run, and the versions that the run used.
 
     pytest -p tests.results --results build/results/unit tests/unit
 
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Collect the results in the main process. Let each pytest-xdist worker report its
-    servers to it."""
+    servers to the main process."""
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(_Worker(config))
     elif config.option.results:

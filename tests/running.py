@@ -93,7 +93,7 @@ class Script:
 def thread_of(
     stage: stages.Stage, stop: threading.Event | None = None, **more: Any
 ) -> StageThread:
-    """Return a thread of the stage that is not started."""
+    """Return a new thread of the stage, without starting it."""
     consume = conf.get().CONSUME
     return StageThread(
         stage,

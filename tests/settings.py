@@ -67,7 +67,7 @@ def sqlite(name: str) -> dict[str, object]:
 def server(url: str) -> dict[str, object]:
     """Return the settings of a database on the server of `url`.
 
-    The name gets the prefix `test_`, because the suite creates and drops it.
+    The name gets the prefix `test_`, because the suite creates and drops the database.
     """
     config: dict[str, object] = environ.Env.db_url_config(url)
     config["NAME"] = f"test_{config['NAME']}"

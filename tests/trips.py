@@ -66,8 +66,8 @@ class Trip(Flow[Order, str], name="acts.trip", within=None):
 
 
 class Shop:
-    """The services that answer the flow. It records their work, and sets their
-    answers."""
+    """The services that answer the flow: their recorded work, and the answers that they
+    give."""
 
     did: ClassVar[list[str]] = []
     by: ClassVar[str] = "first"

@@ -53,7 +53,8 @@ class Play:
             yield
 
     def consume(self, steps: list[str], *, point: str = "", url: str = "") -> Any:
-        """Start a consumer of the stages of `steps`. The consumer stops at `point`."""
+        """Start a consumer of the stages of `steps`. The consumer stops at the step
+        `point`."""
         declared = [
             {
                 "destination": self.stages[step],
@@ -82,7 +83,7 @@ class Play:
         self.workers.append(self.consume([step], point=step, url=url))
 
     def set_up(self, url: str = "") -> None:
-        """Bring a process to each step."""
+        """Start a process for each step, and wait until it has stopped there."""
         for step in self.stages:
             self.bring_to(step, url)
         for worker, step in zip(self.workers, self.stages, strict=True):

@@ -41,7 +41,7 @@ def stand(step: str) -> None:
 
 
 def consumer() -> None:
-    """Declare the stages, and stop the consumer at CRASH_POINT."""
+    """Declare the stages, and stop the consumer at the step CRASH_POINT."""
     for one in json.loads(os.environ["CRASH_STAGES"]):
         next_destination = one.pop("next")
         stages.stage(**one)(_handler(one["transaction"], one["name"], next_destination))
@@ -55,7 +55,7 @@ def consumer() -> None:
 
 
 def relays() -> None:
-    """Stop the relay at CRASH_POINT."""
+    """Stop the relay at the step CRASH_POINT."""
     before(relay.Lane, "_claim", "before the claim")
     after(relay.Lane, "_claim", "claimed")
     before(Settlement, "settle", "sent")
@@ -79,7 +79,7 @@ def relays() -> None:
 
 
 def before(owner: Any, name: str, step: str) -> None:
-    """Stop at `step`, before `owner.name` is called."""
+    """Stop the process at `step`, before it calls the function `name` of `owner`."""
     real: Callable[..., Any] = getattr(owner, name)
 
     def standing(*given: Any, **named: Any) -> Any:
@@ -90,7 +90,7 @@ def before(owner: Any, name: str, step: str) -> None:
 
 
 def after(owner: Any, name: str, step: str) -> None:
-    """Stop at `step`, after `owner.name` has returned."""
+    """Stop the process at `step`, after the function `name` of `owner` has returned."""
     real: Callable[..., Any] = getattr(owner, name)
 
     def standing(*given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`make demo`: it shows every step, ends, and leaves no process behind."""
+"""`make demo` shows every step, ends, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[Start]:
-    """Start the program on a database file of the test."""
+    """Return a function that starts the demo program with a new database file."""
     started: list[subprocess.Popen[str]] = []
 
     def start(database: Path = tmp_path / "demo.sqlite3") -> subprocess.Popen[str]:

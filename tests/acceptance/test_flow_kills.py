@@ -1,4 +1,5 @@
-"""Flows of four steps over three services, whose processes are killed throughout.
+"""Flows of four steps over three services. The services' processes are killed
+throughout.
 
 Each flow is answered once. Each failed flow is undone once, newest step first. No run
 and no undo stays open.

@@ -47,7 +47,7 @@ def disk() -> Iterator[services.SmallDisk]:
 
 
 def on_postgresql(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
-    """Move the tables to the small disk. The server's log stays on another disk,
+    """Move the tables to the small disk. The write-ahead log stays on another disk,
     because without space for it the server would stop, which is another fault."""
     place = disk.path / "tablespace"
     place.mkdir()

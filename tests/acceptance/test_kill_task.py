@@ -1,4 +1,4 @@
-"""A process killed in the middle of a task: the task is delivered again, and takes
+"""A process is killed in the middle of a task. The task is delivered again, and takes
 effect once."""
 
 from __future__ import annotations

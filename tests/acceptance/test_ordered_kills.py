@@ -1,5 +1,5 @@
 """Relays, consumers, brokers and the database are killed, or unavailable for a while.
-Each message is processed once, and the messages of each key in order."""
+Each message is processed once. The messages of each key are processed in order."""
 
 from __future__ import annotations
 

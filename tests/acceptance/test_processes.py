@@ -106,7 +106,7 @@ def children(parent: ManageProcess) -> dict[int, psutil.Process]:
 
 def working(count: int, kind: str = "consumer") -> set[int]:
     """Wait until exactly `count` processes have sent a heartbeat, and return their
-    ids."""
+    process ids."""
 
     def found() -> set[int]:
         pids = set(Worker.objects.filter(kind=kind).values_list("pid", flat=True))

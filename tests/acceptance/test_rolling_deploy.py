@@ -111,8 +111,8 @@ def test_old_and_new_workers_side_by_side_and_back(
 
 
 def test_two_services_deploy_when_they_like(manage: Manage, destination: str) -> None:
-    """The sender is ahead of the receiver, by a compatible version and by an
-    incompatible one; then the receiver is ahead of the sender."""
+    """First the sender is newer than the receiver, by a compatible version and by an
+    incompatible one. Then the receiver is newer."""
     deployment = Deployment(manage, destination)
     receiver = deployment.start("first", service="receiver")
     deployment.send(First("1", 1), Second("2", 2, "USD"))

@@ -24,7 +24,7 @@ NOON = dt.datetime(2026, 6, 1, 12, tzinfo=dt.timezone.utc)
 
 
 class Clock:
-    """A clock that began at noon and runs fast, the same in every process."""
+    """A fast clock that starts at noon. It shows the same time in every process."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -35,7 +35,7 @@ class Clock:
 
 
 class Hurried(threading.Event):
-    """An event whose waits are shortened like the minutes of the clock."""
+    """An event whose wait() uses the faked clock."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for `timeout` seconds of the faked clock."""

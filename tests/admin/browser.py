@@ -1,4 +1,4 @@
-"""Debian's Chromium, driven by Selenium: a page as a person sees it."""
+"""Debian's Chromium, driven by Selenium, so that tests see a page as a person does."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Browser:
 
 @contextmanager
 def browser(base: str) -> Iterator[Browser]:
-    """Start Chromium, and end it."""
+    """Start Chromium, and stop it at the end."""
     options = webdriver.ChromeOptions()
     options.binary_location = _program("chromium") or ""
     for argument in (

@@ -48,7 +48,7 @@ def somebody(db: None) -> Callable[..., Client]:
 
 @pytest.fixture
 def declared() -> Iterator[Callable[..., None]]:
-    """Declare stages for as long as the test runs."""
+    """Return a function that declares stages until the end of the test."""
     names: list[str] = []
 
     def declare(*wanted: str) -> None:

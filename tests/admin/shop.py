@@ -1,4 +1,5 @@
-"""The rows of a shop's day, in every table, so that pages show something."""
+"""The rows that a shop stores in a day, in every table, so that pages show
+something."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def tenants(settings: Any) -> None:
 
 
 def letters(number: int = 40) -> None:
-    """Store dead letters of 13 keys, 7 flows and 3 tenants, some without any."""
+    """Store dead letters with 13 keys, 7 flows and 3 tenants. Some have no key, no flow
+    or no tenant."""
     for n in range(number):
         headers = {} if n % 8 == 0 else {wire.KEY: f"key-{n % 13}"}
         if n % 5:

@@ -17,7 +17,7 @@ URL = "/admin/django_txmsg/deadletter/"
 
 @pytest.fixture
 def letters(db: None) -> None:
-    """Dead letters, some of them for each filter."""
+    """Dead letters, of which each filter finds some."""
     factories.DeadLetterFactory.create_batch(4)
     factories.DeadLetterFactory.create_batch(3, discarded=True)
     factories.DeadLetterFactory.create_batch(2, redelivered=True)

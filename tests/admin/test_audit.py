@@ -118,7 +118,7 @@ def test_the_audit_is_filtered_by_operator_deed_and_date(
 
 
 def test_every_deed_is_recorded_somewhere() -> None:
-    """Without code that records it, a deed would be a choice of the filter that finds
+    """A deed that no code records would be a choice of the filter that finds
     nothing."""
     package = Path(django_txmsg.__file__).parent
     named = {

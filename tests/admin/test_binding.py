@@ -1,5 +1,5 @@
-"""A confirmed action does exactly what the confirmation showed, and nothing without an
-audit entry."""
+"""A confirmed action changes exactly the rows that the confirmation showed. It changes
+nothing if it cannot be logged."""
 
 from __future__ import annotations
 

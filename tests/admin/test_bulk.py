@@ -1,4 +1,4 @@
-"""The page of a bulk operation, and its list."""
+"""The page of a bulk operation, and the list of all bulk operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Running bulk operations: exactly once despite kills; limited, paused, cancelled."""
+"""Bulk operations handle each message exactly once, even if workers are killed. They
+can be limited, paused and cancelled."""
 
 from __future__ import annotations
 

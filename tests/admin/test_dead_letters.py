@@ -20,7 +20,7 @@ URL = "/admin/django_txmsg/deadletter/"
 
 
 def found(client: Client, **query: str) -> set[int]:
-    """Return the dead letters that the list shows."""
+    """Return the ids of the dead letters that the list shows."""
     response = client.get(URL, query)
     assert response.status_code == 200
     return {row.pk for row in response.context["cl"].result_list}

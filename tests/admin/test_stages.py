@@ -17,7 +17,7 @@ URL = "/admin/django_txmsg/stagestate/"
 
 @pytest.fixture
 def declared() -> Iterator[str]:
-    """A stage that this project declares."""
+    """Declare a stage, and return its name."""
     stages.stage("admin.tests", name="admin.tests")(lambda message: None)
     yield "admin.tests"
     stages.unregister("admin.tests")

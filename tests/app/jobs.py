@@ -147,7 +147,7 @@ def ask_again() -> None:
 
 @task
 def die_once(text: str, marker: str) -> str:
-    """Kill its own process in the middle of the work, the first time."""
+    """Kill this task's process in the middle of its work, but only the first time."""
     Effect.objects.create(name=text)
     if not os.path.exists(marker):
         with open(marker, "w") as file:

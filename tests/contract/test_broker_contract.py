@@ -46,7 +46,8 @@ class TestTheEmbeddedBroker(BrokerSuite):
 
     @contextmanager
     def held_elsewhere(self, destination: str) -> Iterator[None]:
-        """Hold messages in a process that has the settings of the tests' database."""
+        """Receive messages in another process, which does not acknowledge them. It has
+        the settings of the tests' database."""
         code = f"from tests.contract.holder import hold; hold({self.url!r}, "
         consumer = self.manage("shell", "-c", f"{code}{destination!r})")
         consumer.wait_for_line("holds 2")
@@ -70,7 +71,7 @@ class OnServer(BrokerSuite):
 @pytest.mark.parametrize("server", BROKERS)
 class TestServers(OnServer):
     def refused(self, destination: str) -> Outgoing | None:
-        """Return a message that RabbitMQ refuses, because this header must be a
+        """Return a message that RabbitMQ refuses, because its header CC must be a
         list."""
         if isinstance(self.server, ActiveMQ):
             return None

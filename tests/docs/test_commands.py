@@ -1,4 +1,4 @@
-"""Commands that a page shows exist, with the options that it shows."""
+"""Each command on a page exists, and has the options that the page shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The function that keeps each promise is where the page says, and is short."""
+"""The page on guarantees names a function for each promise. The function exists there,
+and is short."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Each how-to page works as a project: its blocks, in order, with nothing overridden.
+"""The blocks of each how-to page work as a project, in their order, with nothing
+overridden.
 
-So the tests combine features as a user does, and find what goes wrong between them.
+So the tests combine features like a user, and find faults between features.
 """
 
 from __future__ import annotations

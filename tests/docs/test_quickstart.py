@@ -1,5 +1,5 @@
-"""README and quickstart, executed literally with only the wheel installed, print what
-they show, and succeed."""
+"""The commands of README and quickstart succeed, and print what the pages show. They
+run as shown, with only the wheel installed."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_quickstart_prints_what_it_shows(fresh_python: Path, tmp_path: Path) -> 
 def test_the_page_on_installation_works_as_typed(
     fresh_python: Path, tmp_path: Path
 ) -> None:
-    """The page is followed in a project that exists already."""
+    """The test follows the page in a project that already exists."""
     page, run = ROOT / "docs" / "how-to" / "install.md", "python manage.py txmsg run"
     Project(tmp_path).follow(page)
     with Typist(tmp_path, fresh_python.parent) as typist:

@@ -191,8 +191,7 @@ def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
 def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
     rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
 ) -> None:
-    """The send returns the error as the message's outcome. The relay once crashed
-    here."""
+    """The send returns the error as the message's outcome, and raises nothing."""
     session = opened(rabbitmq_amqp.url())
     assert session.send([Outgoing(destination, {}, b"1")]) == [None]
     rabbitmq.close_all_connections()

@@ -1,5 +1,5 @@
-"""A batch runs in one transaction. A failing message fails alone, and the others'
-messages are sent together."""
+"""A batch runs in one transaction. A failing message fails alone. The messages that the
+others send are dispatched together."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 @pytest.mark.postgresql
 def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
-    """The attempt is counted in one transaction, and the stage's work is another. Both
-    take one round trip."""
+    """The attempt is counted in one transaction, and the stage's work is another. One
+    round trip counts the attempt and begins the work."""
     statements: list[str] = []
 
     def note(execute: Any, sql: str, *rest: Any) -> Any:

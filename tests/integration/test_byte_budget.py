@@ -174,8 +174,8 @@ def test_the_sessions_of_a_process_hold_one_large_body_and_small_ones_go_on(
 def test_a_body_above_the_limit_is_claimed_although_there_are_always_others(
     sessions: Callable[[], DatabaseSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With three sessions, a body of 400 bytes is large. Two of them fit at the same
-    time."""
+    """With three sessions, a body of 400 bytes counts as large, and two such bodies may
+    be claimed at the same time."""
     first, second, third = sessions(), sessions(), sessions()
     queue(400, 400, 5000, 400)
     one, other = first.receive(0), second.receive(0)
@@ -215,8 +215,8 @@ def test_a_batch_holds_no_more_than_the_share_of_its_session(
 
 @pytest.mark.postgresql
 def test_a_large_message_that_another_lane_looks_at_is_not_left_behind() -> None:
-    """Another lane tries to claim the message, may not, and locks its row for a moment.
-    Meanwhile SKIP LOCKED hides the row from the lane that may claim it."""
+    """Another lane may not claim the message, but locks its row for a moment when it
+    tries. Meanwhile SKIP LOCKED hides the row from the lane that may claim it."""
     store(5000)
     budget, looks = Budget(8), iter([True])
 

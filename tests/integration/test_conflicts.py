@@ -59,7 +59,8 @@ def test_contention_buries_no_message(batch: int) -> None:
 
 
 def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
-    """A trigger raises a conflict at each repetition. The stage must stop to repeat."""
+    """A trigger raises a conflict at each repetition. After some repetitions, the
+    attempt must fail."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:
@@ -106,9 +107,9 @@ def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
 
 
 def test_recording_a_failure_is_repeated_after_a_conflict() -> None:
-    """At the isolation level set in OPTIONS, this statement can conflict. It is
-    repeated, so the handler does not run again, and the parked message does not wait
-    for the end of its lease."""
+    """At the isolation level in OPTIONS, the statement that records the failure can
+    conflict. It is repeated, so the handler does not run again, and the parked message
+    does not wait for the end of its lease."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

@@ -1,5 +1,4 @@
-"""Which messages are sent right after a commit, and which ones are left to the
-relay."""
+"""Some messages are sent right after a commit, and others are left to the relay."""
 
 from __future__ import annotations
 
@@ -241,7 +240,7 @@ def test_a_child_of_multiprocessing_that_ends_at_once_dispatches_first() -> None
 
 @pytest.mark.postgresql
 def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
-    """All connections were terminated, and no relay runs that could send the
+    """All database connections were terminated, and no relay runs that could send the
     message."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         send()

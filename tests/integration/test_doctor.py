@@ -1,4 +1,5 @@
-"""`txmsg doctor` tests an installation; `txmsg init` prints what it lacks."""
+"""`txmsg doctor` tests an installation. `txmsg init` prints what the installation
+lacks."""
 
 from __future__ import annotations
 

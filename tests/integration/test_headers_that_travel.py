@@ -1,5 +1,6 @@
-"""Headers of other versions, brokers and senders: which of them a handler sees, and
-which are sent on with a handler's or the package's own messages."""
+"""Headers of other versions, brokers and senders. The tests check which of them a
+handler sees, and which ones are copied to messages that the handler or the package
+sends."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def test_a_returned_copy_drops_the_brokers_headers() -> None:
     "trace", ["", "x" * 70_000, "00-zz-b7-01", f"{TRACE}\n", TRACE.upper()]
 )
 def test_inherited_foreign_headers_fit_their_columns(trace: str) -> None:
-    """A correlation id is cut, and an invalid trace context is not inherited."""
+    """A correlation id that is too long is cut off, and an invalid trace context is not
+    inherited."""
     long = "ü" * 3000
 
     def handler(message: Message) -> None:

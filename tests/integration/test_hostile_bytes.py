@@ -1,9 +1,8 @@
 """Each foreign message is processed, or becomes a dead letter with its bytes. Consumers
 continue, and no message is left in the queue.
 
-The messages combine random faults of headers and bodies. The test prints the random
-seed. They are sent over AMQP, by a raw STOMP client, and as rows of the embedded
-broker.
+The messages combine random faults of headers and bodies. They are sent over AMQP, by a
+raw STOMP client, and as rows of the embedded broker. The test prints its random seed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""An AMQP client can put messages on a RabbitMQ queue that STOMP cannot carry. The
-broker passes them on unchanged. They become dead letters, and later messages are
-processed."""
+"""An AMQP client can send messages that STOMP cannot carry. RabbitMQ passes them on
+unchanged. They become dead letters, and later messages are processed."""
 
 from __future__ import annotations
 

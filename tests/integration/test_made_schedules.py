@@ -32,7 +32,8 @@ URL = "/admin/django_txmsg/schedule/"
 
 @pytest.fixture(autouse=True)
 def _nothing_leaves_by_itself(impatient: None) -> None:
-    """Store messages without a dispatcher's thread, which would outlive its test."""
+    """No thread dispatches messages after commits, because it would outlive its
+    test."""
 
 
 @pytest.fixture

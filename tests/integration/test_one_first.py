@@ -1,4 +1,5 @@
-"""Redelivering one message first, so that an unrepaired cause costs few attempts."""
+"""A bulk operation redelivers one message first. If its cause was not repaired, this
+costs few attempts."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def bury(stage: Stage, count: int, **more: Any) -> list[DeadLetter]:
 
 
 def work(stage: Stage, operation: BulkOperation, rounds: int = 60) -> list[int]:
-    """Execute a batch of the operation and then the stage, in turn. Return the sizes of
+    """Execute a batch of the operation, then the stage, and repeat. Return the sizes of
     the batches."""
     sizes = []
     for _ in range(rounds):

@@ -75,8 +75,8 @@ def held_up() -> bool:
 
 
 def first_of_three(destination: str) -> InboxMessage:
-    """Deliver the messages of a key without the first, for which the others wait.
-    Return the row of the second message."""
+    """Deliver all messages of a key except the first, so that they are blocked. Return
+    the row of the second message."""
     send_chain(destination, [0, 1, 2, 3])
     deliver(destination, *taken(destination)[1:])
     with declared(effect, destination, ordered="block") as stage:

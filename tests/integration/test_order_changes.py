@@ -1,5 +1,5 @@
 """The order of keys while something changes: a stage is renamed, transactions commit
-late, a worker has a key, or foreign senders set order headers."""
+late, another worker has locked a key, or foreign senders set order headers."""
 
 from __future__ import annotations
 

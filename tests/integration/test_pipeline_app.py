@@ -1,5 +1,5 @@
-"""The pipeline's app can be added and removed without losing messages. And migrations
-wait for running workers."""
+"""The pipeline's app can be added and removed without losing messages. Migrations that
+would break live workers are refused."""
 
 from __future__ import annotations
 

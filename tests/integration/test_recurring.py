@@ -33,7 +33,8 @@ MINUTE = dt.timedelta(minutes=1)
 
 @pytest.fixture(autouse=True)
 def _nothing_leaves_by_itself(impatient: None) -> None:
-    """Store messages without a dispatcher's thread, which would outlive its test."""
+    """No thread dispatches messages after commits, because it would outlive its
+    test."""
 
 
 class Clock:

@@ -134,7 +134,7 @@ def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
 
 @how
 def test_each_of_many_runs_as_often_as_its_policy_says(mode: Any) -> None:
-    """Of many messages, each gets exactly the attempts that its policy allows."""
+    """Each of many messages gets exactly the attempts that its policy allows."""
     runs: Counter[int] = Counter()
 
     def handler(message: Message) -> None:

@@ -481,8 +481,8 @@ def test_refusals_are_logged_at_most_once_a_second(
 
 
 def insert_by_hand(message: Message) -> None:
-    """Insert a row through a cursor. If this fails, Django does not notice, as it would
-    with the ORM."""
+    """Insert a row through a cursor. Django notices a failure of the ORM, but not a
+    failure of this statement."""
     with connection.cursor() as cursor:
         cursor.execute(
             f"INSERT INTO {Effect._meta.db_table} (name, message_id)"

@@ -211,7 +211,7 @@ def test_a_lease_that_ran_out_is_taken_by_another() -> None:
 def test_a_database_outage_between_claim_and_settle(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relay waits and continues. It sends the rows that it could not settle
+    """The relay waits and continues. If it could not settle a row, it sends the row
     again."""
     real, left = getattr(OutboxManager, method), [3]
 

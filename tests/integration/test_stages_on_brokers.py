@@ -247,7 +247,7 @@ def test_client_ids_in_mode_outbox_have_one_effect(
 def test_refused_password_is_retried_with_pauses(
     destination: str, proxy: Proxy, server: StompServer
 ) -> None:
-    """Of many threads, one logs in at a time, and the pauses in between grow."""
+    """Only one of many threads logs in at a time. The pauses in between grow."""
     url = server.url(port=proxy.port, password="wrong")
     with (
         txmsg(BROKERS={"default": {"URL": url}}),

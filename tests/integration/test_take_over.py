@@ -1,4 +1,4 @@
-"""A project migrates from django-outbox-pattern: rows, senders and receivers."""
+"""A project migrates its rows, senders and receivers from django-outbox-pattern."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
 
 @pytest.mark.postgresql
 def test_a_zone_of_the_alias_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The alias has another time zone, with days of 23 and 25 hours. The test covers
+    """The alias has a TIME_ZONE in which some days have 23 or 25 hours. The test covers
     the statement that stores one message, and the one that stores many."""
     given = connections.databases["default"]
     monkeypatch.setitem(

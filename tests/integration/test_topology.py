@@ -166,7 +166,8 @@ def test_a_live_process_keeps_its_subscription_in_another_database() -> None:
 def test_a_live_process_keeps_its_subscription_at_a_server(
     kind: str, request: pytest.FixtureRequest, destination: str
 ) -> None:
-    """RabbitMQ would delete the queue from which a process receives over STOMP."""
+    """Otherwise RabbitMQ would delete the queue, although a live process consumes it
+    over STOMP."""
     topic, subscriber = f"topic:{destination}", f"tests.{destination}"
     server = request.getfixturevalue(kind)
     with txmsg(BROKERS={"default": {"URL": server.url()}}):

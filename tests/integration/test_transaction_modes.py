@@ -1,4 +1,4 @@
-"""Each transaction mode of a stage, step by step. And messages that are sent outside of
+"""The transaction modes of a stage, step by step, and messages that are sent outside of
 stages."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""At most one pending message has a unique key, even if several transactions request
-the key at the same time."""
+"""At most one pending message has a given unique key, even if several transactions
+request the key at the same time."""
 
 from __future__ import annotations
 

@@ -355,8 +355,8 @@ def test_behind_a_pooler_a_warning_is_logged_and_all_threads_poll(
 def test_a_listener_that_received_nothing_once_tries_again_soon(
     pooled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The notification that proves the connection may only be late, on a slow
-    machine."""
+    """On a slow machine, the notification that tests the connection may only be late.
+    So the listener tries again."""
     with txmsg(LISTEN_DATABASE=pooled), listener.listening({"default"}):
         wait_until(lambda: "no notification arrived" in caplog.text)
         connections.databases[pooled]["PORT"] = connection.settings_dict["PORT"]

@@ -1,4 +1,4 @@
-"""A certificate authority for `stomp+ssl://`, created anew for each test run."""
+"""A certificate authority for `stomp+ssl://`, which exists as long as the test run."""
 
 from __future__ import annotations
 

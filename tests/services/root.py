@@ -34,8 +34,8 @@ class Root:
         return _roots() / self.name
 
     def find(self, *patterns: str) -> Path | None:
-        """Return the path of a program, relative to the root. If several paths match
-        the first pattern that matches, return the newest version."""
+        """Return the path of a program, as seen inside the root. If a pattern matches
+        several versions, return the newest one."""
         for pattern in patterns:
             found = sorted(self.folder.glob(pattern.lstrip("/")), key=_version)
             if found:

@@ -242,9 +242,9 @@ def free_port() -> int:
 def _ports() -> Iterator[int]:
     """Yield free ports, each once, from blocks that this process reserves.
 
-    The process reserves a block by binding its first port until it ends. The blocks are
-    below the ports that the kernel assigns to clients. Otherwise a client that retries
-    a dead port could connect to itself.
+    To reserve a block, the process keeps the block's first port bound until it ends.
+    The blocks are below the ports that the kernel assigns to clients. Otherwise a
+    client that retries a dead port could connect to itself.
     """
     blocks = random.SystemRandom()  # the tests' own seed may be that of another run
     while True:

@@ -43,8 +43,8 @@ analyzes = since_pyspark(4, 1, 2)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignore two warnings of earlier PySpark releases. They leave sockets open after
-    collecting rows, and use time zones that pandas deprecates."""
+    """Ignore warnings that earlier PySpark releases cause. These releases leave sockets
+    open after collecting rows, and use time zones that pandas deprecates."""
     if installed() < (4, 2):
         os.environ.setdefault("PYARROW_IGNORE_TIMEZONE", "1")
         config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")

@@ -40,7 +40,7 @@ class Telling(Webhook):
 
 
 def follow(one: dict[str, Any]) -> None:
-    """Follow until the step is reached for the nth time."""
+    """Follow one log until its step is reached for the `nth` time."""
     source = SourceSpec(one["service"], one["url"])
     left = one.get("nth", 1)
 

@@ -231,8 +231,8 @@ def restored(lake: LakeSpec, backup: Path) -> None:
 
 
 def spoil_counted(lake: LakeSpec) -> int:
-    """Overwrite the rows of the files whose footers are counted, and return their
-    number."""
+    """Overwrite the rows of the files whose footers are counted, and return the number
+    of these rows."""
     found = files_of(lake)
     for path, rows in found.items():
         if rows:
@@ -365,7 +365,7 @@ def test_a_footer_of_too_many_lines_is_left_out(
 
 
 def test_lines_are_summed_up_while_a_file_is_written() -> None:
-    """If each message has its own destination, like an answer, the footer would have as
+    """If each message had its own destination, like an answer, the footer would have as
     many lines as the file has rows."""
     counted, before = tally.Tallying(), pa.total_allocated_bytes()
     for number in range(20):

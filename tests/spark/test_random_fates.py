@@ -105,8 +105,8 @@ class Services:
                 step(self.stages[name], times)
 
     def lose(self, queue: str, *messages: Message) -> None:
-        """Delete these messages from a queue, as if the broker had lost them. Without
-        messages, delete all."""
+        """Delete these messages from a queue, as if the broker had lost them. If no
+        messages are given, delete all."""
         ids = {str(one.id) for one in messages}
         for row in QueueMessage.objects.filter(queue=queue):
             if not ids or row.headers["txmsg-id"] in ids:

@@ -1,5 +1,5 @@
 """`replay --from dead_letters` requests a bulk operation, which redelivers dead letters
-like the app."""
+in the same way as the app."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Secret(BaseModel):
 
 
 class Written(BaseModel):
-    """A field that has a serializer of the user."""
+    """A field with a serializer that the user has written."""
 
     name: str
 

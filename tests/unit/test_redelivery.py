@@ -1,4 +1,4 @@
-"""decide() is a pure function, so Hypothesis tests it with any inputs."""
+"""decide() is a pure function, so Hypothesis tests it with random inputs."""
 
 from __future__ import annotations
 

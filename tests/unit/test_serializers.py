@@ -1,5 +1,5 @@
-"""Bodies become bytes and bodies again. A value that cannot be converted raises an
-error of the package."""
+"""Bodies are encoded to bytes and decoded again. A value that cannot be converted
+raises an error of the package."""
 
 from __future__ import annotations
 

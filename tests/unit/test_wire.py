@@ -37,8 +37,8 @@ def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
 def test_what_a_stage_sends_begins_with_the_instant_of_its_cause(
     other: uuid.UUID, at: int, version: int
 ) -> None:
-    """Random ids would each change another page of the index, in a table of millions of
-    rows."""
+    """In a table of millions of rows, random ids would each change another page of the
+    index."""
     behind = other.int & ((1 << 76) - 1)
     cause = uuid.UUID(int=at << 80 | version << 76 | behind)
     sent = wire.derived_id("shop", cause, "orders", 0)

@@ -1,4 +1,5 @@
-"""One control message for many requests: shared, renewed, and not settled too early."""
+"""Many requests share one control message. It is replaced in time, and not settled too
+early."""
 
 from __future__ import annotations
 
@@ -368,7 +369,8 @@ def test_session_with_metadata_has_its_own_control_message(
 
 
 def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
-    """A session inserts many rows with COPY, under the same lock."""
+    """A session inserts many rows with COPY. It takes the same lock of its control
+    group."""
     store()
     with outbox_session():
         for number in range(20):

@@ -1,4 +1,5 @@
-"""The receiver of control messages: nothing blocks it, and a stop ends it."""
+"""Nothing blocks the receiver of control messages, and it ends when the process
+stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Web processes killed at every step of a request. A consumer runs, but no relay.
+"""Web processes are killed at every step of a request. A consumer runs, but no relay.
 
 A committed message arrives and has its effects once. A message that was not committed
 never arrives.
@@ -55,7 +55,7 @@ def txmsg(request: pytest.FixtureRequest, destination: str) -> dict[str, Any]:
 
 @pytest.fixture
 def serve(txmsg: dict[str, Any], tmp_path: Path) -> Iterator[Callable[..., WebServer]]:
-    """Start web servers that end with the test."""
+    """Return a function that starts web servers, which end with the test."""
     servers: list[WebServer] = []
 
     def start(hook: str | None = None, **options: Any) -> WebServer:
@@ -73,7 +73,8 @@ def serve(txmsg: dict[str, Any], tmp_path: Path) -> Iterator[Callable[..., WebSe
 def consume(
     manage: Start, txmsg: dict[str, Any], tmp_path: Path
 ) -> Callable[..., ManageProcess]:
-    """Start a consumer of the orders' messages and of the control destination."""
+    """Return a function that starts a consumer of the orders' messages and of the
+    control destination."""
 
     def start(hook: str | None = None) -> ManageProcess:
         process = manage(

@@ -1,8 +1,8 @@
 """Web processes are killed at random under load, and no relay runs. No message is lost
 or doubled.
 
-The tests use PostgreSQL and ActiveMQ. `make test` sends a sample of the requests, and
-`make soak` all 2,000.
+The tests use PostgreSQL and ActiveMQ. `make test` sends 200 requests, and `make soak`
+sends 2,000.
 """
 
 from __future__ import annotations

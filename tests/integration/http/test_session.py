@@ -1,4 +1,5 @@
-"""outbox_session() gives code without a request the same transaction and session."""
+"""outbox_session() gives code without a request a transaction and a session like those
+of a request."""
 
 from __future__ import annotations
 

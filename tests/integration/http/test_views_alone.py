@@ -1,5 +1,5 @@
-"""An exception of a view rolls back, even if outer code turns it into a response. And
-the cost of views that use no database."""
+"""An exception of a view rolls back its transaction, even if outer code turns it into a
+response. The tests also check what a view costs that uses no database."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def others_have_written(more_than: int, seconds: float) -> None:
 
 
 def inner(request: HttpRequest) -> HttpResponse:
-    """Run the view's work in an `atomic()` block."""
+    """Place two orders, each in its own `atomic()` block. The first block is rolled
+    back."""
     with contextlib.suppress(RuntimeError), transaction.atomic():
         place("lost")
         raise RuntimeError

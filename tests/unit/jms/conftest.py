@@ -57,7 +57,7 @@ class Listener:
 
 
 class Gate(Listener):
-    """A listener whose callbacks wait until the test opens it."""
+    """A listener whose callbacks wait until the test opens this gate."""
 
     def __init__(self) -> None:
         super().__init__()
