@@ -393,8 +393,8 @@ def throttled(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def looks_again(world: World, command: str) -> Iterator[None]:
-    """Stop during the pause before a control message is checked again. Its session does
-    not commit."""
+    """Stop during the pause before a control message is checked again. The message's
+    session does not commit."""
     world.dispatch(1)
     control = ControlMessage(
         id=str(new_id()), session_id=new_id(), using="default", oracle="delay"

@@ -1,5 +1,5 @@
-"""This release beside the next one. It works on tables that the next release has
-extended, and with messages whose headers only the next release knows."""
+"""This release works beside the next one: on tables that the next release has extended,
+and with messages whose headers only the next release knows."""
 
 from __future__ import annotations
 

@@ -328,7 +328,8 @@ def test_activemq_lets_later_receipts_overtake_those_of_a_full_queue(
 def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """So a client must not commit before it has every receipt of the transaction."""
+    """The receipt of COMMIT does not cover that SEND. A client must wait for every
+    receipt of the transaction before it commits."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -465,7 +466,7 @@ def test_rabbitmq_sends_receipts_in_order_over_one_queue(
 def test_rabbitmq_makes_a_queue_exclusive_for_a_send_that_says_persistent_false(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """That is why our client sends volatile messages without this header."""
+    """Our client sends volatile messages without the header `persistent`."""
     name, first, second = queue(), client(rabbitmq), client(rabbitmq)
     send(first, name, b"x", receipt="declared")
     read_to(first, "declared")

@@ -208,7 +208,8 @@ def test_messages_stored_in_a_savepoint_that_rolls_back_do_not_leave() -> None:
 
 
 def test_a_re_executed_stage_sends_the_same_ids() -> None:
-    """So the next inbox drops the messages that the second execution sends."""
+    """The next inbox recognizes the messages of the second execution as duplicates, and
+    drops them."""
     sent: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:

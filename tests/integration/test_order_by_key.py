@@ -85,8 +85,8 @@ def test_a_leased_message_holds_back_its_key() -> None:
 
 
 def test_rows_of_other_brokers_and_services_are_not_held_back() -> None:
-    """Rows of other brokers and services have the same key. They do not count among the
-    rows that block it."""
+    """Rows of other brokers and services may have the same key. They do not block the
+    rows of this broker and service."""
     with transaction.atomic():
         for broker in ("apart", "apart", "default", "default"):
             send_message("tests.q", None, key="a", broker=broker)

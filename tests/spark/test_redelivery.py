@@ -120,7 +120,7 @@ def test_replay_skips_letters_processed_meanwhile(spark: Any, spec: JobSpec) -> 
 def test_replaying_thousands_of_letters_is_one_operation(
     spark: Any, spec: JobSpec
 ) -> None:
-    """So all dead letters have one rate, one pause and one audit entry."""
+    """All dead letters of a replay have one rate, one pause and one audit entry."""
     number = 6_000
     DeadLetter.objects.bulk_create(
         make.DeadLetterFactory.build(destination="orders.other", stage="")

@@ -153,7 +153,7 @@ def raw(rule: str) -> bool:
 
 
 def claimed() -> bool:
-    """Return whether a relay would claim the only row."""
+    """Claim the only row like a relay, and return whether that was possible."""
     token = uuid.uuid4()
     rows = OutboxMessage.objects.claim(
         broker="default", token=token, lease=60, limit=10

@@ -111,8 +111,8 @@ STEPS = ["keyed", "pass", "regret", "send"]
 
 
 class Groups(RuleBasedStateMachine):
-    """Hypothesis lets long and short requests, a receiver and the clock act in any
-    order."""
+    """The state machine. Hypothesis lets long and short requests, a receiver and the
+    clock act in any order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -206,7 +206,7 @@ def test_many_at_once_have_one_effect() -> None:
 
 
 def by_api_key(request: HttpRequest) -> str | None:
-    """Return the caller of a request."""
+    """Return the caller of a request: its X-Api-Key header."""
     return request.headers.get("X-Api-Key")
 
 
