@@ -501,7 +501,8 @@ def test_a_mute_ends_by_itself(admin_client: Client) -> None:
 
 
 def check_overdue(what: str, gauge: str, *, state: str) -> None:
-    """Check that every report shows the place `what` as overdue."""
+    """Check that every report shows one thing as overdue, and that its name is
+    `what`."""
     picture = status.read()
     found = [str(one) for one in alarms.of(picture) if one.kind == "overdue"]
     facts, code = told()

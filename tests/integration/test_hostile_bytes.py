@@ -137,8 +137,8 @@ def by_stomp(
 def by_stomp_beside(server: ByAmqp, queue: str, draw: Draw) -> bytes | None:
     """Send one random message over STOMP to a queue that is consumed over AMQP.
 
-    The names of its headers are at most 255 bytes long. RabbitMQ accepts longer names
-    over STOMP, but then closes the connection of the AMQP consumer.
+    Its header names and values are at most 255 bytes long. RabbitMQ accepts longer
+    names over STOMP, but then closes the connection of the AMQP consumer.
     """
     return by_stomp(server.node, queue, draw, longest=255)
 

@@ -1,5 +1,5 @@
-"""The threads that call callbacks. Their number is limited, they call one callback at a
-time, and they do so without a lock."""
+"""The threads that call callbacks. Their number is limited. They call one callback of a
+session at a time, and without a lock."""
 
 from __future__ import annotations
 
