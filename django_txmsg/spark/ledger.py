@@ -35,9 +35,7 @@ Row = tuple[int, str]
 
 def whose(rows: pa.RecordBatch) -> list[str]:
     """Return the message of each row and, if the table has stages, the stage."""
-    messages: list[str] = rows.column(
-        rows.schema.get_field_index("message_id")
-    ).to_pylist()
+    messages: list[str] = rows.column("message_id").to_pylist()
     if (place := rows.schema.get_field_index("stage")) < 0:
         return messages
     stages = rows.column(place).to_pylist()
@@ -183,7 +181,7 @@ class Ledger:
         row by row. Returns the number of deleted rows, and the rows that differ from
         their copies. If a row no longer exists in the database, it is only in the lake.
         A row with the same id but another message or stage is not part of the batch."""
-        ids = archived.column(archived.schema.get_field_index("id")).to_pylist()
+        ids = archived.column("id").to_pylist()
         messages = whose(archived)
         if self.spec.vendor == "sqlite":
             return self._settle_sqlite(ids, messages, hashes, columns)
@@ -225,7 +223,7 @@ class Ledger:
             different: list[Row] = []
             for part in read_rows(self.connection.raw, self.table, columns, within):
                 for row, message, found in zip(
-                    part.column(part.schema.get_field_index("id")).to_pylist(),
+                    part.column("id").to_pylist(),
                     whose(part),
                     row_hashes(part, columns),
                     strict=True,

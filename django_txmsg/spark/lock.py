@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from .connection import Connection, connect_plain
@@ -87,8 +87,7 @@ def _alone(
 def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
     """Hold the lock that shows `PipelineRun.interrupted` that a run is still
     running."""
-    connection = connect_plain(spec)
-    try:
+    with closing(connect_plain(spec)) as connection:
         if spec.vendor == "postgresql":
             key = f"django_txmsg/run/{run_id}"
             connection.rows("SELECT pg_advisory_lock(hashtextextended(%s, 0))", key)
@@ -104,5 +103,3 @@ def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
                 yield
             finally:
                 lock.unlink(missing_ok=True)
-    finally:
-        connection.close()

@@ -67,7 +67,7 @@ def _records(batch: pa.RecordBatch, columns: Sequence[Column]) -> Any:
     pieces: list[pa.Array] = []
     fixed = [_repeat(struct.pack(">i", len(columns)), rows)]
     for column in columns:
-        values = batch.column(batch.schema.get_field_index(column.name))
+        values = batch.column(column.name)
         type_id, width = _TYPE_ID[column.kind], _WIDTH.get(column.kind)
         if values.null_count == rows:
             fixed.append(_repeat(struct.pack(">ii", type_id, -1), rows))

@@ -133,8 +133,7 @@ def _finished(spec: JobSpec, run: Run) -> Iterator[None]:
 
 
 def _insert(source: SourceSpec, run: Run, lake: str) -> None:
-    connection = connect_plain(source)
-    try:
+    with closing(connect_plain(source)) as connection:
         connection.execute(
             f"INSERT INTO {_RUNS} (id, job, service, state, run_by, lake, options,"
             " rows, counts, error, started_at)"
@@ -147,8 +146,6 @@ def _insert(source: SourceSpec, run: Run, lake: str) -> None:
             json.dumps(run.options, default=str),
             connection.given(run.started_at),
         )
-    finally:
-        connection.close()
 
 
 def _take(source: SourceSpec, run: Run, lake: str) -> None:
@@ -207,8 +204,7 @@ def _finish(source: SourceSpec, run: Run) -> None:
 def _note(
     source: SourceSpec, run: Run, state: str, finished_at: dt.datetime | None
 ) -> None:
-    connection = connect_plain(source)
-    try:
+    with closing(connect_plain(source)) as connection:
         connection.execute(
             f"UPDATE {_RUNS} SET state = %s, rows = %s, counts = %s, error = %s,"
             " finished_at = %s WHERE id = %s",
@@ -219,8 +215,6 @@ def _note(
             connection.given(finished_at),
             connection.given(uuid.UUID(run.id)),
         )
-    finally:
-        connection.close()
 
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:

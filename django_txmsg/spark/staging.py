@@ -13,6 +13,7 @@ import json
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,26 +110,21 @@ class Staging:
 
     def stage(self, task: str, batches: Iterable[pa.RecordBatch]) -> Brought:
         """Stage one task attempt's rows, in a transaction."""
-        connection = connect_plain(self.spec)
         ids = 0
 
         def summed() -> Iterator[pa.RecordBatch]:
             nonlocal ids
             for batch in batches:
-                place = batch.schema.get_field_index("message_id")
-                for one in batch.column(place).to_pylist():
+                for one in batch.column("message_id").to_pylist():
                     ids += uuid.UUID(one).int
                 yield batch
 
-        try:
-            with connection.transaction():
-                if self.spec.vendor == "postgresql":
-                    rows = self._copy(connection, task, summed())
-                else:
-                    rows = self._insert(connection.raw, task, summed())
-            return Brought(task, rows, ids % 2**128)
-        finally:
-            connection.close()
+        with closing(connect_plain(self.spec)) as connection, connection.transaction():
+            if self.spec.vendor == "postgresql":
+                rows = self._copy(connection, task, summed())
+            else:
+                rows = self._insert(connection.raw, task, summed())
+        return Brought(task, rows, ids % 2**128)
 
     def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> Merged:
         """Store the rows that `tasks` have staged, in one transaction. `rate` messages
@@ -137,39 +133,36 @@ class Staging:
         Raises EnvironmentFault if staged rows are missing, and UsageError if a run of
         this name has stored other messages.
         """
-        connection = connect_plain(self.spec)
         announced = sum(one.rows for one in tasks)
         ids = sum(one.ids for one in tasks) % 2**128
-        try:
-            with connection.transaction():
-                self._drop_void_attempts(connection, [one.task for one in tasks])
-                staged = connection.value(
-                    f"SELECT count(*) FROM {_STAGED} WHERE run = %s", self.run
-                )
-                if staged != announced:
-                    raise EnvironmentFault(
-                        f"Run {self.run}: {announced} messages were announced and "
-                        f"{staged} are staged (did the database restart?). Nothing was "
-                        "stored: run again."
+        with closing(connect_plain(self.spec)) as connection:
+            try:
+                with connection.transaction():
+                    self._drop_void_attempts(connection, [one.task for one in tasks])
+                    staged = connection.value(
+                        f"SELECT count(*) FROM {_STAGED} WHERE run = %s", self.run
                     )
-                fresh = remember(connection, self.run, announced, f"{ids:032x}")
-                stored = self._store(connection, rate) if fresh else 0
-                self.clear(connection)
-            return Merged(announced, stored)
-        except UsageError:
-            self.clear()
-            raise
-        finally:
-            connection.close()
+                    if staged != announced:
+                        raise EnvironmentFault(
+                            f"Run {self.run}: {announced} messages were announced and "
+                            f"{staged} are staged (did the database restart?). Nothing "
+                            "was stored: run again."
+                        )
+                    fresh = remember(connection, self.run, announced, f"{ids:032x}")
+                    stored = self._store(connection, rate) if fresh else 0
+                    self._clear(connection)
+            except UsageError:
+                self._clear(connection)
+                raise
+        return Merged(announced, stored)
 
-    def clear(self, connection: Connection | None = None) -> None:
+    def clear(self) -> None:
         """Remove the run's staged rows."""
-        opened = connection or connect_plain(self.spec)
-        try:
-            opened.execute(f"DELETE FROM {_STAGED} WHERE run = %s", self.run)
-        finally:
-            if connection is None:
-                opened.close()
+        with closing(connect_plain(self.spec)) as connection:
+            self._clear(connection)
+
+    def _clear(self, connection: Connection) -> None:
+        connection.execute(f"DELETE FROM {_STAGED} WHERE run = %s", self.run)
 
     def _copy(
         self, connection: Connection, task: str, batches: Iterable[pa.RecordBatch]
@@ -193,7 +186,7 @@ class Staging:
         count = batch.num_rows
         arrays = [pa.repeat(self.run, count), pa.repeat(task, count)]
         for name in _NAMES:
-            values = batch.column(batch.schema.get_field_index(name))
+            values = batch.column(name)
             if name == "body":
                 values = pa.array(
                     [f"\\x{body.hex()}" for body in values.to_pylist()], pa.string()
@@ -284,22 +277,18 @@ def ask_to_redeliver(
     if wrong := dead_letters.wrong_rate(rate or None):
         raise UsageError(wrong)
     ids = sum(uuid.UUID(message).int for _, message in letters) % 2**128
-    connection = connect_plain(spec)
-    try:
-        with connection.transaction():
-            if not remember(connection, name, len(letters), f"{ids:032x}"):
-                return None
-            numbers = sorted(number for number, _ in letters)
-            sql, values = dead_letters.bulk_operation(
-                spec.vendor,
-                kind="redeliver",
-                filters={"ids": numbers},
-                total=len(numbers),
-                up_to=numbers[-1],
-                by=f"pipeline: {name}",
-                why=why,
-                rate=rate or None,
-            )
-            return int(connection.value(sql, *values))
-    finally:
-        connection.close()
+    with closing(connect_plain(spec)) as connection, connection.transaction():
+        if not remember(connection, name, len(letters), f"{ids:032x}"):
+            return None
+        numbers = sorted(number for number, _ in letters)
+        sql, values = dead_letters.bulk_operation(
+            spec.vendor,
+            kind="redeliver",
+            filters={"ids": numbers},
+            total=len(numbers),
+            up_to=numbers[-1],
+            by=f"pipeline: {name}",
+            why=why,
+            rate=rate or None,
+        )
+        return int(connection.value(sql, *values))

@@ -3,6 +3,7 @@ contains."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import uuid
 
@@ -146,6 +147,14 @@ def test_the_same_row_has_the_same_checksum_on_both_databases(make_log) -> None:
         hashes += [one for batch in read for one in row_hashes(batch, columns)]
 
     assert hashes[0] == hashes[1]
+
+
+def test_a_batch_without_a_column_has_no_checksum() -> None:
+    """Arrow would take the last column for an absent one."""
+    batch = pa.RecordBatch.from_pylist([{"body": b"x"}])
+
+    with pytest.raises(KeyError, match="payload"):
+        row_hashes(batch, [dataclasses.replace(OUTBOX.column("body"), name="payload")])
 
 
 @pytest.mark.parametrize("column", [c.name for c in OUTBOX.columns])

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
@@ -466,13 +466,10 @@ def waiting(
 ) -> tuple[int, Held]:
     """Return how many rows an archive would move, and which rows wait for a
     transaction. For the dry run."""
-    ledger = Ledger(source, table)
-    try:
+    with closing(Ledger(source, table)) as ledger:
         now, horizon = ledger.clock()
         cutoff = now - older_than
         return ledger.waiting(cutoff, horizon), ledger.held(cutoff, horizon)
-    finally:
-        ledger.close()
 
 
 def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:

@@ -496,7 +496,7 @@ class EraseTask:
         """Return for each row whether it belongs to a message to erase."""
         wanted = pa.array(self.ids, pa.string())
         names = _IDS.get(self.name, _ID)
-        columns = [batch.column(batch.schema.get_field_index(one)) for one in names]
+        columns = [batch.column(one) for one in names]
         return reduce(pc.or_, [pc.is_in(one, wanted) for one in columns])
 
     def _checksum(self, batch: pa.RecordBatch) -> int:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,26 +231,23 @@ class Follower:
     def _spell(self) -> None:
         """Follow until stopped, or until the database does not answer. This is one
         recorded run."""
-        connection = connect_plain(self.source)
-        try:
-            with (
-                following(connection, self.source),
-                recorded(self.spec, "follow", self.recorded_options) as run,
-            ):
-                self.run, self._waiting = run, False
-                self._database_back()
-                if self.options.reconcile_every and not self.options.once:
-                    self._lost(connection)
-                while True:
-                    self._round(connection, run)
-                    pause = self.options.every.total_seconds()
-                    if self.store.tries:
-                        pause = min(pause, self.store.pause)
-                    if self.options.once or self.stop.wait(pause):
-                        return
-                    connection.value("SELECT 1")  # holds our lock
-        finally:
-            connection.close()
+        with (
+            closing(connect_plain(self.source)) as connection,
+            following(connection, self.source),
+            recorded(self.spec, "follow", self.recorded_options) as run,
+        ):
+            self.run, self._waiting = run, False
+            self._database_back()
+            if self.options.reconcile_every and not self.options.once:
+                self._lost(connection)
+            while True:
+                self._round(connection, run)
+                pause = self.options.every.total_seconds()
+                if self.store.tries:
+                    pause = min(pause, self.store.pause)
+                if self.options.once or self.stop.wait(pause):
+                    return
+                connection.value("SELECT 1")  # holds our lock
 
     def _database_back(self) -> None:
         self.database.over()
@@ -506,12 +504,9 @@ def _would(spec: JobSpec, options: FollowOptions) -> Outcome:
         outcome.lines.append(f"{name}: {rows:,} rows would move.")
         if held.rows:
             outcome.lines.append(f"{name}: {held.rows:,} rows wait for {held.whom}.")
-    connection = connect_plain(source)
-    try:
+    with closing(connect_plain(source)) as connection:
         lag = alerts.lag(connection, source)
         dead = alerts.dead_letters(connection, source, options.window)
-    finally:
-        connection.close()
     outcome.facts |= {"lag": lag, "dead_letters": dead}
     outcome.lines += [
         f"The oldest message has been due for {lag:,.0f} s.",

@@ -369,10 +369,10 @@ class StageTask:
 
 
 def _insist_on_bodies(batch: pa.RecordBatch) -> pa.RecordBatch:
-    body = batch.column(batch.schema.get_field_index("body"))
+    body = batch.column("body")
     if body.null_count:
         place = body.is_null().index(True).as_py()
-        message = batch.column(batch.schema.get_field_index("message_id"))[place]
+        message = batch.column("message_id")[place]
         raise UsageError(
             f"The lake has no body of message {message} and others: it was archived "
             "with KEEP_BODIES off. Nothing was stored."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -129,18 +129,14 @@ class WholeLog:
     def _marks(self, source: SourceSpec) -> dict[tuple[str, str, str], int]:
         """Read the marks. Call this before taking the snapshot, so that the snapshot
         has no rows of the batches settled by then."""
-        connection = connect_plain(source)
-        try:
+        with closing(connect_plain(source)) as connection, suppress(EnvironmentFault):
             return {
                 (source.service, table, mark.lake_id): mark.purged_through
                 for table in TABLES
                 for mark in Marks(connection, table).read()
             }
-        except EnvironmentFault:
-            # A role that may only read the log: rows are then compared.
-            return {}
-        finally:
-            connection.close()
+        # A role that may only read the log: rows are then compared.
+        return {}
 
     def release(self) -> None:
         """Release the databases' snapshots. Frames that `read()` has returned stay

@@ -180,7 +180,7 @@ def kept_rows(
     if not bodies:
         yield _cast(batch, there), there
         return
-    missing = pc.is_null(batch.column(batch.schema.get_field_index(bodies[0].name)))
+    missing = pc.is_null(batch.column(bodies[0].name))
     without = [one for one in there if one not in bodies]
     for rows, columns in (
         (batch.filter(pc.invert(missing)), there),
@@ -202,7 +202,7 @@ def checksum(batch: pa.RecordBatch, table: Table) -> int:
 
 
 def _of(batch: pa.RecordBatch, after: int, until: int) -> pa.Array:
-    numbers = batch.column(batch.schema.get_field_index("batch_id"))
+    numbers = batch.column("batch_id")
     return pc.and_(pc.greater(numbers, after), pc.less_equal(numbers, until))
 
 
@@ -214,7 +214,7 @@ def _leaving_out(
     batch: pa.RecordBatch, left: set[Row], after: int, until: int
 ) -> pa.RecordBatch:
     rows = zip(
-        batch.column(batch.schema.get_field_index("id")).to_pylist(),
+        batch.column("id").to_pylist(),
         whose(batch),
         strict=True,
     )

@@ -201,7 +201,7 @@ class VerifyTask:
         place = place_of(self.lake)
         sums: dict[int, tuple[int, int]] = {}
         for rows in rows_of(place.files, f"{place.root}/{self.table.name}/{file.path}"):
-            numbers = rows.column(rows.schema.get_field_index("batch_id"))
+            numbers = rows.column("batch_id")
             for batch in pc.unique(numbers).to_pylist():
                 part = rows.filter(pc.equal(numbers, batch))
                 before = sums.get(batch, (0, 0))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,8 @@ class LogStream(DataSourceStreamReader):
         stream could not see."""
         if self.postgres:
             self._insist_on_own_rows()
-        return {"position": "0", "cluster": self._cluster()}
+        with closing(connect_plain(self.spec)) as connection:
+            return {"position": "0", "cluster": self._cluster(connection)}
 
     def partitions(
         self, start: dict[str, Any], end: dict[str, Any]
@@ -127,8 +129,7 @@ class LogStream(DataSourceStreamReader):
 
     def end(self) -> dict[str, Any]:
         """Return how far the stream may read: never past an open transaction."""
-        connection = connect_plain(self.spec)
-        try:
+        with closing(connect_plain(self.spec)) as connection:
             if self.postgres:
                 position = connection.value(
                     "SELECT pg_snapshot_xmin(pg_current_snapshot())::text"
@@ -137,8 +138,6 @@ class LogStream(DataSourceStreamReader):
                 highest = connection.value(f"SELECT max(id) FROM {self.table.relation}")
                 position = str((highest or 0) + 1)
             return {"position": position, "cluster": self._cluster(connection)}
-        finally:
-            connection.close()
 
     def tell_standstill(self, position: int) -> None:
         """Check from time to time whether rows wait for an open transaction. Raises
@@ -148,8 +147,7 @@ class LogStream(DataSourceStreamReader):
         self._looked = time.monotonic()
         if position != self._stood_at:
             self._stood_at, self._stood_since = position, self._looked
-        connection = connect_plain(self.spec)
-        try:
+        with closing(connect_plain(self.spec)) as connection:
             following = connection.value(
                 "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
             )
@@ -158,8 +156,6 @@ class LogStream(DataSourceStreamReader):
                 f" WHERE {self._between(position, following)}"
             )
             waiting = held(connection, rows)
-        finally:
-            connection.close()
         if not waiting.rows:
             return
         what = (
@@ -184,13 +180,10 @@ class LogStream(DataSourceStreamReader):
         these ids."""
         name = f"({self.position}::text::bigint)"
         foreign = f"{name} >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
-        connection = connect_plain(self.spec)
-        try:
+        with closing(connect_plain(self.spec)) as connection:
             rows = connection.value(
                 f"SELECT count(*) FROM {self.table.relation} WHERE {foreign}"
             )
-        finally:
-            connection.close()
         if rows:
             raise EnvironmentFault(
                 f"{rows:,} rows of {self.table.name} carry ids of transactions that "
@@ -199,31 +192,23 @@ class LogStream(DataSourceStreamReader):
                 f"{self.table.relation} SET {self.position} = NULL WHERE {foreign};"
             )
 
-    def _cluster(self, connection: Connection | None = None) -> str:
+    def _cluster(self, connection: Connection) -> str:
         if not self.postgres:
             return "sqlite"
-        opened = connection or connect_plain(self.spec)
-        try:
-            identity = opened.value("SELECT system_identifier FROM pg_control_system()")
-            return str(identity)
-        finally:
-            if connection is None:
-                opened.close()
+        identity = connection.value("SELECT system_identifier FROM pg_control_system()")
+        return str(identity)
 
     def after(self, first: int, last: int, rows: int) -> int:
         """Return the end of a range of whole transactions. The range has at most `rows`
         rows, unless its first transaction alone has more."""
         name = "created_xid::text::bigint" if self.postgres else "id"
         name = name.replace("created_xid", self.position)
-        connection = connect_plain(self.spec)
-        try:
+        with closing(connect_plain(self.spec)) as connection:
             found = connection.rows(
                 f"SELECT {name} AS p FROM {self.table.relation} t"
                 f" WHERE {self._between(first, last)} ORDER BY 1 LIMIT %s",
                 rows + 1,
             )
-        finally:
-            connection.close()
         if len(found) <= rows:
             return last
         cut: int = found[-1][0]
