@@ -32,7 +32,7 @@ demo: $(FOR_DEMO)
 # ended is said last.
 test: $(FOR_TOX)
 	@rm -rf build/results
-	@$(TOX) run-parallel --parallel 2 -e postgresql,spark43-sample,sqlite,lint; \
+	@$(TOX) run-parallel --parallel 2 -e postgresql,spark43-sample,sqlite; \
 		code=$$?; $(PYTHON) scripts/what_ran.py; exit $$code
 
 test-matrix: $(FOR_TOX)

@@ -240,6 +240,7 @@ def spoil_counted(lake: LakeSpec) -> int:
     return sum(found.values())
 
 
+@pytest.mark.matrix
 def test_topics_messages_are_counted_where_all_listeners_have_them(
     spark, make_log, lake: LakeSpec, tmp_path: Path
 ) -> None:

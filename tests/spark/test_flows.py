@@ -38,7 +38,7 @@ from tests.trips import begin, trips, waiting
 pytestmark = [committing, pytest.mark.usefixtures("trip")]
 
 FLOWS = (FLOW_STEPS, FLOW_UNDOS, FLOW_RUNS)
-_live, _all = (pytest.param(one, marks=pytest.mark.matrix) for one in ("live", "all"))
+_live = pytest.param("live", marks=pytest.mark.matrix)
 ALL_AT_ONCE = ("--grace", "0s", "--stuck-after", "0s")
 
 
@@ -160,7 +160,8 @@ def test_with_a_lake_pruning_leaves_runs_to_the_archive(spec: JobSpec) -> None:
     assert not Batch.objects.exists()
 
 
-@pytest.mark.parametrize("archived", [_live, "half", _all])
+@pytest.mark.matrix
+@pytest.mark.parametrize("archived", ["live", "half", "all"])
 def test_healthy_runs_have_no_verdict(spark: Any, spec: JobSpec, archived: str) -> None:
     answered("A-1")
     failed("A-2")
