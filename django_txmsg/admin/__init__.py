@@ -1,4 +1,4 @@
-"""The operator's pages in the project's own admin; Django's autodiscover imports this
+"""Pages for operators in the project's Django admin. Django's autodiscover imports this
 package."""
 
 from __future__ import annotations

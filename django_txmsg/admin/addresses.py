@@ -1,4 +1,4 @@
-"""Addresses of pages on the admin site that a request came to.
+"""URLs of pages on the admin site that received the request.
 
 A project may have several admin sites.
 """
@@ -13,11 +13,11 @@ MESSAGE = "admin:django_txmsg_message"
 
 
 def address(request: HttpRequest, page: str, *args: object) -> str:
-    """Return a page's address on the admin site that the request came to."""
+    """Return the URL of a page on the admin site that received the request."""
     here = request.resolver_match.namespace if request.resolver_match else None
     return reverse(page, args=args, current_app=here)
 
 
 def led(request: HttpRequest, page: str, *args: object) -> HttpResponseRedirect:
-    """Redirect to a page of the same admin site."""
+    """Redirect to a page on the admin site that received the request."""
     return HttpResponseRedirect(address(request, page, *args))

@@ -1,4 +1,5 @@
-"""Whom dead letters concern: a page with keys, flows and tenants, and its export."""
+"""The page and the CSV export that show which keys, flows and tenants the selected dead
+letters affect."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ EXPORT = "django_txmsg.export_deadletter"
 
 
 def page(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponseBase:
-    """Show whom the open dead letters of a filter concern (GET), or export them as CSV
-    (POST)."""
+    """Show who is affected by the open dead letters that match a filter (GET), or
+    export these dead letters as CSV (POST)."""
     exports, may_export = request.method == "POST", request.user.has_perm(EXPORT)
     insist(admin.has_view_permission(request) and (may_export or not exports))
     using = router.db_for_write(DeadLetter)

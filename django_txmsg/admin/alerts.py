@@ -1,4 +1,4 @@
-"""The list of alerts that relays have raised and ended, newest first."""
+"""The list of alerts, newest first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import ReadOnlyAdmin
 
 @admin.register(Alert)
 class AlertAdmin(ReadOnlyAdmin):
-    """The list of alerts: what was wrong, from when to when."""
+    """The list of alerts: each with its text, its beginning and its end."""
 
     list_display = ("state", "kind", "text", "began", "ended", "service")
     list_display_links = None
@@ -21,15 +21,15 @@ class AlertAdmin(ReadOnlyAdmin):
 
     @admin.display(description="state")
     def state(self, alert: Alert) -> SafeString:
-        """Firing or resolved."""
+        """The alert's state: "firing" or "resolved"."""
         return display.badge(alert.status)
 
     @admin.display(description="began")
     def began(self, alert: Alert) -> SafeString:
-        """When it was raised."""
+        """When the alert began."""
         return display.ago(alert.since)
 
     @admin.display(description="ended")
     def ended(self, alert: Alert) -> SafeString | str:
-        """When it ended."""
+        """When the alert ended."""
         return "-" if alert.ended_at is None else display.ago(alert.ended_at)

@@ -1,4 +1,4 @@
-"""The list of who did what, from this package's audit and from Django's admin log."""
+"""Records the actions of operators, and lists them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from .filters import AgeFilter, BetweenFilter, PlaceFilter
 
 @contextmanager
 def audited(using: str) -> Iterator[None]:
-    """Begin the transaction of an action and its audit entry. If Django's log is in
-    another database, the log entry commits first, so that no action lacks an entry."""
+    """Begin a transaction for an action and its audit entries. If Django's admin log is
+    in another database, its entry is committed first. So an action never lacks an
+    entry."""
     log = router.db_for_write(LogEntry)
     with transaction.atomic(using=using), transaction.atomic(using=log):
         yield
@@ -36,8 +37,9 @@ def audited(using: str) -> Iterator[None]:
 def audit(
     request: HttpRequest, subject: Model, deed: Deed, text: str, *, count: int = 1
 ) -> None:
-    """Record who did what to a row, in its database. Call it within `audited()`.
-    `count` is how many were shown."""
+    """Record an action on the row `subject`, with its user, in the audit and in
+    Django's admin log. Call it within `audited()`. `count` is the number of rows that
+    the user was shown."""
     user: Any = request.user
     operation = subject if isinstance(subject, BulkOperation) else None
     AuditEntry.objects.db_manager(subject._state.db).record(
@@ -70,21 +72,21 @@ class WhenBetweenFilter(BetweenFilter):
 
 
 class DeedFilter(PlaceFilter):
-    """Filters by what was done."""
+    """Filters by the kind of action."""
 
     title = parameter_name = "deed"
     newest = staticmethod(recent.deeds)
 
 
 class OperatorFilter(PlaceFilter):
-    """Filters by the operator."""
+    """Filters by the operator who acted."""
 
     title, parameter_name = "operator", "by"
     newest = staticmethod(recent.operators)
 
 
 class SourceFilter(admin.SimpleListFilter):
-    """Filters by what the operator used: a page or a command."""
+    """Filters by where the operator acted: on a page or with a command."""
 
     title, parameter_name = "source", "via"
 
@@ -102,7 +104,7 @@ class SourceFilter(admin.SimpleListFilter):
 
 @admin.register(AuditEntry)
 class AuditAdmin(ReadOnlyAdmin):
-    """The list of what operators did, newest first."""
+    """The list of operators' actions, newest first."""
 
     list_display = ("when", "by", "deed", "shown", "done", "what")
     list_display_links = None
@@ -116,28 +118,29 @@ class AuditAdmin(ReadOnlyAdmin):
     get_search_results = admin.ModelAdmin.get_search_results
 
     def get_urls(self) -> list[Any]:
-        """Add the page of the user's own permissions."""
+        """Add the page that shows the user's own permissions."""
         may = partial(permissions.show, self)
         return [self.at("may-i/", may, "may"), *super().get_urls()]
 
     @admin.display(description="when")
     def when(self, entry: AuditEntry) -> SafeString:
-        """When it was done."""
+        """The time of the action."""
         return display.ago(entry.at)
 
     @admin.display(description="what and why")
     def what(self, entry: AuditEntry) -> str:
-        """The description."""
+        """The description of the action, with its reason."""
         return entry.text
 
     @admin.display(description="shown")
     def shown(self, entry: AuditEntry) -> str:
-        """How many the operator was shown."""
+        """The number of rows that the operator was shown."""
         return "-" if entry.count is None else display.exact(entry.count)
 
     @admin.display(description="done")
     def done(self, entry: AuditEntry) -> SafeString | str:
-        """How many are done, and the state of a bulk operation."""
+        """The number of rows that were changed. A bulk operation also shows its
+        state."""
         if entry.done is None:
             return "-"
         state = display.badge(entry.operation.state) if entry.operation else ""

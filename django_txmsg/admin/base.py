@@ -1,5 +1,4 @@
-"""What all lists share: rows cannot be edited, and the search finds complete ids
-only."""
+"""What all lists share. Rows cannot be edited, and a search finds only complete ids."""
 
 from __future__ import annotations
 
@@ -29,17 +28,17 @@ FOUND = 500
 
 
 class MessageList(CappedList):
-    """A list whose rows link to their message's page."""
+    """A list whose rows link to the pages of their messages."""
 
     def url_for_result(self, result: Any) -> str:
-        """Return the page of the row's message, by its id."""
+        """Return the URL of the page of the row's message."""
         site = self.model_admin.admin_site.name
         return reverse(MESSAGE, args=[result.message_id], current_app=site)
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic at run time
-    """The admin adds, edits and deletes no rows, because only the models change
-    states."""
+    """A list in which users cannot add or edit rows. Only the models change a row's
+    state."""
 
     list_per_page = 50
     list_max_show_all = 0
@@ -64,39 +63,39 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Rows of few tables can be deleted here. Pruning deletes rows that are older
-        than the retention."""
+        """Return whether the user may delete rows. This is possible in few lists
+        (`deletes`)."""
         return self.deletes and super().has_delete_permission(request, obj)
 
     def lookup_allowed(
         self, lookup: str, value: Any, request: HttpRequest | None = None
     ) -> bool:
-        """Allow only the list's filters. With any other lookup, a user could guess a
-        masked value, or a body, character by character."""
+        """Allow only the lookups of the list's filters. With any other lookup, a user
+        could guess a masked value or a body, character by character."""
         filters: Any = self.list_filter
         return lookup in {name for one in filters for name in _lookups(one)}
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Search for one complete id, so that an index finds it."""
+        """Search for one complete id. An index finds it."""
         if search_term and self.search_fields:
             queryset = self.found(queryset, search_term)
         return queryset, False
 
     def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
-        """Return the rows with this id."""
+        """Return the rows that the search text finds."""
         raise NotImplementedError
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
-        """Return the list class that shows where counting stopped."""
+        """Return the list class that counts rows only up to a cap."""
         return CappedList
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Set the list's title to what it contains, because nothing is selected to be
-        changed."""
+        """Show the list. Its title is the model's name, because Django's title asks the
+        user to select a row."""
         if any("\x00" in value for value in request.GET.values()):
             query = request.GET.copy()
             for name, values in query.lists():
@@ -109,12 +108,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return answer
 
     def at(self, route: str, view: View, name: str) -> URLPattern:
-        """Return the address of a page of this admin site."""
+        """Return the URL pattern of a page of this admin site."""
         name = f"django_txmsg_{name}"
         return path(route, self.admin_site.admin_view(view), name=name)
 
     def button(self, route: str, view: View, name: str) -> URLPattern:
-        """Return the address of a button, which changes something and takes no GET."""
+        """Return the URL pattern of a button. It accepts only POST, because a button
+        changes something."""
         return self.at(route, require_POST(view), name)
 
     def led_to_list(self, request: HttpRequest) -> HttpResponseRedirect:
@@ -123,7 +123,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return led(request, rows)
 
     def page_context(self, request: HttpRequest, title: str) -> dict[str, Any]:
-        """Return the context that all pages of the console share."""
+        """Return the template context that all our pages share."""
         return {
             **self.admin_site.each_context(request),
             "opts": self.opts,
@@ -133,7 +133,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
 
 
 class RowPageAdmin(ReadOnlyAdmin):
-    """A list whose rows have pages of ours."""
+    """A list in which each row has a page of its own instead of Django's form."""
 
     #: What the user reads where a row does not exist, by default the model's name.
     noun: ClassVar[str] = ""
@@ -145,7 +145,7 @@ class RowPageAdmin(ReadOnlyAdmin):
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
-        """Show a row's page. If there is no such row, tell the user."""
+        """Show a row's page. If the row does not exist, show a warning and the list."""
         insist(self.has_view_permission(request))
         row = self.get_object(request, object_id)
         if row is None:
@@ -155,13 +155,13 @@ class RowPageAdmin(ReadOnlyAdmin):
         return self.row_page(request, row)
 
     def row_page(self, request: HttpRequest, row: Any) -> HttpResponse:
-        """Return the page of a row."""
+        """Return the response with a row's page."""
         raise NotImplementedError
 
 
 class MessageAdmin(RowPageAdmin):
-    """A list of messages. Details are only on the page of a message, where bodies and
-    headers are masked and need permissions."""
+    """A list of messages. Only a message's page shows its body and headers, masked, and
+    only to users with the permission."""
 
     # The first column too: on a phone, the others are off the screen.
     list_display_links: Any = ("state", "message")
@@ -171,7 +171,8 @@ class MessageAdmin(RowPageAdmin):
     found_by: ClassVar[tuple[str, ...]] = ("correlation_id",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Do not load the long columns, except for the name of a task."""
+        """Load neither bodies nor headers. Only the name of a task is read from its
+        headers."""
         rows: QuerySet[Any] = super().get_queryset(request)
         name = KeyTextTransform(wire.TASK, "headers")
         task = When(destination__contains=wire.OF_TASKS, then=name)
@@ -179,7 +180,8 @@ class MessageAdmin(RowPageAdmin):
         return rows
 
     def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
-        """Return the rows with this id."""
+        """Return the rows with this message id, or with this text in a column of
+        `found_by`."""
         return find(rows, text, *self.found_by)
 
     @admin.display(description="message")
@@ -189,34 +191,34 @@ class MessageAdmin(RowPageAdmin):
 
     @admin.display(description="flow")
     def flow(self, row: Any) -> SafeString | str:
-        """The correlation id that the message shares with others."""
+        """The message's correlation id, which all messages of one flow share."""
         if not row.correlation_id:
             return "-"
         return display.mono(display.cut(row.correlation_id, 13), row.correlation_id)
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
-        """Link rows to their message's page."""
+        """Return the list class whose rows link to the pages of their messages."""
         return MessageList
 
     def row_page(self, request: HttpRequest, row: Any) -> HttpResponse:
-        """Redirect to the message's page."""
+        """Redirect to the page of the row's message."""
         return led(request, MESSAGE, row.message_id)
 
 
 def insist(allowed: bool) -> None:
-    """Raise PermissionDenied unless the user is allowed to do this."""
+    """Raise PermissionDenied unless `allowed`."""
     if not allowed:
         raise PermissionDenied
 
 
 def given(request: HttpRequest, field: str = "why") -> str:
-    """Return what the user has entered into a field of a form, by default the
-    reason."""
+    """Return the user's input in a form field (by default the reason), without NUL and
+    surrounding spaces."""
     return plain(request.POST.get(field, "")).strip()
 
 
 def _lookups(of: Any) -> tuple[str, ...]:
-    """Return the parameters of one of a list's filters."""
+    """Return the query parameters of a filter in `list_filter`."""
     if isinstance(of, str):
         return of, f"{of}__exact", f"{of}__isnull"
     if isinstance(of, tuple):  # admin.EmptyFieldListFilter
@@ -225,16 +227,16 @@ def _lookups(of: Any) -> tuple[str, ...]:
 
 
 def plain(text: str) -> str:
-    """Return a user's input without NUL, which PostgreSQL can neither store nor
-    find."""
+    """Return a text without NUL, because PostgreSQL rejects NUL."""
     return text.replace("\x00", "")
 
 
 def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
-    """Return the rows whose message id, or one of these columns, equals the text.
+    """Return the rows whose message id equals the text. If there are none, return the
+    rows in which one of these columns equals the text.
 
-    The matching primary keys are found first, by one query, so that the list's own
-    queries are cheap.
+    One query for each comparison finds the primary keys first. This keeps the list's
+    own queries cheap.
     """
     text = text.strip()
     pks: set[int] = set()

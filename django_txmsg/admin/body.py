@@ -1,4 +1,4 @@
-"""A message's headers and body as an operator sees them: indented, masked and
+"""Headers and body of a message as shown to an operator: indented, masked and
 shortened."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TABLES: dict[str, type[Model]] = {
 
 @dataclass
 class Content:
-    """The shown parts of one stored copy."""
+    """One stored copy of a message, as shown on a page."""
 
     table: str
     pk: int
@@ -51,7 +51,7 @@ class Content:
 
     @property
     def size_text(self) -> str:
-        """The body's size in words."""
+        """The size of the body as text."""
         return display.size(self.size)
 
 
@@ -64,11 +64,11 @@ def read(
     bodies: bool,
     whole: bool = False,
 ) -> Any:
-    """Return the Content of a message's row; None if the row does not exist or has no
-    body.
+    """Return the Content of a message's row. Returns None if the row does not exist or
+    has no body.
 
-    Without `bodies`, only the headers are read. Unless `whole`, the body is shortened.
-    The database shortens it if nothing must be masked.
+    Without `bodies`, only the headers are read. The body is shortened unless `whole` is
+    true. The database shortens it, unless a mask is configured.
     """
     rows: Any = TABLES[table]._default_manager.using(using)
     rows = rows.filter(pk=pk, message_id=message_id)

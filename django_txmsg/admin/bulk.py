@@ -1,5 +1,5 @@
-"""Bulk operations: what was requested, the progress, and buttons to pause and
-cancel."""
+"""Bulk operations: their list, their progress, and the buttons that pause, resume and
+cancel them."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ class BulkAdmin(RowPageAdmin):
     change_list_template = "admin/django_txmsg/bulk_operations.html"
 
     def get_urls(self) -> list[Any]:
-        """Add the addresses of the buttons."""
+        """Add the URLs of the buttons."""
         return [
             self.button(f"<int:pk>/{verb}/", partial(self.move, verb), f"bulk_{verb}")
             for verb in ("pause", "resume", "cancel")
         ] + super().get_urls()
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return whether the user may watch operations. Users who may start an
-        operation may also watch, pause and cancel it."""
+        """Return whether the user may watch bulk operations. Users who may start one
+        may also watch it."""
         user: Any = request.user
         may_start = any(user.has_perm(name) for name in set(PERMISSIONS.values()))
         return may_start or super().has_view_permission(request, obj)
 
     def row_page(self, request: HttpRequest, row: BulkOperation) -> HttpResponse:
-        """Show the progress of an operation; the page reloads itself."""
+        """Show the progress of an operation. The page reloads automatically."""
         operation, using = row, row._state.db or "default"
         handled = operation.done + operation.skipped
         ended = operation.finished_at or timezone.now()
@@ -87,7 +87,7 @@ class BulkAdmin(RowPageAdmin):
         return render(request, "admin/django_txmsg/bulk.html", context)
 
     def move(self, verb: str, request: HttpRequest, pk: int) -> HttpResponse:
-        """Pause, resume or cancel an operation."""
+        """Pause, resume or cancel an operation, as `verb` says."""
         operations = BulkOperation.objects.db_manager(
             router.db_for_write(BulkOperation)
         )
@@ -114,17 +114,17 @@ class BulkAdmin(RowPageAdmin):
 
     @admin.display(description="done")
     def progress(self, operation: BulkOperation) -> str:
-        """The number of handled messages, out of how many."""
+        """The number of processed messages, and the total."""
         return f"{operation.done:,} of {operation.total:,}"
 
     @admin.display(description="filter")
     def filters(self, operation: BulkOperation) -> str:
-        """The filter of the operation."""
+        """The filter that selected the messages."""
         return filter_text(operation.filter)
 
     @admin.display(description="asked for")
     def age(self, operation: BulkOperation) -> SafeString:
-        """How long ago it was requested."""
+        """How long ago the operation was requested."""
         return display.ago(operation.created_at)
 
 
@@ -136,10 +136,10 @@ def start(
     said: Callable[[BulkOperation], str],
     **options: Any,
 ) -> BulkOperation:
-    """Start the operation that a confirmation page has shown, with its rate and reason.
-    `said` returns what the audit says of it.
+    """Start the bulk operation that the user has confirmed, with the rate and the
+    reason from the form. `said` returns the text for the audit.
 
-    Raises TxmsgError, and ValueError if the rate is not a number.
+    Raises TxmsgError. Raises ValueError if the rate is not a number.
     """
     rate, why = given(request, "rate"), given(request)
     with audited(using):
@@ -159,7 +159,7 @@ def start(
 
 
 def filter_text(filters: dict[str, Any]) -> str:
-    """Return a filter in words."""
+    """Return a filter as text for people."""
     if not filters:
         return "all"
     parts = []

@@ -1,9 +1,9 @@
-"""The confirmation before an action on dead letters: how many, how old, where, and the
-consequences.
+"""The page that asks for confirmation before an action on dead letters. It shows their
+number, age and places, and the consequences.
 
-The same page confirms an action on one letter, a selection, a group or all that match.
-Small operations run before the response. Large ones run in the background, and have a
-page with their progress.
+The same page serves one dead letter, a selection, a group, and all that match a filter.
+A small operation is finished before the response. A large one runs in the background
+and has a page with its progress.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restore
 
 
 class ConfirmPages:
-    """The confirmation page (GET), and the start of the operation (POST)."""
+    """The page that asks for confirmation (GET) and starts the operation (POST)."""
 
     def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
 
     def page(self, request: HttpRequest) -> HttpResponse:
-        """Show the confirmation page (GET), or start the operation (POST)."""
+        """Ask for confirmation (GET), or start the operation (POST)."""
         given = request.POST if request.method == "POST" else request.GET
         if given.get("kind") not in BulkKind.values:
             return self._admin.led_to_list(request)
@@ -150,7 +150,7 @@ class ConfirmPages:
 
 
 def read_filter(given: QueryDict) -> dict[str, Any]:
-    """Return the filter in a page's query or form.
+    """Return the filter of dead letters from a query string or form.
 
     Raises ValueError if an id is not a number.
     """
@@ -168,7 +168,7 @@ def read_filter(given: QueryDict) -> dict[str, Any]:
 
 
 def hidden_fields(filters: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a filter as hidden form fields."""
+    """Return the names and values of hidden form fields that contain a filter."""
     return [
         (name, ",".join(map(str, value)) if name == "ids" else str(value))
         for name, value in filters.items()

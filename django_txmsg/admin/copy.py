@@ -1,8 +1,8 @@
-"""Redelivers an edited copy: the user edits headers and body, sees the difference, and
-sends it.
+"""Redelivers an edited copy of a dead letter. The user edits headers and body, sees the
+changes, and sends the copy.
 
-Off unless TXMSG["EDIT_DEAD_LETTERS"]. The copy gets an id of its own. The values that
-identify the original are shown and cannot be changed.
+Off unless TXMSG["EDIT_DEAD_LETTERS"] is true. The copy has its own id. Headers that
+identify the original are shown, but cannot be changed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ LONGEST = 256 * 1024
 
 
 class CopyPages:
-    """The form, the page with the difference, and the sending."""
+    """The form, the page with the changes, and the sending."""
 
     def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
 
     def page(self, request: HttpRequest, pk: int) -> HttpResponse:
-        """Edit (GET), show the difference (POST), send (POST with `send`)."""
+        """Show the form (GET), show the changes (POST), or send the copy (POST with
+        `send`)."""
         user: Any = request.user
         insist(
             conf.get().EDIT_DEAD_LETTERS
@@ -121,7 +122,7 @@ class CopyPages:
 
 
 def unfit(letter: DeadLetter) -> str:
-    """Return why a dead letter cannot be edited here, or ""."""
+    """Return why this dead letter cannot be edited. Returns "" if it can."""
     if letter.resolution != Resolution.OPEN:
         return f"Dead letter {letter.pk} is not open any more: {letter.resolution}."
     if len(letter.body) > LONGEST:
@@ -136,12 +137,12 @@ def unfit(letter: DeadLetter) -> str:
 
 
 def by_lines(text: str) -> str:
-    """Return a text as a browser's text field returns it: lines end with LF."""
+    """Return a text with LF as its only line end."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def line_end(text: str) -> str | None:
-    """Return how the lines of a text end, or None if they end in different ways."""
+    """Return the line end that a text uses. Returns None if it uses several."""
     bare = text.replace("\r\n", "")
     found = {"\r\n": "\r\n" in text, "\r": "\r" in bare, "\n": "\n" in bare}
     ends = [end for end, is_there in found.items() if is_there]
@@ -149,7 +150,8 @@ def line_end(text: str) -> str | None:
 
 
 def body_text(letter: DeadLetter) -> str:
-    """Return the body as text to edit. JSON is indented, if that loses nothing."""
+    """Return the body as text to edit. A body that can be decoded as JSON is
+    indented."""
     raw = bytes(letter.body)
     try:
         decoded = serializers.decode(raw, letter.content_type)
@@ -159,8 +161,8 @@ def body_text(letter: DeadLetter) -> str:
 
 
 def encode(text: str, letter: DeadLetter) -> bytes:
-    """Return the edited text as the body to send. Its lines end as in the original; an
-    unchanged text gives the original bytes."""
+    """Return the edited text as the body to send, with the line ends of the original.
+    An unchanged text returns the original bytes."""
     before = body_text(letter)
     if text == by_lines(before):
         return bytes(letter.body)
@@ -168,13 +170,13 @@ def encode(text: str, letter: DeadLetter) -> bytes:
 
 
 def headers_text(headers: Any) -> str:
-    """Return headers as lines to edit."""
+    """Return headers as text to edit, one header per line."""
     return "\n".join(f"{name}: {value}" for name, value in sorted(headers.items()))
 
 
 def parse_headers(text: str) -> dict[str, str]:
-    """Return the headers in these lines. Raises ValueError for a line that is not a
-    header."""
+    """Return the headers from this text, one per line. Raises ValueError if a line is
+    not a header."""
     headers: dict[str, str] = {}
     for line in text.split("\n"):
         if not line.strip():
@@ -187,7 +189,8 @@ def parse_headers(text: str) -> dict[str, str]:
 
 
 def difference(title: str, before: str, after: str) -> list[tuple[str, str]]:
-    """Return changed lines with their context, each with its kind."""
+    """Return the lines of a diff, each with its kind ("added", "removed", "same",
+    "place"). A title comes first. Returns [] if nothing differs."""
     kinds = {"+": "added", "-": "removed", "@": "place"}
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
     found = [

@@ -1,4 +1,5 @@
-"""Counts with a limit: no list counts a large table to its end."""
+"""Lists that count their rows only up to a cap, because counting a large table is
+slow."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ OLDER = "older"
 
 
 class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
-    """Pages of a list. Rows are counted only up to a limit, the cap."""
+    """The pages of a list. It counts rows only up to CAP."""
 
     @cached_property
     def count(self) -> int:
-        """How many rows there are, or one more than the cap."""
+        """The number of rows, or CAP + 1 if there are more than CAP."""
         # In the list's own order, newest first: the oldest may not be in memory.
         rows: Any = self.object_list
         counted: int = rows[: CAP + 1].values("pk").count()
@@ -34,25 +35,24 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
 
 
 class CappedList(ChangeList):
-    """A list that shows when it has not counted all of its rows.
+    """A list that counts its rows only up to CAP.
 
-    Its pages end at the cap. A link leads to further pages, which begin after the last
-    counted row. The row is found by its id, so the oldest rows cost no more than the
-    newest.
+    The numbered pages end at the cap. A link then leads to the next rows, which have
+    lower ids. An index finds these rows, so the oldest rows load as fast as the newest.
     """
 
     #: The address of the next pages, "" if all rows are on these.
     older = ""
 
     def get_filters_params(self, params: Any = None) -> Any:
-        """Return the parameters of the filters, without the parameter for the beginning
-        of the list."""
+        """Return the filters' query parameters, without the parameter `older`."""
         found = super().get_filters_params(params)
         found.pop(OLDER, None)
         return found
 
     def get_queryset(self, request: HttpRequest, *args: Any, **options: Any) -> Any:
-        """Return the rows below the id in the address."""
+        """Return only rows whose id is lower than the parameter `older`, if it is
+        given."""
         rows = super().get_queryset(request, *args, **options)
         begins = self.params.get(OLDER)
         if begins is None:
@@ -62,21 +62,23 @@ class CappedList(ChangeList):
         return rows.filter(pk__lt=int(begins))
 
     def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
-        """Return the query of an address, without the parameter for the beginning of
-        the list. So if a filter changes, the list begins with the newest row."""
+        """Return a query string for a link. Unless the link goes to another page, it
+        has no parameter `older`. So a changed filter shows the newest rows first."""
         if not new_params or not new_params.keys() & {OLDER, PAGE_VAR}:
             remove = [*(remove or ()), OLDER]
         return super().get_query_string(new_params, remove)
 
     @property
     def newest(self) -> str:
-        """Return the address of the first pages; "" on those pages."""
+        """The query string of the first page. "" if the list shows the newest rows
+        already."""
         if OLDER not in self.params:
             return ""
         return self.get_query_string()
 
     def get_results(self, request: HttpRequest) -> None:
-        """Show the number of results beside the search, if the number is known."""
+        """Set the number of results, and the link to older rows if there are more than
+        CAP."""
         super().get_results(request)
         if self.result_count > CAP:
             self.full_result_count = self.result_count
@@ -87,10 +89,10 @@ class CappedList(ChangeList):
 
 
 def listed(count: int) -> str:
-    """Return the number of rows of a list, or the cap and a plus."""
+    """Return a number of rows as text: "12", or "1,000+" above the cap."""
     return display.capped(count, CAP)
 
 
 def count(rows: QuerySet[Any]) -> int:
-    """Count rows up to the cap."""
+    """Count the rows, at most to CAP + 1."""
     return rows.order_by()[: CAP + 1].values("pk").count()

@@ -1,4 +1,4 @@
-"""Dead letters: grouped by error, as a list, and with links to their actions."""
+"""Dead letters: grouped by error, or as a list, with links to their actions."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ MOST_CHOICES = 100
 
 
 class DeadFilter(CountingFilter):
-    """A filter whose choices show their number of open dead letters. An empty value is
-    one: the relay's letters have no stage."""
+    """A filter whose choices show how many open dead letters they have. The empty value
+    is a choice, too: dead letters of the relay have no stage."""
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the open dead letters of each choice. All filters share one query."""
+        """Yield the choices with their numbers of open dead letters. All filters of a
+        page share one query."""
         counts = open_counts(request, model_admin)[str(self.parameter_name)]
         for value, number in counts.items():
             yield value, f"{value or '(relay)'} ({number})", None
@@ -59,7 +60,7 @@ class DeadFilter(CountingFilter):
 
 
 class StageFilter(DeadFilter):
-    """Filters by the stage that has given up."""
+    """Filters by the stage that gave up the message."""
 
     title = parameter_name = "stage"
 
@@ -71,8 +72,7 @@ class DestinationFilter(DeadFilter):
 
 
 class FingerprintFilter(DeadFilter):
-    """Filters by the error. A choice shows the text of the error's newest dead
-    letter."""
+    """Filters by error. Each choice shows the text of its newest dead letter."""
 
     title = "error"
     parameter_name = "fingerprint"
@@ -80,7 +80,7 @@ class FingerprintFilter(DeadFilter):
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the open dead letters of each error."""
+        """Yield the errors with their numbers of open dead letters."""
         counts = open_counts(request, model_admin)
         letters = model_admin.get_queryset(request).filter(
             pk__in=[counts["newest"][value] for value in counts["fingerprint"]]
@@ -92,27 +92,27 @@ class FingerprintFilter(DeadFilter):
 
 
 class ResolutionFilter(DeadFilter):
-    """Filters by how a dead letter was resolved. By default it shows open ones."""
+    """Filters by resolution, such as open or discarded."""
 
     title = parameter_name = "resolution"
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the dead letters of each resolution."""
+        """Yield the resolutions with their numbers of dead letters."""
         rows = model_admin.get_queryset(request)
         for state in Resolution.values:
             yield state, state, count(rows.filter(resolution=state))
 
 
 class AgainFilter(admin.SimpleListFilter):
-    """Filters for dead letters that died again after a redelivery."""
+    """Filters for dead letters that were redelivered and died again."""
 
     title = "failed again"
     parameter_name = "again"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return the one choice."""
+        """Return the only choice."""
         return [("1", "failed again")]
 
     def queryset(
@@ -146,9 +146,9 @@ FILTERS = (
 
 
 def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, Any]]:
-    """Count the open dead letters by each filtered column, the largest count first, in
-    one query per page. "newest" has the primary key of the latest letter of each
-    fingerprint."""
+    """Count the open dead letters by stage, destination, fingerprint and reason, the
+    largest count first. The filters of a page share the result of one query. "newest"
+    maps each fingerprint to the primary key of its newest dead letter."""
     kept: dict[str, dict[str, Any]] | None = getattr(request, "_txmsg_counts", None)
     if kept is not None:
         return kept
@@ -166,16 +166,17 @@ def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, A
 
 
 class LetterList(MessageList):
-    """A list whose filter can be passed to a bulk operation."""
+    """A list whose filter can become the filter of a bulk operation."""
 
     @cached_property
     def bulk_query(self) -> str:
-        """Return the confirmation page's query for all letters that match."""
+        """The query string of the confirmation page for all dead letters that match the
+        list's filter."""
         return urlencode(bulk_filter(self.params))
 
 
 def _asking(kind: BulkKind, permission: str) -> Any:
-    """Return the action of the list that asks before this bulk operation."""
+    """Return an admin action that asks for confirmation of this bulk operation."""
 
     @admin.action(description=f"{kind.capitalize()}…", permissions=[permission])
     def ask(
@@ -188,7 +189,7 @@ def _asking(kind: BulkKind, permission: str) -> Any:
 
 @admin.register(DeadLetter)
 class DeadLetterAdmin(MessageAdmin):
-    """Messages that were given up. Without a query, the page groups them by error."""
+    """Dead letters. Without a query string, the page groups them by error."""
 
     list_display = (
         "state",
@@ -205,19 +206,19 @@ class DeadLetterAdmin(MessageAdmin):
     change_list_template = "admin/django_txmsg/dead_letters.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[DeadLetter]:
-        """Return the rows without the traceback, which is long."""
+        """Do not load tracebacks, because they are long."""
         return super().get_queryset(request).defer("traceback")
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[MessageList]:
-        """Use the list that knows its bulk operation."""
+        """Return the list class with the query for a bulk operation."""
         return LetterList
 
     def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
-        """Search as the command and bulk operations do."""
+        """Search the same columns as `manage.py dead_letters` and bulk operations."""
         return rows.filter(selection.searched(text))
 
     def get_urls(self) -> list[Any]:
-        """Add the pages of the actions."""
+        """Add the URLs of the actions."""
         confirm, copy, groups = ConfirmPages(self), CopyPages(self), GroupPages(self)
         return [
             self.at("confirm/", confirm.page, "confirm"),
@@ -230,7 +231,7 @@ class DeadLetterAdmin(MessageAdmin):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show groups, or the list if there is a query."""
+        """Show the groups. Show the list if there is a query string."""
         if request.method == "GET" and request.GET.keys() <= {"sort"}:
             return GroupPages(self).page(request)
         more = {"title": "Dead letters", "deeds": deeds(request)}
@@ -251,7 +252,7 @@ class DeadLetterAdmin(MessageAdmin):
     def confirm(
         self, request: HttpRequest, kind: BulkKind, queryset: QuerySet[DeadLetter]
     ) -> HttpResponse:
-        """Ask before a bulk operation on the selection."""
+        """Redirect to the confirmation page for the selected dead letters."""
         if request.POST.get("select_across") == "1":
             # All that match: the filter itself, since their number has no limit.
             query = bulk_filter(request.GET)
@@ -264,14 +265,14 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="state")
     def state(self, letter: DeadLetter) -> SafeString:
-        """Open or resolved, and whether it died again."""
+        """The resolution, and a badge if the message has died more than once."""
         again = display.badge("failed again") if letter.deaths > 1 else ""
         return format_html("{} {}", display.badge(letter.resolution), again)
 
     @admin.display(description="stage")
     def place(self, letter: Any) -> SafeString:
-        """The stage that gave up, and the message's destination, if that is not the
-        stage's destination."""
+        """The stage that gave up the message. The destination is added if its name
+        differs from the stage's name."""
         place = letter.stage
         if letter.stage != letter.destination:
             place = f"{letter.stage or '(relay)'} of {letter.destination}"
@@ -284,7 +285,7 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="age")
     def age(self, letter: DeadLetter) -> SafeString:
-        """How long it has been dead."""
+        """How long ago the dead letter was stored."""
         return display.age(letter.created_at)
 
     @admin.display(description="error")
@@ -294,8 +295,8 @@ class DeadLetterAdmin(MessageAdmin):
 
 
 def deeds(request: HttpRequest) -> list[tuple[str, str]]:
-    """Return the actions that the user may run on all listed dead letters, each with
-    its label."""
+    """Return the bulk actions that the user may run on all dead letters that match the
+    list's filter. Each has its kind and its label."""
     state = request.GET.get("resolution")
     every = "all open" if state is None else "all"
     found = {
@@ -310,9 +311,8 @@ def deeds(request: HttpRequest) -> list[tuple[str, str]]:
 
 
 def bulk_filter(query: Mapping[str, Any]) -> dict[str, str]:
-    """Return a list's query as the filter of a bulk operation. The whole query is used,
-    because an operation with fewer conditions would select more rows than the list
-    shows."""
+    """Return a list's query as the filter of a bulk operation. All conditions are kept:
+    with fewer, the operation would select more rows than the list shows."""
     names = [one.parameter_name for one in FILTERS if one is not DiedFilter]
     found = {name: query[name] for name in names if query.get(name) is not None}
     for name in DiedFilter.BOUNDS:

@@ -1,4 +1,4 @@
-"""Formats counts, ages, states and errors, for all pages.
+"""Formats counts, ages, states and errors for all pages.
 
 Values from messages go through `format_html`, never through `mark_safe`.
 """
@@ -67,19 +67,20 @@ def badge(word: object) -> SafeString:
 
 
 def exact(count: int) -> str:
-    """Return a count that was not capped."""
+    """Return a count with separators: "1,234"."""
     return f"{count:,}"
 
 
 def moment(instant: dt.datetime) -> str:
-    """Return an instant to the millisecond, in the local time zone."""
+    """Return a time with milliseconds, in the local time zone."""
     here = timezone.localtime(instant)
     shown = date_format(here, "Y-m-d H:i:s")
     return f"{shown}.{here.microsecond // 1000:03d} {here.tzname()}"
 
 
 def age(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeString:
-    """Return how long ago an instant was, with the instant itself as the title."""
+    """Return the age of an instant as a `<time>` element: "5 min". Its title is the
+    instant."""
     if instant is None:
         return format_html("{}", "-")
     length = (now or timezone.now()) - instant
@@ -92,7 +93,7 @@ def age(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeStri
 
 
 def ago(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeString:
-    """Return an age in words: "5 min ago"."""
+    """Return the age of an instant with "ago": "5 min ago"."""
     if instant is None:
         return format_html("{}", "never")
     future = instant > (now or timezone.now())
@@ -100,31 +101,31 @@ def ago(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeStri
 
 
 def mono(text: object, title: object = "") -> SafeString:
-    """Return an id in monospace."""
+    """Return a text as monospaced HTML."""
     return format_html('<code class="txmsg-id" title="{}">{}</code>', title, text)
 
 
 def short_id(message_id: Any) -> SafeString:
-    """Return the last characters of a message id. They differ from those of other ids,
-    while ids made in the same minutes begin with the same characters."""
+    """Return the end of a message id. Ids made within minutes of each other have the
+    same beginning, but different ends."""
     text = str(message_id)
     return mono(f"…{text[-12:]}", text)
 
 
 def first_line(text: str) -> str:
-    """Return the first nonempty line, cut to a list's width."""
+    """Return the first nonempty line, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return cut(lines[0]) if lines else ""
 
 
 def last_line(text: str) -> str:
-    """Return the last nonempty line: a traceback's error."""
+    """Return the last nonempty line, shortened. In a traceback, it is the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return cut(lines[-1]) if lines else ""
 
 
 def tried(attempts: str, error: str) -> SafeString:
-    """Return a number of attempts, with the last error below."""
+    """Return a number of attempts, with the last line of the error below."""
     if not error:
         return format_html("{}", attempts)
     return format_html(
@@ -133,13 +134,14 @@ def tried(attempts: str, error: str) -> SafeString:
 
 
 def task(row: Any) -> str:
-    """Return the path of the task in a row; "" if the row is not a task."""
+    """Return the dotted path of the task in a row's headers. Returns "" if the row is
+    not a task."""
     headers = row.headers or {}
     return str(headers.get(wire.TASK, "")) if wire.is_task(row.destination) else ""
 
 
 def named(place: str, task: str | None) -> SafeString:
-    """Return a place, with the task below it if there is one."""
+    """Return a place's name. If the message is a task, the task's name is below."""
     if not task:
         return format_html("{}", place)
     return format_html("{}<br><small>{}</small>", place, cut(task))

@@ -1,4 +1,4 @@
-"""Filters that several lists share, with the number of rows for each choice."""
+"""Filters that several lists share. Their choices show numbers of rows."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from .counting import OLDER, count, listed
 
 
 class CountingFilter(admin.SimpleListFilter):
-    """A filter that shows the number of rows of each choice. It narrows the list to the
-    rows whose column `parameter_name` has the chosen value."""
+    """A filter whose choices show their numbers of rows. It selects the rows whose
+    column `parameter_name` has the chosen value."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
-        """Return the choices, each with the number of rows that it would show."""
+        """Yield the choices, each labelled with its number of rows."""
         for value, label, number in self.counted(request, model_admin):
             yield value, label if number is None else f"{label} ({listed(number)})"
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Return value, label and count of each choice."""
+        """Yield the value, the label and the number of rows of each choice. The number
+        is None if the label already shows it."""
         raise NotImplementedError
 
     def has_output(self) -> bool:
-        """Return True: show the filter even if there is only one choice, because of its
-        count. A filter that is set narrows the list even if its value is not among the
-        choices."""
+        """Return whether the filter is shown. A filter with one choice is shown,
+        because of its count. A filter with a value is shown, even if the value is not a
+        choice."""
         return bool(self.lookup_choices) or self.value() is not None
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -48,8 +49,7 @@ class CountingFilter(admin.SimpleListFilter):
 
 
 class StateFilter(CountingFilter):
-    """Filters by a row's state. Each choice shows its number of rows, counted up to a
-    limit."""
+    """Filters by state. Each choice shows its number of rows, up to a cap."""
 
     title = "state"
     parameter_name = "state"
@@ -60,13 +60,13 @@ class StateFilter(CountingFilter):
 
     @staticmethod
     def conditions() -> dict[str, Q]:
-        """Return the condition of each choice."""
+        """Return the condition of each state, by name."""
         raise NotImplementedError
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count each state."""
+        """Yield the states with their numbers of rows."""
         rows = model_admin.get_queryset(request)
         for name, condition in self.conditions().items():
             label = self.labels.get(name, name)
@@ -74,8 +74,7 @@ class StateFilter(CountingFilter):
             yield name, label, count(rows.filter(condition)) if counts else None
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list. For an unknown state the list is empty, because rows of all
-        states would be taken for rows in that state."""
+        """Select the rows in the chosen state. An unknown state selects no rows."""
         if not self.value():
             return queryset
         condition = self.conditions().get(str(self.value()))
@@ -83,18 +82,18 @@ class StateFilter(CountingFilter):
 
 
 class PlaceFilter(CountingFilter):
-    """Filters by the column that `parameter_name` names. The choices are the values in
-    the newest rows."""
+    """Filters by the column `parameter_name`. The choices are the values in the newest
+    rows."""
 
     @staticmethod
     def newest(using: str) -> dict[str, int]:
-        """Return the choices, each with its count among the newest rows."""
+        """Return the values in the newest rows, each with its count."""
         raise NotImplementedError
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count each among the newest."""
+        """Yield the values with their counts among the newest rows."""
         counts = self.newest(model_admin.get_queryset(request).db)
         # "12+": there may be more.
         more = "+" if sum(counts.values()) >= recent.RECENT else ""
@@ -103,7 +102,7 @@ class PlaceFilter(CountingFilter):
 
 
 class AgeFilter(admin.SimpleListFilter):
-    """Filters by age, in steps."""
+    """Filters by age: the last hour, day or week."""
 
     title = "age"
     parameter_name = "age"
@@ -111,11 +110,11 @@ class AgeFilter(admin.SimpleListFilter):
     steps = {"1h": ("last hour", 1), "24h": ("last day", 24), "7d": ("last week", 168)}
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return the steps."""
+        """Return the choices."""
         return [(key, label) for key, (label, _) in self.steps.items()]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list. For an unknown age the list is empty."""
+        """Select the rows of the chosen age. An unknown age selects no rows."""
         if not self.value():
             return queryset
         step = self.steps.get(str(self.value()))
@@ -126,8 +125,7 @@ class AgeFilter(admin.SimpleListFilter):
 
 
 class BetweenFilter(admin.SimpleListFilter):
-    """Filters by the time between two instants: `since` is included, `before` is
-    not."""
+    """Filters by time, from `since` (included) to `before` (not included)."""
 
     title, parameter_name = "time", "since"
     template = "admin/django_txmsg/between.html"
@@ -140,15 +138,15 @@ class BetweenFilter(admin.SimpleListFilter):
             self.used_parameters["before"] = params.pop("before")[-1]
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return one choice, the form."""
+        """Return a single choice, for which the template shows a form."""
         return [("", "")]
 
     def expected_parameters(self) -> list[str | None]:
-        """Return both bounds."""
+        """Return the query parameters of both bounds."""
         return [*self.BOUNDS]
 
     def choices(self, changelist: Any) -> Iterator[Any]:
-        """Return the form's values, and the list's other parameters."""
+        """Yield the form's values, and the other query parameters of the list."""
         kept = {*self.BOUNDS, OLDER, PAGE_VAR}
         yield {
             "bounds": [(one, self.used_parameters.get(one, "")) for one in self.BOUNDS],
@@ -158,7 +156,8 @@ class BetweenFilter(admin.SimpleListFilter):
         }
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list. If a bound is not a time, the list is empty."""
+        """Select the rows between the bounds. If a bound is not a time, select no
+        rows."""
         for name, comparison in self.BOUNDS.items():
             if text := self.used_parameters.get(name):
                 instant = read_time(text)
@@ -169,8 +168,8 @@ class BetweenFilter(admin.SimpleListFilter):
 
 
 def read_time(text: str) -> dt.datetime | None:
-    """Return the instant of a date or a time, in the current time zone unless it names
-    one; None if it is neither."""
+    """Return the instant of a date or time in ISO format. Without an offset, it is in
+    the current time zone. Returns None if the text is neither a date nor a time."""
     try:
         found = parse_datetime(text)
         if found is None and (day := parse_date(text)) is not None:

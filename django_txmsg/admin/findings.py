@@ -1,4 +1,4 @@
-"""What `reconcile` has found: how old it is, and who has acknowledged it and why."""
+"""Findings of `reconcile`, with their ages and their acknowledgements."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from .filters import read_time
 
 @admin.register(Finding)
 class FindingAdmin(ReadOnlyAdmin):
-    """Findings, which users acknowledge with a note, or have replayed. The next run of
-    `reconcile` removes a finding that is resolved, unless it was acknowledged."""
+    """The list of findings. Users can acknowledge a finding with a note, or have its
+    message replayed. The next run of `reconcile` deletes a resolved finding, unless it
+    was acknowledged."""
 
     list_display = (
         "verdict", "message", "destination", "sender", "consumer", "sent", "age",
@@ -48,22 +49,23 @@ class FindingAdmin(ReadOnlyAdmin):
     readonly_fields = fields
 
     def has_acknowledge_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may acknowledge findings, and reopen them."""
+        """Whether the user may acknowledge and reopen findings."""
         return request.user.has_perm("txmsg_spark.acknowledge_finding")
 
     def has_replay_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may request replays of findings."""
+        """Whether the user may request a replay."""
         return request.user.has_perm("txmsg_spark.replay_finding")
 
     def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
-        """Search for one complete message id, or for a destination."""
+        """Search for a complete message id or a complete destination."""
         return find(rows, text, "destination")
 
     @admin.action(description="Acknowledge…", permissions=["acknowledge"])
     def acknowledge(
         self, request: HttpRequest, chosen: QuerySet[Finding]
     ) -> HttpResponse | None:
-        """Ask for a note, then store it with the selected findings."""
+        """Ask for a note (first POST), then store it with the selected findings (second
+        POST)."""
         findings = chosen.filter(acknowledged_at=None)
         note = given(request, "note")
         if "note" not in request.POST:
@@ -84,7 +86,7 @@ class FindingAdmin(ReadOnlyAdmin):
 
     @admin.action(description="Open again", permissions=["acknowledge"])
     def reopen(self, request: HttpRequest, chosen: QuerySet[Finding]) -> None:
-        """Remove acknowledgements."""
+        """Remove the acknowledgements of the selected findings."""
         findings = chosen.exclude(acknowledged_at=None)
         count = self._say(
             request, findings, Deed.REOPEN, "Opened again.",
@@ -96,8 +98,8 @@ class FindingAdmin(ReadOnlyAdmin):
     def replay(
         self, request: HttpRequest, chosen: QuerySet[Finding]
     ) -> HttpResponse | None:
-        """Ask for confirmation, then request a replay of the selected messages. Spark
-        does not run here: `pipeline follow` runs what was requested."""
+        """Ask for confirmation, then request a replay of the selected messages.
+        `pipeline follow` carries out the request; this process does not run Spark."""
         findings = chosen.filter(acknowledged_at=None, sender__in=conf.get().services)
         shown = None
         if "confirmed" in request.POST:
@@ -139,8 +141,8 @@ class FindingAdmin(ReadOnlyAdmin):
     def _shown(
         self, request: HttpRequest, findings: QuerySet[Finding]
     ) -> QuerySet[Finding] | None:
-        """Return the findings that the user has confirmed. If they are not the same any
-        more, tell the user and return None."""
+        """Return the findings that the confirmation page showed. If their number has
+        changed, warn the user and return None."""
         if "as_of" not in request.POST:
             return findings
         as_of = read_time(request.POST["as_of"])
@@ -182,7 +184,8 @@ class FindingAdmin(ReadOnlyAdmin):
         text: str,
         **changes: Any,
     ) -> int:
-        """Change findings, and write an entry into Django's admin log."""
+        """Change these findings, and add an audit entry for each. Returns their
+        number."""
         using = router.db_for_write(Finding)  # the list may be read from a replica
         with audited(using):
             rows = findings.using(using).select_for_update().order_by("pk")
@@ -197,7 +200,7 @@ class FindingAdmin(ReadOnlyAdmin):
 
     @admin.display(description="message")
     def message(self, finding: Finding) -> SafeString:
-        """The message, with a link to its page."""
+        """The message's id, with a link to its page."""
         site = self.admin_site.name
         page = reverse(MESSAGE, args=[finding.message_id], current_app=site)
         return format_html(
@@ -206,12 +209,12 @@ class FindingAdmin(ReadOnlyAdmin):
 
     @admin.display(description="sent")
     def sent(self, finding: Finding) -> SafeString:
-        """When it was sent."""
+        """When the message was sent."""
         return display.ago(finding.sent_at) if finding.sent_at else display.mono("?")
 
     @admin.display(description="found")
     def age(self, finding: Finding) -> SafeString:
-        """How long the finding has been known."""
+        """How long ago `reconcile` first found it."""
         return display.ago(finding.found_at)
 
     @admin.display(description="last seen")
@@ -221,7 +224,7 @@ class FindingAdmin(ReadOnlyAdmin):
 
     @admin.display(description="acknowledged")
     def acknowledged(self, finding: Finding) -> SafeString:
-        """Who acknowledged it, when, and the note."""
+        """The note, with the user and the time of the acknowledgement."""
         if finding.acknowledged_at is None:
             return display.badge("new")
         return format_html(

@@ -39,13 +39,13 @@ MUTES = {
 
 
 class GroupPages:
-    """The page of groups, and the form for a note."""
+    """The page with groups of dead letters, and the form for an operator's note."""
 
     def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
 
     def page(self, request: HttpRequest) -> HttpResponse:
-        """Show open dead letters by their error, the largest groups first."""
+        """Show open dead letters grouped by error, the largest groups first."""
         insist(self._admin.has_view_permission(request))
         using = router.db_for_read(DeadLetter)
         latest = request.GET.get("sort") == "latest"
@@ -66,7 +66,7 @@ class GroupPages:
         return render(request, "admin/django_txmsg/groups.html", context)
 
     def note(self, request: HttpRequest) -> HttpResponse:
-        """Store an operator's note about an error, and whether it is muted."""
+        """Store an operator's note about an error, and mute the error if requested."""
         may_note = request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER])
         insist(may_note and self._admin.has_view_permission(request))
         using = router.db_for_write(FailureNote)
@@ -100,9 +100,9 @@ class GroupPages:
 
 
 def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
-    """Return the open dead letters by fingerprint, each with an example and the note.
-    The largest groups come first, or with `latest` the newest. Muted groups come
-    last."""
+    """Return groups of open dead letters, one for each fingerprint, with an example and
+    the operator's note. The largest groups come first, or with `latest` those with the
+    newest dead letter. Muted groups come last."""
     groups: dict[str, dict[str, Any]] = {}
     for one in dead.by_error(using):
         group = groups.setdefault(

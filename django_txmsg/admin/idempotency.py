@@ -1,4 +1,4 @@
-"""Responses stored under an `Idempotency-Key`. Users can delete them here."""
+"""The list of idempotency keys. Users can delete keys here."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from .filters import AgeFilter
 
 @admin.register(IdempotencyKey)
 class IdempotencyAdmin(ReadOnlyAdmin):
-    """The callers and their keys. Responses are not shown, because they belong to their
-    callers. A deleted key is free: the same request is executed again."""
+    """Idempotency keys and their callers. The stored responses are not shown, because
+    they belong to the callers. After a key is deleted, the same request is executed
+    again."""
 
     list_display = ("shown", "who", "status_code", "size", "age")
     list_filter = (AgeFilter,)
@@ -40,8 +41,8 @@ class IdempotencyAdmin(ReadOnlyAdmin):
         return rows.filter(key=text)
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return whether the user sees the list. A row has no page, because that page
-        would show the response."""
+        """Return whether the user may see the list. Rows have no pages: a page would
+        show the response."""
         return obj is None and super().has_view_permission(request)
 
     @admin.display(description="key")
@@ -51,12 +52,12 @@ class IdempotencyAdmin(ReadOnlyAdmin):
 
     @admin.display(description="caller")
     def who(self, row: IdempotencyKey) -> SafeString:
-        """The caller of the key, shown as the digest that is stored."""
+        """The caller, as the stored digest."""
         return display.mono(display.cut(row.caller, 24), row.caller)
 
     @admin.display(description="response")
     def size(self, row: Any) -> str:
-        """The length of the stored response."""
+        """The size of the stored response."""
         return "-" if row.length is None else display.size(row.length)
 
     @admin.display(description="age")

@@ -1,4 +1,4 @@
-"""The inbox's list: what stages have received, and what has become of it."""
+"""The list of the inbox: messages that stages have received, with their states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .received import is_held, is_overdue, shown_state, with_state
 
 
 class InboxStateFilter(StateFilter):
-    """Filters by state: redelivering, blocked by order, overdue, in need of newer code,
+    """Filters by state: redelivering, blocked, overdue, newer (waits for newer code),
     processed or dead."""
 
     @staticmethod
@@ -39,19 +39,20 @@ class InboxStateFilter(StateFilter):
 
 
 class StageFilter(PlaceFilter):
-    """Filters by stage: those declared here, and others that have received messages."""
+    """Filters by stage. The choices are the stages declared here, and the stages of the
+    newest rows."""
 
     title = parameter_name = "stage"
 
     @staticmethod
     def newest(using: str) -> dict[str, int]:
-        """Count the newest rows of each stage."""
+        """Return the stages, each with its count among the newest rows."""
         declared = dict.fromkeys((one.name for one in all_stages()), 0)
         return declared | recent.stages(using)
 
 
 class ReceivedFilter(AgeFilter):
-    """Filters by the time of the last delivery."""
+    """Filters by the age of the last delivery."""
 
     title = "received"
     column = "last_received_at"
@@ -66,7 +67,7 @@ class ReceivedBetweenFilter(BetweenFilter):
 
 @admin.register(InboxMessage)
 class InboxAdmin(MessageAdmin):
-    """Messages received, newest first."""
+    """The list of received messages, newest first."""
 
     list_display = (
         "state", "age", "place", "message", "due", "tries", "critical", "flow",
@@ -78,17 +79,19 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="state")
     def state(self, row: InboxMessage) -> SafeString:
-        """The row's state. A parked message is being redelivered."""
+        """The row's state. A parked message is shown as redelivering, unless it is
+        blocked, overdue or waits for newer code."""
         return display.badge(shown_state(row))
 
     @admin.display(description="stage")
     def place(self, row: Any) -> SafeString:
-        """The stage, and the name of the task while the inbox stores it."""
+        """The stage. For a task, also its name, as long as the inbox row has the
+        headers."""
         return display.named(row.stage, row.task)
 
     @admin.display(description="next attempt")
     def due(self, row: InboxMessage) -> SafeString | str:
-        """When a parked message is tried again."""
+        """When a parked message is tried again, or which event it waits for."""
         if row.due_at is None:
             return "-"
         if row.waits_for is not None:
@@ -99,12 +102,13 @@ class InboxAdmin(MessageAdmin):
         return "when resumed" if is_held(row) else display.ago(row.due_at)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[InboxMessage]:
-        """Add what a row's state needs from other tables."""
+        """Add the values from other tables that determine a row's state."""
         return with_state(super().get_queryset(request))
 
     @admin.display(description="attempts")
     def tries(self, row: InboxMessage) -> SafeString:
-        """Attempts made and allowed, copies received, and the last error."""
+        """The number of attempts, the highest number allowed, the number of deliveries,
+        and the last error."""
         most = attempts_allowed().get(row.stage)
         text = f"{row.attempts} of {most}" if most else str(row.attempts)
         if row.deliveries > 1:
@@ -125,5 +129,5 @@ class InboxAdmin(MessageAdmin):
 
 
 def attempts_allowed() -> dict[str, int]:
-    """Return the highest number of attempts of each stage."""
+    """Return the highest number of attempts that each stage declared here allows."""
     return {one.name: one.policy.max_attempts for one in all_stages()}

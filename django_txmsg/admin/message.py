@@ -1,7 +1,8 @@
-"""A message's page: facts, timeline, attempts, headers, body, and related messages.
+"""The page of one message: facts, timeline, attempts, headers, body and related
+messages.
 
-A message may have rows in three tables: stored, received and dead. It has a single
-page, whose address contains its id.
+A message may have rows in the outbox, in the inbox and among the dead letters. Its page
+shows all of them. The page's address contains the message id.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MOST = 200
 
 @dataclass
 class Node:
-    """One message of the tree."""
+    """One message in the tree of related messages."""
 
     message_id: uuid.UUID
     destination: str
@@ -55,10 +56,11 @@ class Node:
 
 
 def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node]:
-    """Return the tree of a message, causes before their effects.
+    """Return the messages that are related to a message, as a tree: each cause before
+    its effects.
 
-    The message that started a tree has no correlation id. The other messages have its
-    message id as their correlation id.
+    The first message of a tree has no correlation id. The others have the id of the
+    first message as their correlation id.
     """
     name = correlation_id or str(message_id)
     same = Q(correlation_id=name)
@@ -117,7 +119,7 @@ def _in_order(nodes: dict[uuid.UUID, Node]) -> list[Node]:
 
 @dataclass
 class Event:
-    """One event: where it happened, and how long after the event before."""
+    """One event in a message's history. `gap` is the time since the previous event."""
 
     at: dt.datetime
     what: str
@@ -133,7 +135,7 @@ def timeline(
     attempts: Iterable[Attempt],
     letters: Iterable[DeadLetter],
 ) -> list[Event]:
-    """Return all recorded events of one message, in order."""
+    """Return all recorded events of one message, oldest first."""
     events: list[Event] = []
     stored = False
     for row in outbox:
@@ -214,13 +216,13 @@ MOST_ATTEMPTS = 50
 
 
 class MessagePages:
-    """The page of a message, and its whole body as plain text."""
+    """The page of a message, its body as plain text, and its buttons."""
 
     def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
 
     def page(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Show everything known here about one message."""
+        """Show all rows of a message in one page."""
         may = allowed(request)
         using = router.db_for_read(OutboxMessage)
         outbox = inbox = letters = attempts = []
@@ -278,7 +280,8 @@ class MessagePages:
     def body(
         self, request: HttpRequest, message_id: uuid.UUID, table: str, pk: int
     ) -> HttpResponse:
-        """Return the whole body, masked, as text that no browser executes."""
+        """Return the whole body, masked, as plain text that the browser does not
+        execute."""
         may = allowed(request)
         if table not in bodies.TABLES:
             raise Http404
@@ -312,8 +315,8 @@ class MessagePages:
         )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Reschedule a pending message. It will be sent in the entered number of
-        minutes."""
+        """Reschedule a pending message, to be sent in the number of minutes that the
+        user has entered."""
         insist(allowed(request)["reschedule"])
         minutes = given(request, "minutes") or "0"
         entry = f"due in {minutes} minutes"
@@ -328,7 +331,7 @@ class MessagePages:
             return led(request, MESSAGE, message_id)
 
     def stop(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Stop a message that a handler is processing."""
+        """Ask the handler that is processing this message to stop."""
         insist(allowed(request)["stop"])
         why, by = _reason(request, 200)
         using = router.db_for_write(InboxMessage)
@@ -380,8 +383,8 @@ class MessagePages:
 
 
 def allowed(request: HttpRequest) -> dict[str, bool]:
-    """Return what this user may see and do. Raises PermissionDenied if that is
-    nothing."""
+    """Return the user's permissions for messages, by short names. Raises
+    PermissionDenied if the user may see neither outbox, nor inbox, nor dead letters."""
     user: Any = request.user
     may = {
         name: user.has_perm(f"django_txmsg.{permission}")
@@ -403,15 +406,16 @@ def allowed(request: HttpRequest) -> dict[str, bool]:
 
 
 def _reason(request: HttpRequest, most: int) -> tuple[str, str]:
-    """Return why the user does something, and the same with the user's name."""
+    """Return the reason that the user entered, and the same reason with the user's
+    name."""
     why, user = given(request)[:most], request.user.get_username()
     return why, f"by {user}: {why}" if why else f"by {user}"
 
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
-    """Return the state of a message that may have rows in several tables. An open dead
-    letter counts first, then a row that was not dispatched, then a parked row, then the
-    last row of the inbox."""
+    """Return the state to show for a message that may have several rows. The first of
+    these decides: an open dead letter, an outbox row that is not dispatched, a parked
+    inbox row, the last inbox row."""
     if any(letter.resolution == "open" for letter in letters):
         return "dead"
     for row in outbox:
@@ -426,8 +430,8 @@ def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
 
 
 def raw(rows: list[Any]) -> str:
-    """Return rows as text, without values that are long or that the page shows
-    elsewhere."""
+    """Return rows as text, one column per line. Columns that are long, or shown
+    elsewhere on the page, are left out."""
     shown = []
     for row in rows:
         # Headers are shown elsewhere, masked.

@@ -1,4 +1,4 @@
-"""Navigation between the pages, the same at the top of each."""
+"""The navigation bar at the top of every page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LISTS = (
 
 @dataclass(frozen=True)
 class Page:
-    """One of the pages, and whether it is the one that is shown."""
+    """One entry of the navigation bar. `current` is true for the page that is shown."""
 
     title: str
     address: str
@@ -37,7 +37,8 @@ class Page:
 
 
 def pages(request: HttpRequest) -> list[Page]:
-    """Return the pages that the user may see on this admin site."""
+    """Return the entries for this user: the pages that exist on this admin site, that
+    are used in this project, and that the user may see."""
     first = address(request, "admin:app_list", "django_txmsg")
     found = [Page("Overview", first, request.path == first)]
     makes = request.user.has_perm("django_txmsg.make_schedule")

@@ -1,4 +1,4 @@
-"""The outbox's list. The pages of all messages have addresses below it."""
+"""The list of the outbox. The URLs of message pages begin with this list's URL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OutboxStateFilter(StateFilter):
 
     @staticmethod
     def conditions() -> dict[str, Q]:
-        """Return what each choice means."""
+        """Return the condition of each state, by name."""
         return {
             "pending": PENDING,
             "overdue": Q(is_overdue(outbox.DUE)),
@@ -50,7 +50,7 @@ class DestinationFilter(PlaceFilter):
 
 @admin.register(OutboxMessage)
 class OutboxAdmin(MessageAdmin):
-    """Messages stored here, newest first. The list does not load bodies."""
+    """The list of stored messages, newest first. It does not load bodies."""
 
     list_display = (
         "state", "outcome", "age", "place", "message", "due", "tries", "flow",
@@ -60,7 +60,7 @@ class OutboxAdmin(MessageAdmin):
     found_by = ("correlation_id", "key")
 
     def get_urls(self) -> list[Any]:
-        """Add the address of a message's page, which shows rows of all tables."""
+        """Add the URLs of a message's page and of its buttons."""
         pages = message.MessagePages(self)
         one = "<uuid:message_id>/"
         return [
@@ -73,7 +73,7 @@ class OutboxAdmin(MessageAdmin):
         ]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[OutboxMessage]:
-        """Add whether a row should have been sent by now."""
+        """Add whether a row is overdue, and the states of the message at its stages."""
         rows: QuerySet[OutboxMessage] = super().get_queryset(request)
         here: Any = InboxMessage.objects.filter(message_id=OuterRef("message_id"))
         letters = DeadLetter.objects.filter(message_id=OuterRef("message_id"))
@@ -86,7 +86,8 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="at its stages")
     def outcome(self, row: Any) -> SafeString | str:
-        """What became of the message after it was sent, as far as it is known here."""
+        """The message's state at its stages, if they use this database: dead, received
+        or processed."""
         if row.died:
             return display.badge("dead")
         if row.waits:
@@ -95,31 +96,32 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="state")
     def state(self, row: OutboxMessage) -> SafeString:
-        """The row's state."""
+        """The row's state, or "overdue"."""
         late = getattr(row, "overdue", False)
         return display.badge("overdue" if late else row.state.value)
 
     @admin.display(description="destination")
     def place(self, row: Any) -> SafeString:
-        """Its destination, and the name of the task."""
+        """The destination. For a task, also its name."""
         return display.named(row.destination, row.task)
 
     @admin.display(description="next attempt")
     def due(self, row: OutboxMessage) -> SafeString | str:
-        """When a pending message will be sent."""
+        """The due time of a pending message."""
         if row.dispatched_at is not None or row.dead_at is not None:
             return "-"
         return display.ago(row.due_at)
 
     @admin.display(description="message")
     def message(self, row: OutboxMessage) -> SafeString:
-        """The message's id, and whether it was stored again by a redelivery."""
+        """The message's id, and a badge if a redelivery stored the message again."""
         again = display.badge("again") if row.replay_id else ""
         return format_html("{} {}", display.short_id(row.message_id), again)
 
     @admin.display(description="failed attempts")
     def tries(self, row: OutboxMessage) -> SafeString | str:
-        """How many dispatches have failed, how many are allowed, and the last error."""
+        """The number of failed dispatches, the highest number allowed, and the last
+        error."""
         if not row.attempts:
             return "-"
         return display.tried(
@@ -128,5 +130,5 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="age")
     def age(self, row: OutboxMessage) -> SafeString:
-        """How long ago it was stored."""
+        """How long ago the message was stored."""
         return display.age(row.created_at)

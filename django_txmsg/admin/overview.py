@@ -1,4 +1,4 @@
-"""The overview: alarms, waiting and dead messages, and live processes."""
+"""The overview page: alarms, waiting and dead messages, charts, and live processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TITLES = {
 
 @dataclass
 class Bar:
-    """The bar of one hour in a chart."""
+    """One bar of a chart, for one hour."""
 
     x: int
     y: float
@@ -48,7 +48,7 @@ class Bar:
 
 @dataclass
 class Chart:
-    """One series of the last 24 hours, as bars of an inline SVG."""
+    """A bar chart of one series over the last 24 hours, drawn as inline SVG."""
 
     series: str
     title: str
@@ -61,7 +61,8 @@ class Chart:
 
 
 def overview(request: HttpRequest) -> dict[str, Any]:
-    """Return the overview for this user. It has only tables that the user may see."""
+    """Return the template context of the overview. It contains only what the user may
+    see."""
     using = router.db_for_write(OutboxMessage)
     picture = status.read()
     hours = periods.last_day(using, picture.now)
@@ -105,8 +106,8 @@ def _address(request: HttpRequest, alarm: Alarm) -> str:
 
 
 def _in_order(places: dict[str, Place]) -> tuple[list[Place], list[Place]]:
-    """Return the places, the worst first. Places without waiting or dead messages come
-    last."""
+    """Return the places in two lists: busy ones, worst first, and idle ones. If only a
+    few places are idle, the first list contains all places."""
     ordered = sorted(
         places.values(), key=lambda one: (-one.waiting.overdue, -one.dead, one.name)
     )
@@ -121,7 +122,7 @@ def _matters(place: Place) -> bool:
 
 
 def chart(series: str, hours: list[Hour]) -> Chart:
-    """Return the bars of one series."""
+    """Return the chart of one series."""
     counts = [hour.counts[series] for hour in hours]
     peak = max(counts, default=0)
     bars = []

@@ -1,4 +1,4 @@
-"""Buttons that pause and resume a row of a list: a stage, or a recurring message."""
+"""Buttons that pause and resume a stage or a recurring message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from .base import ReadOnlyAdmin, given, insist
 
 
 class PausableAdmin(ReadOnlyAdmin):
-    """A list with a form for each row, with its name and a field for the reason."""
+    """A list whose rows have buttons to pause and resume, and a field for the
+    reason."""
 
     #: The paused kind of object, in names of addresses and of the permission.
     kind: ClassVar[str]
@@ -40,16 +41,16 @@ class PausableAdmin(ReadOnlyAdmin):
     change: Callable[..., Model | None]
 
     def database(self, name: str) -> str:
-        """Return the database of a stage or recurring message. Raises LookupError for
-        an unknown name."""
+        """Return the database that stores whether `name` is paused. May raise
+        LookupError for an unknown name."""
         return router.db_for_write(self.model)
 
     def may_pause(self, request: HttpRequest) -> bool:
-        """Return whether this user sees the buttons."""
+        """Return whether the user may use the buttons."""
         return request.user.has_perm(f"django_txmsg.pause_{self.kind}")
 
     def get_urls(self) -> list[Any]:
-        """Add the buttons' addresses."""
+        """Add the URLs of the buttons."""
         return [
             self.button(
                 f"{verb}/", partial(self.move, paused=paused), f"{self.kind}_{verb}"
@@ -60,7 +61,7 @@ class PausableAdmin(ReadOnlyAdmin):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show everything on one page."""
+        """Show all rows on one page."""
         insist(self.has_view_permission(request))
         context = {
             **self.page_context(request, self.title),
@@ -70,7 +71,7 @@ class PausableAdmin(ReadOnlyAdmin):
         return render(request, self.change_list_template, context)
 
     def rows(self, request: HttpRequest) -> dict[str, Any]:
-        """Return what the page shows."""
+        """Return the template context with the rows."""
         raise NotImplementedError
 
     def move(self, request: HttpRequest, *, paused: bool) -> HttpResponse:

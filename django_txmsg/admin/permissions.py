@@ -1,4 +1,4 @@
-"""The page "May I?": what each permission allows, and whether this user has it."""
+"""The page "May I?": every permission, what it allows, and whether the user has it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ APPS = ("django_txmsg", "txmsg_spark")
 
 @dataclass(frozen=True)
 class Allowance:
-    """One permission."""
+    """One permission, and whether the user has it."""
 
     permission: str
     what: str
@@ -31,7 +31,7 @@ class Allowance:
 
 
 def show(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
-    """Return the page. Every user of the admin site may see it."""
+    """Show the page. Every user of the admin site may see it."""
     found = [
         one
         for model in apps.get_models()
@@ -51,7 +51,7 @@ def show(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
 def _allowances(
     admin: ReadOnlyAdmin, request: HttpRequest, model: type[Model]
 ) -> Iterator[Allowance]:
-    """Yield what permissions allow on one list, whether granted or not."""
+    """Yield the permissions for one model's list, both granted and not granted."""
     label, name = model._meta.app_label, model._meta.model_name
     rows = model._meta.verbose_name_plural
     named = [(f"view_{name}", f"Can view {rows}"), *model._meta.permissions]

@@ -1,4 +1,4 @@
-"""Runs of the data pipeline, the archive's positions, and what `follow` measures."""
+"""Lists of pipeline runs, archive positions, and the alerts of `pipeline follow`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import ReadOnlyAdmin
 
 @admin.register(PipelineRun)
 class PipelineRunAdmin(ReadOnlyAdmin):
-    """The runs: who ran which job, when, with which options, and with which result."""
+    """The list of pipeline runs, with user, options and result."""
 
     list_display = ("job", "outcome", "service", "row_count", "took", "begun", "run_by")
     list_filter = ("job", "state")
@@ -30,19 +30,19 @@ class PipelineRunAdmin(ReadOnlyAdmin):
 
     @admin.display(description="outcome")
     def outcome(self, run: PipelineRun) -> str:
-        """How the run ended. A killed run cannot record its end, so its lock is
-        checked."""
+        """The run's state. "interrupted" if the process was killed and could not record
+        its end."""
         return "interrupted" if run.interrupted else run.get_state_display()
 
     @admin.display(description="rows")
     def row_count(self, run: PipelineRun) -> str:
-        """The number of rows that the run moved, judged or stored."""
+        """The number of rows that the run archived, judged or stored."""
         return f"{run.rows:,}"
 
     @admin.display(description="took")
     def took(self, run: PipelineRun) -> str:
-        """How long the run took, or has taken so far. Unknown for a run that was
-        killed, or has not begun."""
+        """The duration of the run so far. "-" if the run was interrupted or has not
+        begun."""
         if run.interrupted or run.state == RunState.REQUESTED:
             return "-"
         spent = (run.finished_at or timezone.now()) - run.started_at
@@ -50,7 +50,7 @@ class PipelineRunAdmin(ReadOnlyAdmin):
 
     @admin.display(description="started")
     def begun(self, run: PipelineRun) -> SafeString:
-        """When it began."""
+        """When the run began."""
         return display.ago(run.started_at)
 
     @admin.display(description="options")
@@ -66,7 +66,7 @@ class PipelineRunAdmin(ReadOnlyAdmin):
 
 @admin.register(ArchiveMark)
 class ArchiveMarkAdmin(ReadOnlyAdmin):
-    """The archive's position, by table and lake."""
+    """The list of archive positions: how far each table was archived into each lake."""
 
     list_display = ("source", "lake", "purged_through", "row_count", "changed")
     list_filter = ("source",)
@@ -79,18 +79,18 @@ class ArchiveMarkAdmin(ReadOnlyAdmin):
 
     @admin.display(description="rows")
     def row_count(self, mark: ArchiveMark) -> str:
-        """The number of rows that were moved from the database to this lake."""
+        """The number of rows archived from this table into this lake."""
         return f"{mark.rows:,}"
 
     @admin.display(description="moved")
     def changed(self, mark: ArchiveMark) -> SafeString:
-        """When the position last advanced."""
+        """When the archive position last advanced."""
         return display.ago(mark.changed_at)
 
 
 @admin.register(PipelineAlert)
 class PipelineAlertAdmin(ReadOnlyAdmin):
-    """The last measurements of `pipeline follow`."""
+    """The list of alerts of `pipeline follow`, each with its last measured value."""
 
     list_display = ("name", "service", "firing", "summary", "began", "measured")
     list_filter = ("firing",)
@@ -103,12 +103,12 @@ class PipelineAlertAdmin(ReadOnlyAdmin):
 
     @admin.display(description="began to fire")
     def began(self, alert: PipelineAlert) -> SafeString | str:
-        """When it last began to fire."""
+        """When the alert last began to fire."""
         if alert.since is None:
             return "-"
         return display.ago(alert.since)
 
     @admin.display(description="measured")
     def measured(self, alert: PipelineAlert) -> SafeString:
-        """When it was last measured."""
+        """When the value was last measured."""
         return display.ago(alert.checked_at)

@@ -1,5 +1,5 @@
-"""The state that pages show for a received message. It depends on the message's inbox
-row, its stage and its dead letter."""
+"""The state of a received message as shown on pages. It depends on the inbox row, the
+stage and the dead letter."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..rules.rule import Rule
 
 
 def is_overdue(due: Rule = inbox.DUE) -> Holds:
-    """Return the condition that a row should have been tried again, or sent, by now. It
-    was `due` then already."""
+    """Return the condition that a row is overdue: it was already `due` two minutes
+    ago."""
     return Holds(due, now=Later(-OVERDUE.total_seconds()))
 
 
 def has(rows: QuerySet[Any]) -> Subquery:
-    """Return whether such a row exists, looked up for each row of a list. With
-    `Exists`, PostgreSQL may read the whole table, because its planner does not know
-    that a list shows only the first rows."""
+    """Return an expression that is true if the subquery finds a row. It is evaluated
+    for each row of a list. With `Exists`, PostgreSQL may read the whole table, because
+    its planner does not know that the list shows only a few rows."""
     return Subquery(rows.order_by().values(found=Value(True))[:1])
 
 
 def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:
-    """Add whether a row's stage is paused, the row is overdue, and its dead letter
-    discarded."""
+    """Add whether the row's stage is paused, whether the row is overdue, and whether
+    its dead letter is discarded."""
     discarded = DeadLetter.objects.filter(
         message_id=OuterRef("message_id"),
         stage=OuterRef("stage"),
@@ -42,12 +42,12 @@ def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:
 
 
 def is_held(row: InboxMessage) -> bool:
-    """Return whether a row of with_state() waits for its stage to be resumed."""
+    """Return whether the stage of a row from `with_state()` is paused."""
     return bool(getattr(row, "held", False))
 
 
 def shown_state(row: InboxMessage) -> str:
-    """Return the shown state for a row of with_state()."""
+    """Return the state that pages show for a row from `with_state()`."""
     if row.due_at is not None:
         if row.waits_for is not None:
             return "blocked"

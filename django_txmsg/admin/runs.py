@@ -1,4 +1,4 @@
-"""Runs of flows: the list, a page for each run, and the operators' acts."""
+"""Runs of flows: the list, a page for each run, and the actions of operators."""
 
 from __future__ import annotations
 
@@ -38,25 +38,26 @@ _PAGE = "admin:django_txmsg_run_change"
 
 
 class RunStateFilter(StateFilter):
-    """Filters by state."""
+    """Filters by the state of the run."""
 
     uncounted = frozenset({"overdue", "answered", "failed", "handed over"})
 
     @staticmethod
     def conditions() -> dict[str, Q]:
-        """Return the condition of each choice."""
+        """Return the condition of each state, by name."""
         return runs.states()
 
 
 class FlowFilter(CountingFilter):
-    """Filters by flow: flows declared here, and others with open runs."""
+    """Filters by flow. The choices are the flows declared here, and flows with open
+    runs."""
 
     title = parameter_name = "flow"
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the open runs of each flow."""
+        """Yield the flows with their numbers of open runs."""
         found = dict.fromkeys((one.name for one in declarations()), 0)
         for one in runs.read(model_admin.get_queryset(request).db):
             found[one.flow] = one.open
@@ -65,12 +66,14 @@ class FlowFilter(CountingFilter):
 
 
 class StepFilter(admin.SimpleListFilter):
-    """Filters by the step that runs next, of flows declared here."""
+    """Filters by the next step of the run. The choices are steps of flows declared
+    here."""
 
     title = parameter_name = "step"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return the steps of the chosen flow, or of all."""
+        """Return the steps of the chosen flow. If no flow is chosen, return the steps
+        of all."""
         flow = request.GET.get("flow")
         chosen = [one for one in declarations() if flow in (None, one.name)]
         return [
@@ -83,14 +86,14 @@ class StepFilter(admin.SimpleListFilter):
 
 
 class SinceFilter(AgeFilter):
-    """Filters by the time of the last step."""
+    """Filters by the age of the last step."""
 
     title, column = "last step", "since"
 
 
 @admin.register(Run)
 class RunAdmin(RowPageAdmin):
-    """Runs of flows, newest first."""
+    """The list of runs, newest first."""
 
     noun = "run"
     list_display = ("shown_state", "flow", "key", "step", "waits", "age", "deadline")
@@ -102,12 +105,13 @@ class RunAdmin(RowPageAdmin):
     change_list_template = "admin/django_txmsg/runs.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Run]:
-        """Do not load the long columns."""
+        """Do not load long columns."""
         rows: QuerySet[Run] = super().get_queryset(request)
         return rows.defer("state", "answer", "caller", "baggage")
 
     def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
-        """Search for one complete id, or for the key of a flow declared here."""
+        """Search for a complete run id, or for the key of a run of a flow declared
+        here."""
         text = text.strip()
         try:
             return rows.filter(run_id=uuid.UUID(text))
@@ -117,8 +121,8 @@ class RunAdmin(RowPageAdmin):
 
     @admin.display(description="state")
     def shown_state(self, run: Run) -> SafeString:
-        """Waiting, undoing or ended. (`state` is the column with the flow's own
-        state.)"""
+        """Waiting, undoing, going back, or the outcome. (The column `state` stores the
+        flow's data.)"""
         return display.badge(word(run))
 
     @admin.display(description="waits for")
@@ -133,11 +137,11 @@ class RunAdmin(RowPageAdmin):
 
     @admin.display(description="deadline")
     def deadline(self, run: Run) -> SafeString:
-        """The deadline of its wait."""
+        """The time until the deadline of the run's wait."""
         return display.age(run.due_at)
 
     def get_urls(self) -> list[Any]:
-        """Add the addresses of the acts."""
+        """Add the URLs of the actions."""
         return [
             self.button("<int:pk>/act/<str:name>/", self.act, "run_act"),
             self.at("go-back/", self.go_back, "run_go_back"),
@@ -147,7 +151,8 @@ class RunAdmin(RowPageAdmin):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Offer to send all runs back that wait for the chosen step of a flow."""
+        """Show the list. If a flow and a step are chosen, offer to send back all runs
+        that wait for this step."""
         chosen = {name: request.GET.get(name, "") for name in ("flow", "step")}
         may = request.user.has_perm(PERMISSIONS[BulkKind.GO_BACK])
         query = QueryDict(mutable=True)
@@ -156,7 +161,8 @@ class RunAdmin(RowPageAdmin):
         return super().changelist_view(request, {"back": back, **(extra_context or {})})
 
     def go_back(self, request: HttpRequest) -> HttpResponse:
-        """Ask for confirmation (GET), or start the bulk operation (POST)."""
+        """Ask for confirmation (GET), or start the bulk operation that sends runs back
+        (POST)."""
         may = request.user.has_perm(PERMISSIONS[BulkKind.GO_BACK])
         insist(may and self.has_view_permission(request))
         form = request.POST if request.method == "POST" else request.GET
@@ -200,7 +206,7 @@ class RunAdmin(RowPageAdmin):
         return render(request, "admin/django_txmsg/go_back.html", context)
 
     def row_page(self, request: HttpRequest, row: Run) -> HttpResponse:
-        """Show everything known about one run."""
+        """Show one run: its state, its steps and its possible actions."""
         run = row
         using, user = run._state.db, request.user
         declared = {one.name: one for one in declarations()}.get(run.flow)
@@ -238,7 +244,8 @@ class RunAdmin(RowPageAdmin):
         return render(request, "admin/django_txmsg/run.html", context)
 
     def act(self, request: HttpRequest, pk: int, name: str) -> HttpResponse:
-        """Do one of the acts to a run, unless it has gone on since it was shown."""
+        """Perform an action on a run, unless the run has advanced since the page was
+        loaded."""
         one = acts.ACTS.get(name)
         user: Any = request.user
         may = one is not None and user.has_perm(f"django_txmsg.{one.permission}")
@@ -260,7 +267,7 @@ class RunAdmin(RowPageAdmin):
 
 
 def word(run: Run) -> str:
-    """Return the state of a run, for a badge."""
+    """Return the state of a run as one word or two."""
     if run.ended_at is not None:
         return str(run.outcome).replace("_", " ")
     if not run.failing:
@@ -269,7 +276,7 @@ def word(run: Run) -> str:
 
 
 def waits(run: Run) -> str:
-    """Return what the run waits for, in words."""
+    """Return what the run waits for, as text. Returns "-" for an ended run."""
     if run.ended_at is not None:
         return "-"
     return " of ".join(filter(None, (str(run.get_waits_for_display()), run.asked)))

@@ -1,4 +1,5 @@
-"""Recurring messages: each with its ticks, and the buttons that pause and resume it."""
+"""The page of recurring messages, with buttons to pause, resume, make and remove
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from .pausing import PausableAdmin
 
 @admin.register(Schedule)
 class ScheduleAdmin(PausableAdmin):
-    """One page for all recurring messages, declared here or known from their rows."""
+    """The page of recurring messages: those declared here, and those that only have a
+    row."""
 
     kind, noun = "schedule", "recurring message"
     title = "Recurring messages"
@@ -32,11 +34,11 @@ class ScheduleAdmin(PausableAdmin):
     database = staticmethod(schedule.database_of)
 
     def rows(self, request: HttpRequest) -> dict[str, Any]:
-        """Return when each is due, and whether it is paused."""
+        """Return the recurring messages, and whether the user may make new ones."""
         return {"rows": schedule.read(), "may_make": self._may_make(request)}
 
     def get_urls(self) -> list[Any]:
-        """Add the addresses at which a recurring message is made and removed."""
+        """Add the URLs that make and remove a recurring message."""
         return [
             self.button("make/", self.make, "schedule_make"),
             self.button("remove/", self.remove, "schedule_remove"),
@@ -44,7 +46,7 @@ class ScheduleAdmin(PausableAdmin):
         ]
 
     def make(self, request: HttpRequest) -> HttpResponse:
-        """Let a message recur from now on."""
+        """Make a recurring message from the form's values."""
         name, expression, destination, body, tz = (
             given(request, field)
             for field in ("name", "expression", "destination", "body", "tz")
@@ -58,7 +60,7 @@ class ScheduleAdmin(PausableAdmin):
         return self._change(request, name, Deed.MAKE, said, change)
 
     def remove(self, request: HttpRequest) -> HttpResponse:
-        """Remove a message that was made at run time."""
+        """Remove a recurring message that was made at run time."""
         name = given(request, "name")
 
         def change() -> None:

@@ -1,6 +1,6 @@
-"""A run as a sequence diagram. The caller is on the left, the flow in the middle, and
-all participants share the line on the right, so that the diagram fits a phone. Each
-step is a box that shows the change of the state."""
+"""Draws a run as a sequence diagram of three lines. The caller is on the left, the flow
+in the middle, and all participants share the line on the right. Each step is a box that
+shows how the state changed. Three lines fit the screen of a phone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLER, FLOW, OTHERS = 12, 170, 328
 
 @dataclass
 class Arrow:
-    """A message between two of the three lines, or from the flow to itself."""
+    """A message between two lines, or from the flow to itself."""
 
     y: int
     text: str
@@ -36,18 +36,18 @@ class Arrow:
 
     @property
     def label(self) -> str:
-        """The text, shortened to the room that there is."""
+        """The text, shortened to fit."""
         return display.cut(self.text, LABEL)
 
     @property
     def middle(self) -> float:
-        """The horizontal centre of its text."""
+        """The horizontal centre of the arrow."""
         return (self.start + self.end) / 2
 
 
 @dataclass
 class Box:
-    """The box of one step."""
+    """The box of one step, with the changes of the state."""
 
     y: int
     step: str
@@ -59,19 +59,19 @@ class Box:
 
     @property
     def height(self) -> int:
-        """Its height."""
+        """The height of the box."""
         return HEAD + ROW * len(self.lines) + (GAP if self.lines else 0)
 
     @property
     def texts(self) -> Iterator[tuple[int, str, str]]:
-        """Yield each line of the state's difference, with its position."""
+        """Yield the lines in the box, each with its vertical position and kind."""
         for number, (kind, text) in enumerate(self.lines, 1):
             yield self.y + HEAD + number * ROW - 4, kind, display.cut(text, LINE)
 
 
 @dataclass
 class Sequence:
-    """The drawing."""
+    """The diagram."""
 
     boxes: list[Box]
     height: int
@@ -80,8 +80,8 @@ class Sequence:
 
 
 def sequence(run: Run, *, signals: Collection[str], states: bool) -> Sequence:
-    """Return the drawing of a run. `signals` are the names of the flow's signals.
-    Without `states`, the boxes do not show the state."""
+    """Return the diagram of a run. `signals` are the names of the flow's signals. The
+    boxes show the state only if `states` is true."""
     using = run._state.db
     rows = FlowStep.objects.using(using).filter(run=run).order_by("-pk")
     newest = list(rows[: MOST + 1])
@@ -114,8 +114,8 @@ def sequence(run: Run, *, signals: Collection[str], states: bool) -> Sequence:
 
 
 def difference(before: Any, after: Any) -> list[tuple[str, str]]:
-    """Return what differs between two states, field by field, each line with its
-    kind."""
+    """Return the fields that differ between two states, as lines of a diff. Each line
+    has its kind ("added", "removed" or "place")."""
     if not isinstance(before, Mapping) or not isinstance(after, Mapping):
         return [] if before == after else [("added", f"+ {_text(after)}")]
     lines = []
@@ -146,7 +146,7 @@ def _came(
     *,
     first: bool,
 ) -> tuple[int, str]:
-    """Return where the message of a step came from, and what it was."""
+    """Return the line from which a step's message came, and a label for it."""
     kind, _, place = waits.partition(" ")
     of = types.get(step.message_id, "")
     if first:
@@ -171,7 +171,7 @@ def _came(
 
 
 def _leaves(then: str) -> tuple[int, str]:
-    """Return where the message that a step sends goes, and what it is."""
+    """Return the line to which the message of a step goes, and a label for it."""
     kind, _, place = then.partition(" ")
     return {
         "answer": (OTHERS, f"asks {place}"),

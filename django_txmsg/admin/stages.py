@@ -1,4 +1,5 @@
-"""The stages, with their state, and the buttons that pause and resume them."""
+"""The page of stages, with buttons to pause and resume them, and the contract's
+page."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ from .pausing import PausableAdmin
 
 @dataclass
 class Channel:
-    """One destination: the stages that consume it, whether this service sends to it,
-    and its messages."""
+    """One destination in the contract, with its messages. `sent` is true if this
+    service sends to it. `stages` are the stages that consume it."""
 
     address: str
     sent: bool = False
@@ -41,7 +42,7 @@ class Channel:
 
 @dataclass
 class Message:
-    """One type of messages, as it is shown."""
+    """One message type in the contract."""
 
     name: str
     version: int | None
@@ -50,7 +51,7 @@ class Message:
 
 
 def show_contract(request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
-    """Return the page, or with `?format=json` the document itself."""
+    """Show the contract. `?format=json` returns the document itself."""
     file = document.path()
     try:
         before = document.read(file) if file.exists() else {}
@@ -73,7 +74,7 @@ def show_contract(request: HttpRequest, context: dict[str, Any]) -> HttpResponse
 
 
 def channels(contract: Contract) -> list[Channel]:
-    """Return the contract's channels, by address."""
+    """Return the contract's channels, sorted by address."""
     found = {name: Channel(name) for name in sorted(contract["channels"])}
     types = contract["components"]["messages"]
     for name, channel in found.items():
@@ -109,7 +110,7 @@ LIMITED = dt.timedelta(hours=1)
 
 @admin.register(StageState)
 class StageAdmin(PausableAdmin):
-    """One page for all stages, declared here or known from their rows."""
+    """The page of stages: those declared here, and those that only have rows."""
 
     kind, noun, called, field = "stage", "stage", "stage", "stage"
     title, change_list_template = "Stages", "admin/django_txmsg/stages.html"
@@ -117,7 +118,7 @@ class StageAdmin(PausableAdmin):
     change = staticmethod(pausing.set_stage)
 
     def get_urls(self) -> list[Any]:
-        """Add the address of the contract's page."""
+        """Add the URLs of the contract's page and of the button for a rate."""
         return [
             self.button("limit/", self.limit, "stage_limit"),
             self.at("contract/", self.contract, "contract"),
@@ -125,7 +126,8 @@ class StageAdmin(PausableAdmin):
         ]
 
     def rows(self, request: HttpRequest) -> dict[str, Any]:
-        """Return all stages: their waiting and dead messages, and their times."""
+        """Return all stages, with their waiting and dead messages, workers and
+        rates."""
         picture = status.read()
         declared = {one.name: one for one in all_stages()}
         limited = {
@@ -150,7 +152,7 @@ class StageAdmin(PausableAdmin):
         }
 
     def limit(self, request: HttpRequest) -> HttpResponse:
-        """Give a stage another rate for an hour. If no rate is entered, restore the
+        """Set another rate for a stage, for an hour. If no rate is entered, restore the
         declared rate."""
         insist(request.user.has_perm("django_txmsg.limit_stage"))
         name, rate = given(request, "stage"), given(request, "rate")
@@ -172,6 +174,6 @@ class StageAdmin(PausableAdmin):
         return self.led_to_list(request)
 
     def contract(self, request: HttpRequest) -> HttpResponse:
-        """Show what this service sends and receives."""
+        """Show the contract: which messages this service sends and receives."""
         insist(self.has_view_permission(request))
         return show_contract(request, self.page_context(request, "Contract"))

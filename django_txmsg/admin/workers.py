@@ -1,4 +1,4 @@
-"""The list of processes that relay and consume, with their heartbeats."""
+"""The list of worker processes, and a page of the messages in progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .base import ReadOnlyAdmin, insist
 
 @admin.register(Worker)
 class WorkerAdmin(ReadOnlyAdmin):
-    """The running processes. A process that stopped in an orderly way is not listed."""
+    """The list of worker processes. A process deletes its row when it stops
+    normally."""
 
     list_display = (
         "state", "kind", "service", "version", "host", "pid", "consumes", "in_flight",
@@ -31,12 +32,12 @@ class WorkerAdmin(ReadOnlyAdmin):
     ordering = ("kind", "host", "pid")
 
     def get_urls(self) -> list[Any]:
-        """Add the page of what runs now."""
+        """Add the page of the messages in progress."""
         return [self.at("running/", self.running, "running"), *super().get_urls()]
 
     def running(self, request: HttpRequest) -> HttpResponse:
-        """Show what handlers process now, what is claimed, and stages without a
-        worker."""
+        """Show the messages that handlers are processing, the number of claimed
+        messages, and the stages that no worker runs."""
         insist(self.has_view_permission(request))
         picture = status.read()
         present = picture.attendance
@@ -68,7 +69,7 @@ class WorkerAdmin(ReadOnlyAdmin):
 
     @admin.display(description="state")
     def state(self, worker: Worker) -> SafeString:
-        """Alive, or silent for too long."""
+        """The worker's state: "alive", or "silent" if its last heartbeat is too old."""
         return display.badge("alive" if worker.lives(timezone.now()) else "silent")
 
     @admin.display(description="stages")
@@ -81,10 +82,10 @@ class WorkerAdmin(ReadOnlyAdmin):
 
     @admin.display(description="heartbeat")
     def heartbeat(self, worker: Worker) -> SafeString:
-        """Its last heartbeat."""
+        """The time of the last heartbeat."""
         return display.ago(worker.heartbeat_at)
 
     @admin.display(description="running for")
     def started(self, worker: Worker) -> SafeString:
-        """How long it has been running."""
+        """How long the process has been running."""
         return display.age(worker.started_at)

@@ -1,1 +1,1 @@
-"""The state of messaging: read-only, with small results."""
+"""The state of messaging, read from the database. Nothing here loads many rows."""

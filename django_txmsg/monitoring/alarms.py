@@ -23,10 +23,10 @@ Tone = Literal["bad", "warn"]
 
 @dataclass(frozen=True)
 class Alarm:
-    """One problem: `what`, and details.
+    """One problem. `what` is the problem, `more` its details.
 
-    `table` is the name of the model whose list shows the problem, and `query` selects
-    the rows in that list.
+    `table` is the name of the model whose list shows the problem. `query` selects the
+    rows in that list.
     """
 
     tone: Tone
@@ -44,15 +44,14 @@ class Alarm:
 
 
 def of(status: Status) -> list[Alarm]:
-    """Return all problems of a status, the worst first."""
+    """Return all problems of a status, worst first."""
     return [
         replace(alarm, kind=kind) for kind, find in _FINDERS for alarm in find(status)
     ]
 
 
 def well(status: Status) -> bool:
-    """Return whether no operator needs to act: nothing is late or dead, and all
-    necessary processes run."""
+    """Return whether a status has no problem."""
     return not of(status)
 
 
@@ -295,8 +294,8 @@ def _dead(status: Status) -> Iterator[Alarm]:
 
 
 def _in(status: Status) -> str:
-    """Return the number of dead letters by database, as text; "" if all are in the
-    outbox's own database."""
+    """Return the number of dead letters in each database, as text. Returns "" if all
+    are in the outbox's own database."""
     found: dict[str, int] = {}
     for place in [*status.stages.values(), *status.destinations.values()]:
         if place.dead:
@@ -364,7 +363,8 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
 def _more(
     found: Sized, tone: Tone, table: str, what: str, *, query: str = ""
 ) -> Iterator[Alarm]:
-    """Yield how many of these have no line of their own, if any."""
+    """Yield one alarm for the problems beyond the first LINES. Yields nothing if there
+    are none."""
     more = len(found) - LINES
     if more > 0:
         text = f"{more} more {what}"
@@ -389,8 +389,8 @@ def _since(waiting: Waiting, now: dt.datetime) -> str:
 
 
 def _late(places: Mapping[str, Waiting]) -> str:
-    """Return the names of places with overdue messages. The place with the most of them
-    comes first."""
+    """Return the names of the places with overdue messages, as text. The place with the
+    most overdue messages comes first."""
     late = sorted(
         ((one.overdue, name) for name, one in places.items() if one.overdue),
         key=lambda pair: (-pair[0], pair[1]),

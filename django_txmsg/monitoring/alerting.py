@@ -1,7 +1,9 @@
-"""Reports the beginning and the end of alarms outside the console, each once, however
-many processes run. It runs in one thread of each `relay` process. An alert is a row.
-First the row is written, then the alert is delivered, then the delivery is recorded. So
-an alert is delivered at least once, each time with the same id.
+"""Reports the beginning and the end of alarms to receivers outside the admin.
+
+It runs in one thread of each `relay` process. Each alert is a row, so several processes
+report it only once. The row is written first, then the alert is delivered, then the
+delivery is recorded. So an alert is delivered at least once, each time with the same
+id.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ MOST_DEAD = 50
 
 
 def wanted(picture: Status, kinds: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the texts of the alarms of these kinds, by the names of the alarms. Each
-    error at a place is a separate alarm, so that a new error is reported while an old
-    one is open."""
+    """Return the kind and the text of each alarm of these kinds, by its name. Dead
+    letters have one alarm for each error at each place, so a new error is reported
+    while an older one is still open."""
     found = {}
     for alarm in alarms.of(picture):
         bad = alarm.tone == "bad" and BAD in kinds
@@ -68,7 +70,7 @@ def _dead(picture: Status) -> dict[str, tuple[str, str]]:
 
 
 class Alerting(TimeLoop):
-    """Opens, ends and delivers the alerts of this service, until stopped."""
+    """Begins, ends and delivers the alerts of this service, until stopped."""
 
     longest_wait: ClassVar[float] = EVERY
     refused = "alerts cannot be raised"
@@ -81,7 +83,7 @@ class Alerting(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether no alerts are wanted."""
+        """Whether the settings ask for no alerts."""
         return not conf.get().ALERTS.KINDS
 
     @cached_property
@@ -89,8 +91,8 @@ class Alerting(TimeLoop):
         return Webhook.from_environment(conf.get().ALERTS.WEBHOOK_ENV)
 
     def _keep(self, using: str) -> float:
-        """Compare the present alarms with the open alerts once. Returns the seconds
-        until the next comparison."""
+        """Compare the current alarms with the open alerts once, and deliver what has
+        changed. Returns the seconds until the next comparison."""
         home = router.db_for_write(Alert)
         if using == home and not self.idle:
             self._compare(home)

@@ -1,4 +1,4 @@
-"""Which processes run, by their heartbeats, and which stages no process runs."""
+"""The worker processes, by their heartbeats, and the stages that no process runs."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ REPLACED = dt.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Attendance:
-    """The workers at one instant of the database's clock."""
+    """The workers in the database at the instant `now` of its clock."""
 
     now: dt.datetime
     workers: list[Worker]
 
     @property
     def living(self) -> list[Worker]:
-        """Workers with a recent heartbeat."""
+        """The workers with a recent heartbeat."""
         return [one for one in self.workers if one.lives(self.now)]
 
     @property
     def lost(self) -> list[Worker]:
-        """The workers that have become silent and were not replaced by another process.
-        A replacement has the same kind and runs the same stages. The replacement
-        started after the last heartbeat of the silent worker, or before that heartbeat
-        by no more than the time REPLACED (as in a rolling update). Each process
-        replaces only one worker."""
+        """The workers that have become silent, and that no other process has replaced.
+
+        A replacement has the same kind, and runs at least the same stages. It may have
+        started before the last heartbeat of the silent worker, but at most REPLACED
+        before (as in a rolling update). One process replaces only one worker.
+        """
         missing = []
         younger = sorted(self.living, key=lambda one: one.started_at)
         for one in sorted(self.workers, key=lambda worker: worker.heartbeat_at):
@@ -62,21 +63,20 @@ class Attendance:
 
     @property
     def relayed_services(self) -> set[str]:
-        """The services whose stored messages a running relay sends. The former names of
-        other services are missing, because only the settings of a service contain its
-        former names."""
+        """The services whose messages a running relay sends. Former names are included
+        only for this service, because other services' settings are unknown here."""
         found = {one.service for one in self.living if one.kind == "relay"}
         return found | set(conf.get().FORMER_SERVICES if self.relayed else ())
 
     @property
     def consumed(self) -> bool:
-        """Whether a consumer is running."""
+        """Whether any consumer is running."""
         return any(one.kind == "consumer" for one in self.living)
 
     @property
     def serving(self) -> Counter[str]:
-        """How many live processes run each stage. A stage does not count as running if
-        the broker has refused its subscription for a while."""
+        """The number of live processes for each stage. A process does not count if the
+        broker has refused its subscription for too long."""
         return Counter(
             name
             for one in self.living
@@ -84,18 +84,19 @@ class Attendance:
         )
 
     def unattended(self, stages: Collection[str]) -> list[str]:
-        """Return which of these stages no live process runs."""
+        """Return those of these stages that no live process runs."""
         served = self.serving
         return sorted(name for name in stages if name not in served)
 
 
 def read(using: str, now: dt.datetime) -> Attendance:
-    """Return the processes with a recent heartbeat, in one query."""
+    """Return the workers with the latest heartbeats, silent ones included, in one
+    query."""
     rows: Any = Worker.objects.using(using).order_by("-heartbeat_at")[:MOST]
     return Attendance(now, sorted(rows, key=lambda one: (one.kind, one.name)))
 
 
 def read_living(using: str, now: dt.datetime) -> Attendance:
-    """Return the live processes, without the silent ones."""
+    """Return the live workers only."""
     rows = Worker.objects.using(using).filter(living())
     return Attendance(now, list(rows[:MOST]))

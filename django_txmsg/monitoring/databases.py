@@ -1,6 +1,6 @@
-"""The databases that hold messages, according to the settings and the stages.
+"""The databases that store messages, according to the settings and the stages.
 
-Relay, pruning, bulk operations and checks get the list of databases from this module.
+The relay, pruning, bulk operations and checks get their databases here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ VENDORS = ("postgresql", "sqlite")
 
 
 def in_use() -> dict[str, str]:
-    """Return the aliases in which messages are stored, each with what uses it."""
+    """Return the aliases of the databases in which messages are stored. Each has a text
+    that says what uses it."""
     asking = {router.db_for_write(OutboxMessage): "the outbox"}
     asking.setdefault(conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]')
     for one in recurring():
@@ -30,8 +31,8 @@ def in_use() -> dict[str, str]:
 
 
 def with_tables() -> list[str]:
-    """Return the databases in use that may have our tables. The outbox's database comes
-    first."""
+    """Return the databases in use in which migrations create our tables. The outbox's
+    database comes first."""
     return [
         alias
         for alias in in_use()
@@ -40,8 +41,9 @@ def with_tables() -> list[str]:
 
 
 def left_out() -> list[str]:
-    """Return the other aliases that may have our tables. Whether these databases hold
-    messages is unknown, because any code can store a message there with `using=`."""
+    """Return the other databases in which migrations create our tables. Whether they
+    contain messages is unknown, because any code can store messages there with
+    `using=`."""
     known = {*in_use(), conf.get().LISTEN_DATABASE}  # the last: another route to one
     return [
         alias
@@ -53,7 +55,8 @@ def left_out() -> list[str]:
 
 
 def of_stage(stage: Stage) -> str | None:
-    """Return the database of a stage, or None if its definition fails."""
+    """Return the database of a stage. Returns None if the stage's definition raises an
+    error."""
     try:
         return stage.definition.using
     except Exception:

@@ -1,7 +1,7 @@
-"""Counts all open dead letters, by place and error.
+"""Counts open dead letters by place and error.
 
-The overview, `message_status`, the metrics, the alarms, and the groups and filters of
-the admin use this module only.
+The admin, `message_status`, the metrics and the alarms use only this module to count
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..rules import dead_letters
 
 @dataclass(frozen=True)
 class Dead:
-    """Open dead letters of one place with the same error and reason."""
+    """The open dead letters of one place that have the same error and reason."""
 
     stage: str
     destination: str
@@ -37,14 +37,14 @@ class Dead:
 
     @property
     def place(self) -> str:
-        """The stage that has given up these messages, or the relay that could not send
+        """The stage that gave up these messages, or the relay that could not send
         them."""
         return self.stage or f"relay to {self.destination}"
 
 
 def by_error(using: str) -> list[Dead]:
-    """Return all open dead letters. Reads only an index and no rows: on PostgreSQL, a
-    million of them takes a second."""
+    """Return all open dead letters, grouped by place, error and reason. The query reads
+    only an index, so a million dead letters take about a second on PostgreSQL."""
     connection: Any = connections[using]
     with connection.cursor() as cursor:
         cursor.execute(

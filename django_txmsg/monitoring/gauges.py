@@ -1,4 +1,4 @@
-"""The gauges that the metrics compute from the tables, with their descriptions."""
+"""The gauges that the metrics compute from the database, with their descriptions."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ TEXTS = {
 
 
 class Gauges:
-    """Gauges by name. Each always has the same labels; `family` creates a gauge."""
+    """Gauges by name. A gauge always has the same labels. `family` creates a gauge."""
 
     def __init__(self, family: Any) -> None:
         self._family = family
         self.families: dict[str, Any] = {}
 
     def set(self, name: str, number: float, /, **labels: str) -> None:
-        """Set a number under its labels."""
+        """Set the value of a gauge for these labels."""
         family = self.families.get(name)
         if family is None:
             family = self._family(f"txmsg_{name}", TEXTS[name], labels=list(labels))
@@ -67,15 +67,17 @@ class Gauges:
     def waiting(
         self, kind: str, what: Waiting, now: dt.datetime, /, **labels: str
     ) -> None:
-        """Set three gauges: how many messages wait, how many of them are overdue, and
-        the age of the oldest one."""
+        """Set three gauges for a place: its number of waiting messages, its number of
+        overdue messages, and the age of the oldest due message in seconds."""
         age = (now - what.oldest_due).total_seconds() if what.oldest_due else 0.0
         self.set(f"{kind}_waiting", what.count, **labels)
         self.set(f"{kind}_overdue", what.overdue, **labels)
         self.set(f"{kind}_oldest_due_age_seconds", max(age, 0.0), **labels)
 
     def line(self, place: Place, now: dt.datetime, /, **labels: str) -> None:
-        """Set how many messages of an ordered stage wait for their predecessors."""
+        """Set the gauges for an ordered stage: its blocked messages, their bytes and
+        the age of the oldest in seconds, the held keys, and whether the stage is
+        full."""
         line = place.line
         age = (now - line.since).total_seconds() if line.since else 0.0
         self.set("stage_blocked", line.count, **labels)

@@ -1,4 +1,4 @@
-"""Durations and sizes in words, the same on every page and on the terminal.
+"""Durations and sizes as text, the same on every page and on the terminal.
 
 Pure: no Django, no I/O.
 """
@@ -11,7 +11,7 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
 def duration(seconds: float | dt.timedelta | None) -> str:
-    """Return a duration in its two largest units: "4 ms", "2 min 5 s"."""
+    """Return a duration as text, in its two largest units: "4 ms", "2 min 5 s"."""
     if seconds is None:
         return "-"
     if isinstance(seconds, dt.timedelta):
@@ -36,7 +36,7 @@ def duration(seconds: float | dt.timedelta | None) -> str:
 
 
 def amount(size: int) -> str:
-    """Return a number of bytes in its largest unit: "300 bytes", "1.5 MB"."""
+    """Return a number of bytes as text, in its largest unit: "300 bytes", "1.5 MB"."""
     if size < 1000:
         return f"{size} byte{'s' * (size != 1)}"
     for power, unit in enumerate(("kB", "MB", "GB", "TB"), start=1):

@@ -1,6 +1,7 @@
-"""What live processes cannot use: brokers, destinations, subscriptions, databases.
+"""The outages of live processes: brokers, destinations, subscriptions and databases
+that a process cannot use.
 
-Each process writes its outages into its row with its heartbeat. The overview,
+With each heartbeat, a process writes its outages into its row. The overview,
 `message_status` and the health view read them here.
 """
 
@@ -22,7 +23,7 @@ MOST = 50
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An outage that at least one live process has met."""
+    """An outage that at least one live process has reported."""
 
     kind: str
     name: str
@@ -35,9 +36,9 @@ class Known:
 
 
 def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
-    """Return the outages for the worker's row. Each outage has its duration at the
-    heartbeat. A reader subtracts this from the heartbeat, which is by the database's
-    clock, to get the beginning of the outage."""
+    """Return outages as JSON for the worker's row. Each has its duration at the time of
+    the heartbeat. The reader computes the beginning from the heartbeat's time, which is
+    by the database's clock."""
     return [
         {
             "kind": one.kind,
@@ -51,8 +52,9 @@ def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
 
 
 def read(workers: Iterable[Worker]) -> list[Known]:
-    """Return the outages of these processes, each once, the longest first. Entries that
-    this code cannot read, because other code has written them, are left out."""
+    """Return the outages of these processes, longest first. An outage that several
+    processes report is returned once. Unreadable entries, written by another version of
+    the code, are left out."""
     found: dict[tuple[str, str], Known] = {}
     for worker in workers:
         for given in worker.outages or ():
@@ -70,11 +72,11 @@ def read(workers: Iterable[Worker]) -> list[Known]:
 
 
 def refused(worker: Worker, now: dt.datetime) -> set[str]:
-    """Return the stages whose subscription the broker has refused to a process for the
-    time `LATE`."""
+    """Return the stages whose subscription the broker has refused to this process for
+    at least LATE."""
     return {one.name for one in late(read([worker]), now) if one.kind == SUBSCRIPTION}
 
 
 def late(outages: Iterable[Known], now: dt.datetime) -> list[Known]:
-    """Return the outages that have lasted too long."""
+    """Return the outages that have lasted for at least LATE."""
     return [one for one in outages if now - one.since >= LATE]

@@ -1,4 +1,4 @@
-"""Pausing and resuming stages and recurring messages, by page and by command."""
+"""Pauses and resumes stages and recurring messages, for the admin and the commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import schedule
 
 
 def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | None:
-    """Pause a stage, or resume it. Consumers of a paused stage finish messages in
+    """Pause or resume a stage. The consumers of a paused stage finish the messages in
     progress and take no new ones. Returns the stage's row, or None if nothing changed.
 
     Raises LookupError for an unknown stage, because its name may be misspelt.
@@ -26,8 +26,8 @@ def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | Non
 
 
 def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | None:
-    """Pause a recurring message, or let it go on with its next tick. Returns its row,
-    or None if nothing changed. Raises LookupError for an unknown name."""
+    """Pause a recurring message, or resume it with its next tick. Returns its row, or
+    None if nothing changed. Raises LookupError for an unknown name."""
     service = conf.get().SERVICE
     rows = Schedule.objects.db_manager(schedule.database_of(name))
     changed = (
@@ -39,14 +39,14 @@ def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | N
 
 
 def said(what: str, *, paused: bool, why: str) -> str:
-    """Return the text of the audit's entry."""
+    """Return the text of the audit entry."""
     because = f": {why}" if why and paused else "."
     return f"{'Paused' if paused else 'Resumed'} {what}{because}"
 
 
 def _is_known(name: str, using: str) -> bool:
-    """Return whether a stage is known: it is declared here, another process consumes
-    it, or it has rows."""
+    """Return whether a stage with this name exists. A stage exists if it is declared
+    here, if another process consumes it, or if it has rows."""
     consumed = Worker.objects.using(using).values_list("stages", flat=True)
     return bool(name) and (
         any(one.name == name for one in all_stages())

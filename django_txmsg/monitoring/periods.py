@@ -1,8 +1,9 @@
-"""How many messages were stored, dispatched, processed and buried in the last 24 hours.
+"""Counts messages that were stored, dispatched, processed or buried in the last 24
+hours.
 
-`relay` and `consume` count finished periods once and store the counts (`PeriodCount`).
-Only rows after the last stored period are counted live, so that a day with millions of
-messages costs little. Readers write nothing.
+`relay` and `consume` count each finished period once, and store the count
+(`PeriodCount`). Readers count only the rows after the last stored period. This keeps
+reading cheap after a day with millions of messages. Readers write nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ _unstored: dict[
 
 @dataclass
 class Hour:
-    """One hour, counted by series."""
+    """The counts of one hour, by series."""
 
     start: dt.datetime
     counts: Counter[str] = field(default_factory=Counter)
 
 
 def last_day(using: str, now: dt.datetime) -> list[Hour]:
-    """Return the last 24 hours, oldest first; the last one has not ended yet."""
+    """Return the last 24 hours, oldest first. The last one is the current hour."""
     first = _first_hour(now)
     hours = [Hour(first + dt.timedelta(hours=n)) for n in range(HOURS)]
     counted, open_since = _remembered(using, first)
@@ -68,8 +69,8 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
 def _not_remembered(
     using: str, since: dt.datetime, now: dt.datetime
 ) -> Counter[tuple[dt.datetime, str]]:
-    """Count the periods that have no stored counts. A process counts each finished
-    period only once."""
+    """Count the rows of the periods without stored counts. The counts of finished
+    periods are cached in this process."""
     known: Counter[tuple[dt.datetime, str]] = Counter()
     begin, end, counts = _unstored.get(using, (now, now, known))
     if begin <= since < end:
@@ -87,7 +88,7 @@ def _not_remembered(
 
 
 def forget() -> None:
-    """Clear the counts that this process has cached. For tests."""
+    """Clear this process's cache of counts. For tests."""
     _unstored.clear()
 
 
@@ -122,8 +123,8 @@ def _first_hour(now: dt.datetime) -> dt.datetime:
 def _remembered(
     using: str, first: dt.datetime
 ) -> tuple[dict[tuple[dt.datetime, str], int], dt.datetime]:
-    """Return the stored periods up to the first gap, and the instant from which rows
-    must be counted."""
+    """Return the stored counts up to the first period without one. Also return the
+    start of that period: later rows must be counted."""
     counts: dict[tuple[dt.datetime, str], int] = {}
     starts = set()
     for start, series, count in (
@@ -143,8 +144,8 @@ def _remembered(
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
     """Return when each place last dispatched or processed a message in the last 24
-    hours, by series and place. If the activity is in a stored period, the result is the
-    end of that period."""
+    hours, by series and place. For an earlier activity, the stored counts give only the
+    end of its period."""
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)
@@ -176,7 +177,8 @@ def _count(using: str, since: dt.datetime) -> Counter[tuple[dt.datetime, str, st
 
 
 def _rows(using: str, series: str, since: dt.datetime) -> tuple[Any, str]:
-    """Return the rows of a series, by place, and the column with their instant."""
+    """Return the rows of a series since an instant, with their places. Also return the
+    column with the time of each row."""
     model, column, place = _SERIES[series]
     rows = model._default_manager.using(using).filter(**{f"{column}__gte": since})
     if series == "processed":

@@ -1,4 +1,4 @@
-"""A process's row in the table of workers, and its heartbeat."""
+"""A process's row in the table of workers, with its heartbeat."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from . import attendance, outages, running
 
 
 class Presence:
-    """Writes this process's row and heartbeats. Never raises, because a worker
-    continues even if its row cannot be written."""
+    """Writes the worker row of this process. A failed write is logged and not raised,
+    because the worker must continue."""
 
     def __init__(
         self, kind: str, using: str, stages: Sequence[str] = (), *, name: str = ""
@@ -31,7 +31,8 @@ class Presence:
         self._service = conf.get().SERVICE
 
     def beat(self, in_flight: int) -> None:
-        """Write a heartbeat, how many messages are in progress, and which."""
+        """Write a heartbeat, with the number of messages in progress, the running
+        handlers and the outages."""
         workers = Worker.objects.using(self._using)
 
         def beat() -> None:
@@ -57,10 +58,10 @@ class Presence:
         self._quietly(beat)
 
     def refuse_rivals(self) -> None:
-        """Check whether another service runs a stage of the same name in this database.
-        The inbox distinguishes stages only by their names. Raises ConfigurationError in
-        the process that started later.
-        """
+        """Raise ConfigurationError if another service runs a stage of the same name in
+        this database. The inbox distinguishes stages only by name, so each service
+        would drop messages of the other as duplicates. Only the process that started
+        later raises."""
         workers = Worker.objects.using(self._using)
         found: list[tuple[Worker, set[str]]] = []
 
@@ -85,7 +86,7 @@ class Presence:
             )
 
     def leave(self) -> None:
-        """Delete the row, because the process stops in an orderly way."""
+        """Delete the row. A process calls this when it stops normally."""
         workers = Worker.objects.using(self._using)
         self._quietly(lambda: workers.filter(name=self.name).delete())
 

@@ -1,7 +1,7 @@
-"""A view for machines that poll: GET only, never cached.
+"""Decorates views for monitoring systems: GET only, never cached.
 
-The view runs in no transaction, because it must also answer when the database does not
-answer.
+Such a view runs outside transactions, because it must answer even if the database does
+not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The states of this host's worker processes, in one file for each.
+"""The states of the worker processes on this host, one file for each process.
 
-A worker writes its own file once a second. `manage.py txmsg alive` reads the files of
-all processes. The parent of `--processes` reads the files of its children. No database
-is used, because an outage of the database must not kill the processes that wait for it.
+A worker writes its file once a second. `manage.py txmsg alive` reads the files of all
+processes. The parent process of `--processes` reads the files of its children. Files
+are used instead of a database: during an outage of the database, a process that waits
+for it must not be killed.
 """
 
 from __future__ import annotations
@@ -32,15 +33,14 @@ LENGTH = 1024
 
 
 def directory() -> Path:
-    """Return the directory in which processes of this service and user write their
-    states."""
+    """Return the directory for the state files of this service and this user."""
     folder = Path(tempfile.gettempdir()) / f"txmsg-{os.getuid()}"
     return folder / conf.get().SERVICE.replace("/", "_")
 
 
 def read(pid: int) -> State | None:
-    """Return the state that a process has written, with the ages as of now. If the
-    process does not run any more, remove its file and return None."""
+    """Return the state that a process has written, with its ages as of now. If the
+    process has ended, remove its file and return None."""
     path = directory() / str(pid)
     try:
         with path.open() as file:
@@ -58,7 +58,7 @@ def read(pid: int) -> State | None:
 
 
 def running() -> dict[int, State]:
-    """Return the states of the processes that run, by process id."""
+    """Return the states of the running processes, by process id."""
     try:
         names = os.listdir(directory())
     except FileNotFoundError:
@@ -69,9 +69,9 @@ def running() -> dict[int, State]:
 
 @contextmanager
 def written() -> Iterator[None]:
-    """Write this process's state once a second while the block runs.
+    """Write this process's state file once a second while the block runs.
 
-    Raises OSError if there is no place to write to.
+    Raises OSError if the file cannot be written.
     """
     folder = directory()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

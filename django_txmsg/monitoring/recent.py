@@ -1,4 +1,5 @@
-"""The latest activity of each destination and stage. Only the newest rows are read."""
+"""The latest activity of destinations, stages and operators. Only the newest rows are
+read."""
 
 from __future__ import annotations
 
@@ -15,22 +16,24 @@ RECENT = 2_000
 
 
 def destinations(using: str) -> dict[str, int]:
-    """Return the destinations of the newest RECENT stored messages, with counts."""
+    """Return the destinations of the newest RECENT stored messages, with their
+    counts."""
     return _recent(using, "destination", "django_txmsg_outboxmessage")
 
 
 def stages(using: str) -> dict[str, int]:
-    """Return the stages of the newest RECENT received messages, with counts."""
+    """Return the stages of the newest RECENT received messages, with their counts."""
     return _recent(using, "stage", "django_txmsg_inboxmessage")
 
 
 def operators(using: str) -> dict[str, int]:
-    """Return the operators of the newest RECENT actions, with counts."""
+    """Return the operators of the newest RECENT audit entries, with their counts."""
     return _recent(using, '"by"', "django_txmsg_auditentry")
 
 
 def deeds(using: str) -> dict[str, int]:
-    """Return what operators did in the newest RECENT actions, with counts."""
+    """Return the kinds of action in the newest RECENT audit entries, with their
+    counts."""
     return _recent(using, "deed", "django_txmsg_auditentry")
 
 
@@ -45,8 +48,8 @@ def _recent(using: str, column: str, table: str) -> dict[str, int]:
 
 
 def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
-    """Return the last dispatch to each destination among the newest rows, and its
-    broker."""
+    """Return the time and the broker of the last dispatch to each destination, from the
+    newest rows."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT destination, MAX(dispatched_at), MAX(broker) FROM ("
@@ -61,8 +64,8 @@ def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
 def last_processed(
     using: str,
 ) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
-    """Return each stage's last processing, and its 95th percentiles of processing time
-    and critical time in seconds, from the newest rows."""
+    """Return, for each stage in the newest rows, when it last processed a message, and
+    the 95th percentiles of processing time and critical time in seconds."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT stage, processed_at, started_at, created_at"

@@ -1,10 +1,10 @@
-"""Deletes settled rows past TXMSG["RETENTION"].
+"""Deletes settled rows that are older than TXMSG["RETENTION"].
 
-It deletes limited batches of rows, each in a short transaction. The age of a row is
-measured by the database's clock. Unsettled rows stay whatever their age: pending
-messages, parked ones, and everything about an open dead letter. If TXMSG["LAKE"] is
-set, `manage.py pipeline archive` deletes rows of the message log instead, after proving
-that they are in the lake.
+Rows are deleted in batches, each in a short transaction. The database's clock
+determines the age of a row. Rows that are not settled are never deleted: pending
+messages, parked messages, and everything about an open dead letter. If TXMSG["LAKE"] is
+set, `manage.py pipeline archive` deletes the rows of messages and dead letters instead,
+after it has verified that they are in the lake.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ OnBatch = Callable[["Kind", int], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """One table from which settled rows are deleted.
+    """One table whose settled rows are deleted.
 
-    `clock` is a column that grows with the primary key, if there is one. Then reading
-    stops at the first row that is younger than the cutoff. `by` is the order in which
-    the table is read.
+    `by` is the column by which the table is read. `clock` is an optional column that
+    grows with the primary key. With `clock`, reading stops at the first page whose rows
+    are all younger than the cutoff.
     """
 
     name: str
@@ -76,11 +76,11 @@ class Kind:
 
     @property
     def logged(self) -> bool:
-        """Whether the table belongs to the message log, which an archive takes over."""
+        """Whether the archive deletes this table's rows if TXMSG["LAKE"] is set."""
         return isinstance(self.settled, Rule)
 
     def doomed(self, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
-        """Return the rows to delete."""
+        """Return the rows that may be deleted."""
         if isinstance(self.settled, Rule):
             instant = Value(cutoff, output_field=models.DateTimeField())
             condition = Q(Holds(self.settled, cutoff=instant))
@@ -90,8 +90,7 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """Return the tables to prune, each with the time for which the present settings
-    keep its rows."""
+    """Return the tables to prune, each with its retention in days from the settings."""
     keep = conf.get().RETENTION
     return [
         Kind(
@@ -157,7 +156,8 @@ def prune(
     on_batch: OnBatch | None = None,
     stop: threading.Event | None = None,
 ) -> int:
-    """Delete a kind's settled rows past retention. Returns how many.
+    """Delete the settled rows of one table that are older than their retention. Returns
+    their number.
 
     `on_batch` is called after each transaction with the number so far. When `stop` is
     set, pruning ends after the current transaction.
@@ -177,8 +177,8 @@ def prune(
 
 
 def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q]:
-    """Yield a condition for each page of `size` rows of the table. The rows may be
-    settled or not. Each condition can use an index."""
+    """Yield conditions that divide the table into pages of `size` rows. A page also
+    contains rows that are not settled. An index can find the rows of each page."""
     rows: QuerySet[Any] = kind.model._default_manager.using(using)
     if kind.by != "pk":
         rows = rows.filter(**{f"{kind.by}__lt": cutoff})
@@ -200,7 +200,8 @@ def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q
 
 
 def _delete(doomed: QuerySet[Any], using: str) -> int:
-    """Delete rows in one transaction. It checks again whether each row is settled."""
+    """Delete rows in one transaction, and return their number. The statement checks
+    again that each row is settled."""
     if doomed.model in (Batch, Run):
         # With its branches; with its steps and its undos.
         return int(doomed.delete()[1].get(doomed.model._meta.label, 0))
@@ -271,14 +272,14 @@ FIRST, EVERY = 300.0, 3600.0
 
 
 class Pruner:
-    """Deletes rows past TXMSG["RETENTION"]. `run()` is the work of one thread, until
-    `stop` is set."""
+    """Deletes rows that are older than TXMSG["RETENTION"]. A thread calls `run()`,
+    which returns when `stop` is set."""
 
     def __init__(self, databases: Sequence[str], stop: threading.Event) -> None:
         self._databases, self._stop = databases, stop
 
     def run(self) -> None:
-        """Prune every hour. After a failure, it is tried again an hour later."""
+        """Prune every hour. A failed pruning is repeated an hour later."""
         pause = FIRST
         while not self._stop.wait(self._announced(pause)):
             pause = EVERY

@@ -1,4 +1,4 @@
-"""The messages that handlers were processing at the last heartbeat of their process."""
+"""The messages that handlers were processing at the last heartbeats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST = 100
 
 @dataclass(frozen=True)
 class Known:
-    """A message that a handler was processing."""
+    """A message that a handler was processing at the last heartbeat of its worker."""
 
     worker: Worker
     thread: str
@@ -29,8 +29,9 @@ class Known:
 
 
 def as_json() -> list[dict[str, Any]]:
-    """Return what runs in this process, for the worker's row. With the heartbeat, the
-    seconds show when a handler began, by the database's clock."""
+    """Return the messages that handlers of this process are processing, as JSON for the
+    worker's row. Each has the duration so far, in seconds. The reader computes the
+    beginning from the heartbeat's time, which is by the database's clock."""
     now = time.monotonic()
     return [
         {
@@ -45,8 +46,8 @@ def as_json() -> list[dict[str, Any]]:
 
 
 def read(workers: Iterable[Worker]) -> list[Known]:
-    """Return what these processes were running, the longest first. Entries that other
-    code has written, and that are unreadable here, are left out."""
+    """Return the messages that these processes were processing, longest first.
+    Unreadable entries, written by another version of the code, are left out."""
     found = []
     for worker in workers:
         for given in worker.running if isinstance(worker.running, list) else ():

@@ -1,7 +1,8 @@
-"""Runs of flows: their states, and how many are open, undoing and stuck.
+"""Counts runs of flows that are open, undoing or stuck.
 
-A run is *stuck* if the undo that it waits for is an open dead letter here, or has not
-been confirmed for an hour, for example because the participant is another service.
+A run is *stuck* if it waits for an undo that has failed or takes too long. The undo has
+failed if its message is an open dead letter here. It takes too long if it has not been
+confirmed for an hour.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _TABLE = "django_txmsg_run"
 
 @dataclass(frozen=True)
 class Runs:
-    """The open runs of one flow. All numbers are counted up to CAP: of the runs, of
-    those that are undoing their work, and of those that are stuck at an undo."""
+    """The numbers of runs of one flow, each counted up to CAP: open runs, runs that
+    undo their work, and runs that are stuck at an undo."""
 
     service: str
     flow: str
@@ -41,7 +42,7 @@ class Runs:
 
 
 def states() -> dict[str, Q]:
-    """Return the condition of each state of a run, by its name."""
+    """Return the condition of each state, by its name."""
     is_open, undoing = Q(Holds(flows.OPEN)), Q(Holds(flows.UNDOING))
     letters = DeadLetter.objects.filter(
         message_id=OuterRef("request_id"), resolution=Resolution.OPEN
@@ -60,13 +61,13 @@ def states() -> dict[str, Q]:
 
 
 def stuck(using: str) -> Counter[tuple[str, str]]:
-    """Return how many runs are stuck, by service and flow."""
+    """Return the number of stuck runs, by service and flow."""
     rows = Run.objects.using(using).filter(states()["undo stuck"]).order_by()
     return Counter(rows.values_list("service", "flow")[: CAP + 1])
 
 
 def read(using: str) -> list[Runs]:
-    """Return the open runs of a database, by service and flow, in two queries."""
+    """Return the numbers of runs in a database, by service and flow, in two queries."""
     found = stuck(using)
 
     def count(rule: Rule) -> str:

@@ -1,4 +1,4 @@
-"""Recurring messages and their last ticks, for the admin and the command."""
+"""Recurring messages with their last and next ticks, for the admin and the commands."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .waiting import OVERDUE
 
 @dataclass(frozen=True)
 class Timing:
-    """One recurring message. `recurring` is None if this code does not declare the
-    message. `row` is None if no relay has recorded the message yet."""
+    """One recurring message. `recurring` is None if this code does not declare it.
+    `row` is None if no relay has recorded it yet."""
 
     name: str
     recurring: Recurring | None
@@ -31,12 +31,13 @@ class Timing:
 
     @property
     def paused(self) -> bool:
-        """Whether an operator has paused it."""
+        """Whether an operator has paused the message."""
         return self.row is not None and self.row.paused_at is not None
 
 
 def read() -> list[Timing]:
-    """Return the messages declared here, and those in this service's table."""
+    """Return all recurring messages: those declared here, and those that have a row of
+    this service."""
     home = router.db_for_write(Schedule)
     now = clock(home)
     found = [
@@ -48,8 +49,8 @@ def read() -> list[Timing]:
 
 
 def in_database(using: str, now: dt.datetime) -> list[Timing]:
-    """Return the messages that are declared here for one database. For the outbox's
-    database, add the messages that are only in this service's table."""
+    """Return the recurring messages of one database. For the outbox's database, this
+    includes messages that have a row but are not declared here."""
     declared = {one.name: one for one in recurring()}
     home = router.db_for_write(Schedule)
     if using != home and all(one.alias != using for one in declared.values()):
@@ -68,13 +69,13 @@ def in_database(using: str, now: dt.datetime) -> list[Timing]:
 
 
 def late(using: str, now: dt.datetime) -> list[Timing]:
-    """Return the overdue messages of one database."""
+    """Return the recurring messages of one database that are overdue."""
     return [timing for timing in in_database(using, now) if timing.overdue]
 
 
 def database_of(name: str) -> str:
-    """Return the database in which a recurring message is stored. Raises LookupError
-    for an unknown name."""
+    """Return the database that stores a recurring message. Raises LookupError for an
+    unknown name."""
     for one in read():
         if one.name == name:
             row: Any = one.row

@@ -1,7 +1,8 @@
-"""The state of messaging: counts and oldest ages of every state, in few queries.
+"""The state of messaging: the counts of every state and the age of the oldest message,
+in few queries.
 
-The overview, `manage.py message_status`, the alarms and the metrics use it for every
-database in use. The health view uses the same functions, but counts fewer things.
+The overview, `manage.py message_status`, the alarms and the metrics read it for every
+database in use. The health view uses the same functions, but counts less.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ def unconsumed(
     consumed: Iterable[str],
     now: dt.datetime,
 ) -> dict[str, str]:
-    """Return the destinations that recently received messages, and that have no
-    consumer here, and no known consumer elsewhere. Each has the similar name of a
-    consumed destination that the sender may have meant.
+    """Return the destinations that have recently received messages and have no known
+    consumer. Each has the name of a similar destination that is consumed here, which
+    the sender may have meant, or "".
 
-    `dispatched` has the last dispatch to each destination, `consumed` the destinations
-    of stages here. Without TXMSG["KNOWN_DESTINATIONS"], only names that look misspelt
-    are returned.
+    `dispatched` maps each destination to its last dispatch. `consumed` are the
+    destinations of the stages here. TXMSG["KNOWN_DESTINATIONS"] names the destinations
+    with consumers elsewhere. If it is empty, only names that look misspelt are
+    returned.
     """
     known = conf.get().KNOWN_DESTINATIONS
     here = {_letters(name): name for name in consumed}
@@ -82,17 +84,16 @@ def unconsumed(
 
 
 def _letters(name: str) -> str:
-    """Return a key that a name shares with its misspellings, that is, with names that
-    have the same letters in another order, or another separator. A name with an
-    additional letter has a different key, because it may be another word: "placed" is
-    not "place"."""
+    """Return a key that is equal for a name and its likely misspellings. Case,
+    separators and the order of the letters do not change the key. A missing or
+    additional letter does: "placed" and "place" are different words."""
     return "".join(sorted(filter(str.isalnum, name.lower())))
 
 
 @dataclass
 class Place:
     """A destination or a stage, with its waiting and dead messages and its last
-    activity."""
+    activity. Times are by the database's clock, durations in seconds."""
 
     name: str
     database: str = ""
@@ -124,16 +125,18 @@ class Place:
 
     @property
     def label(self) -> str:
-        """The name, with the database unless that is the outbox's own."""
+        """The name. If the place is not in the outbox's own database, it includes the
+        database."""
         return labelled(self.name, self.database)
 
 
 @dataclass
 class Status:
-    """The complete state at one instant of the database's clock.
+    """The complete state at the instant `now` of the database's clock.
 
-    Places and queues are identified by their names. `labelled()` adds the alias of a
-    database other than the outbox's, since two databases may use the same name.
+    Places and queues are identified by name. In databases other than the outbox's,
+    `labelled()` adds the alias to the name, because two databases may use the same
+    names.
     """
 
     now: dt.datetime
@@ -173,7 +176,7 @@ class Status:
 
     @property
     def parked(self) -> Waiting:
-        """All messages that wait for another attempt of their stage."""
+        """All messages that wait for another attempt at their stage."""
         return total(place.waiting for place in self.stages.values())
 
     @property
@@ -183,29 +186,29 @@ class Status:
 
     @property
     def dead(self) -> int:
-        """All open dead letters whose errors are not muted."""
+        """The number of open dead letters whose errors are not muted."""
         return sum(place.dead for place in self._places)
 
     @property
     def muted(self) -> int:
-        """All open dead letters whose errors are muted."""
+        """The number of open dead letters whose errors are muted."""
         return sum(place.muted for place in self._places)
 
     @property
     def oldest_dead(self) -> dt.datetime | None:
-        """When the oldest open dead letter was made, of errors that are not muted."""
+        """When the oldest open dead letter was stored. Muted errors are ignored."""
         found = (place.oldest_dead for place in self._places if place.oldest_dead)
         return min(found, default=None)
 
     @property
     def overdue(self) -> int:
-        """All messages, deadlines of flows and recurring messages that are overdue."""
+        """The number of overdue messages, deadlines of flows and recurring messages."""
         waiting = (self.outbox, self.parked, self.queued, *self.deadlines.values())
         return sum(one.overdue for one in waiting) + len(self.late_ticks)
 
     @property
     def outages(self) -> list[Known]:
-        """What live processes cannot use now."""
+        """The current outages of live processes."""
         return outages.read(self.attendance.living)
 
     @property
@@ -215,13 +218,13 @@ class Status:
 
     @property
     def unattended(self) -> list[str]:
-        """The stages declared here that no live process runs."""
+        """The stages that are declared here and that no live process runs."""
         declared = [place.name for place in self.stages.values() if place.known]
         return self.attendance.unattended(declared)
 
     @property
     def unrelayed(self) -> dict[str, Waiting]:
-        """The services that have overdue messages in the outbox and no running
+        """The services that have overdue messages in the outbox, but no running
         relay."""
         relayed = self.attendance.relayed_services
         return {
@@ -236,8 +239,9 @@ class Status:
 
 
 def read(*aliases: str) -> Status:
-    """Return the complete state of these databases, or of all in use, in a dozen
-    queries for each. Workers and paused stages are in the outbox's database."""
+    """Return the complete state of these databases, by default of all in use. It takes
+    about a dozen queries for each database. Workers and paused stages are read from the
+    outbox's database."""
     home = router.db_for_write(OutboxMessage)
     status = Status(clock(home), list(aliases) or databases.with_tables())
     paused = list(
@@ -271,7 +275,7 @@ def read(*aliases: str) -> Status:
 
 
 def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
-    """Add the state of one database."""
+    """Add the state of one database to `status`."""
     for waiting in in_outbox(using):
         place = _place(status.destinations, waiting.name, using)
         place.waiting = total([place.waiting, waiting])
@@ -325,7 +329,7 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
 
 def _find_consumers(status: Status) -> None:
     """Record which stages here consume each destination, and which destinations have no
-    consumer."""
+    known consumer."""
     consumers: dict[str, list[str]] = {}
     for declared in all_stages():
         consumers.setdefault(declared.destination, []).append(declared.name)
@@ -340,8 +344,8 @@ def _find_consumers(status: Status) -> None:
 
 
 def consumers_of_queues() -> dict[str, list[str]]:
-    """Return, for each queue of the embedded broker, the stages declared here that
-    consume the queue."""
+    """Return the queues of the embedded broker that stages declared here consume, each
+    with the names of these stages."""
     found: dict[str, list[str]] = {}
     for one in all_stages():
         queue = queue_name(one.destination, one.subscriber)
@@ -359,7 +363,8 @@ def held_queues(paused: Collection[str]) -> set[str]:
 
 
 def labelled(name: str, database: str) -> str:
-    """Return a place's name, with its database unless that is the outbox's own."""
+    """Return the name of a place. If the place is not in the outbox's own database, the
+    name includes the database."""
     home = router.db_for_write(OutboxMessage)
     return name if database == home else f"{name} in {database}"
 

@@ -1,8 +1,8 @@
-"""The subscribers of the embedded broker's topics, and whether their stages still
+"""The subscriptions to topics of the embedded broker, and whether their stages still
 exist.
 
-A subscription receives copies until it is ended. If a stage is renamed or removed, its
-subscription's queue grows until an operator ends the subscription.
+A subscription receives a copy of each message until an operator removes it. If its
+stage was renamed or removed, its queue grows without limit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..stages import all_stages
 
 @dataclass(frozen=True)
 class Subscription:
-    """One subscriber of a topic. `abandoned` means that the subscription belonged to a
-    stage of this service, and that this stage no longer exists. Whether a stage of
-    another service exists is unknown here."""
+    """One subscription to a topic. `abandoned` means that its stage belonged to this
+    service and no longer consumes the topic. `abandoned` is never true for another
+    service's subscription, because the stages of other services are unknown here."""
 
     topic: str
     subscriber: str
@@ -29,19 +29,18 @@ class Subscription:
 
     @property
     def queue(self) -> str:
-        """The queue with its copies."""
+        """The queue that receives the subscription's copies."""
         return queue_name(self.topic, self.subscriber)
 
 
 def served(living: Collection[Worker]) -> set[str]:
-    """Return the names of the subscribers under which the stages of these processes
-    consume topics."""
+    """Return the subscribers' names that belong to the stages of these processes."""
     return {f"{one.service}.{stage}" for one in living for stage in one.stages}
 
 
 def read(using: str, living: Collection[Worker]) -> list[Subscription]:
-    """Return all subscriptions, in one query. `living` are the live processes, which
-    may run stages that are not declared here (during a deployment, say)."""
+    """Return all subscriptions, in one query. `living` are the live processes. They may
+    run stages that are not declared here, for example during a deployment."""
     declared = {
         one.subscriber: one.destination for one in all_stages() if one.subscriber
     }

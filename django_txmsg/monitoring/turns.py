@@ -1,5 +1,4 @@
-"""Counts the messages of ordered stages that wait for their predecessors, and finds the
-reasons."""
+"""Counts the blocked messages of ordered stages, and finds out why they are blocked."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _BLOCKED = inbox.BLOCKED & inbox.OPEN
 
 @dataclass(frozen=True)
 class Line:
-    """The messages that wait at one ordered stage for their predecessors."""
+    """The blocked messages of one ordered stage."""
 
     count: int = 0
     size: int = 0
@@ -43,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True)
 class HeldKey:
-    """A key of an ordered stage whose messages have waited long."""
+    """A key of an ordered stage whose messages have been blocked for too long."""
 
     stage: str
     key: str
@@ -57,7 +56,7 @@ class HeldKey:
 
 
 def lines(using: str) -> dict[str, Line]:
-    """Return the waiting messages of each stage, counted up to CAP."""
+    """Return the blocked messages of each stage, counted up to CAP."""
     connection: Any = connections[using]
     table = InboxMessage._meta.db_table
     counts = array_sql(
@@ -87,17 +86,17 @@ def lines(using: str) -> dict[str, Line]:
 
 
 def at_least(line: Line) -> str:
-    """Return the size of a line's waiting messages in words, with a plus if not all
-    were counted."""
+    """Return the total size of the blocked messages as text, with " and more" if not
+    all were counted."""
     return f"{amount(line.size)}{' and more' * (line.count > CAP)}"
 
 
 def held(
     using: str, stages: Collection[str] | None = None, *, after: float | None = None
 ) -> list[HeldKey]:
-    """Return the keys whose messages have waited for `after` seconds (by default
-    TXMSG["ORDER_PATIENCE"]), of these stages or of all. The longest wait comes first,
-    and at most NAMED keys are returned."""
+    """Return the keys whose messages have been blocked for at least `after` seconds (by
+    default TXMSG["ORDER_PATIENCE"]). If `stages` is None, all stages are searched. The
+    longest wait comes first. At most NAMED keys are returned."""
     connection: Any = connections[using]
     patience = conf.get().ORDER_PATIENCE if after is None else after
     found: list[tuple[str, str, int, Any]] = []
@@ -117,7 +116,7 @@ def held(
 
 
 def behind(letter: DeadLetter) -> int:
-    """Return how many messages wait behind a dead letter, counted up to CAP."""
+    """Return the number of messages that wait for a dead letter, counted up to CAP."""
     key = str(letter.headers.get(wire.KEY, ""))[:255]
     if not key or not letter.stage or letter.resolution != Resolution.OPEN:
         return 0
@@ -126,8 +125,9 @@ def behind(letter: DeadLetter) -> int:
 
 
 def note(letter: DeadLetter) -> str:
-    """Return what an operator should know before resolving a dead letter of an ordered
-    stage; "" for other stages."""
+    """Return a note for the operator who is about to resolve a dead letter of an
+    ordered stage: what happens to the messages behind it. Returns "" for other
+    stages."""
     waiting = behind(letter)
     if waiting:
         verb = "waits" if waiting == 1 else "wait"

@@ -1,8 +1,8 @@
-"""Counts messages that wait for their next step, in the outbox, the inbox and the
-queues, and runs of flows that wait for a deadline.
+"""Counts the waiting messages of the outbox, the inbox and the queues, and the runs of
+flows that wait for a deadline.
 
-Each place is counted separately, up to CAP rows. So counting is cheap, and many
-messages at one place do not hide another place.
+Each place is counted separately, up to CAP rows. This is cheap, and many messages at
+one place do not hide another place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEPLOYED = dt.timedelta(minutes=15)
 
 @dataclass
 class Waiting:
-    """The messages that wait in one place."""
+    """The waiting messages of one place."""
 
     count: int = 0
     due: int = 0
@@ -52,14 +52,14 @@ class Waiting:
 
     @property
     def capped(self) -> bool:
-        """Whether there are more messages than were counted."""
+        """Whether the place has more messages than were counted."""
         return self.count > CAP
 
 
 @dataclass(frozen=True)
 class NeedsNewerCode:
-    """Messages of one stage that wait for newer code: how many, since when, and one of
-    the types and versions that are needed."""
+    """The messages of one stage that wait for newer code: their number, since when they
+    wait, and a type and version that they need."""
 
     count: int
     since: dt.datetime | None
@@ -68,14 +68,14 @@ class NeedsNewerCode:
 
 
 def capped(count: int | None, cap: int = CAP) -> str:
-    """Return a count, with a plus if it was capped."""
+    """Return a count as text: "12", or "1,000+" above the cap."""
     if count is None:
         return "-"
     return f"{cap:,}+" if count > cap else f"{count:,}"
 
 
 def total(parts: Iterable[Waiting]) -> Waiting:
-    """Return the sum of several places."""
+    """Return the sum of the counts of several places."""
     summed = Waiting()
     for part in parts:
         summed.count += part.count
@@ -91,8 +91,8 @@ def total(parts: Iterable[Waiting]) -> Waiting:
 def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
     """Return the pending messages, by destination and by the service that stored them.
 
-    At most `most` rows (by default CAP) of each place are counted, beginning with the
-    earliest due time.
+    At most `most` rows (by default CAP) of each place are counted. The rows with the
+    earliest due times are counted first.
     """
     return _by_place(
         using,
@@ -109,9 +109,9 @@ def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
 def in_inbox(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
-    """Return the messages that wait for another attempt, by stage. Messages that need
-    newer code, and messages that wait behind others of their key, do not count. At the
-    stages in `held`, which an operator has paused, no message counts as due."""
+    """Return the messages that wait for another attempt, by stage. Blocked messages and
+    messages that need newer code are not counted. `held` are paused stages: none of
+    their messages counts as due."""
     return _by_place(
         using,
         "django_txmsg_inboxmessage",
@@ -128,8 +128,8 @@ def in_inbox(
 def in_queues(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
-    """Return the messages in the embedded broker, by queue. In the queues in `held`,
-    whose stages are all paused, no message counts as due."""
+    """Return the messages in the embedded broker, by queue. `held` are queues whose
+    stages are all paused: none of their messages counts as due."""
     return _by_place(
         using,
         "django_txmsg_queuemessage",
@@ -144,8 +144,8 @@ def in_queues(
 
 
 def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
-    """Return the runs of flows that wait for a deadline, by service. A relay of that
-    service stores their time-outs."""
+    """Return the runs of flows that have a deadline, by service. A relay of that
+    service stores a message when the deadline passes."""
     return _by_place(
         using,
         "django_txmsg_run",
@@ -159,7 +159,7 @@ def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
 
 
 def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
-    """Return the messages that no code so far could read, by stage."""
+    """Return the messages that wait for newer code, by stage."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"  # noqa: S608 - constants only
@@ -174,10 +174,10 @@ def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
 
 
 def places_sql(table: str, columns: tuple[str, ...], rule: Rule) -> str:
-    """Return a CTE `places (id)`: for each place, the id of one row that satisfies the
-    rule. Rows of one place have the same values in `columns`. An index must begin with
-    these columns. PostgreSQL then jumps from place to place, so a place with many rows
-    costs no more than a place with one."""
+    """Return a CTE `places (id)` with the id of one row of each place. Rows of one
+    place have the same values in `columns`, and satisfy the rule. An index must begin
+    with these columns. PostgreSQL then reads one index entry per place, so a place with
+    many rows costs no more than a place with one."""
     place = ", ".join(columns)
     after = ", ".join(f"n.{name}" for name in columns)
     last = ", ".join(f"o.{name}" for name in columns)
@@ -190,13 +190,14 @@ def places_sql(table: str, columns: tuple[str, ...], rule: Rule) -> str:
 
 
 def array_sql(connection: Any, *values: str) -> str:
-    """Return SQL for values as a JSON array, so that a subquery can return several."""
+    """Return SQL for a JSON array of values, so that a subquery can return several
+    values."""
     build = "json_build_array" if connection.vendor == "postgresql" else "json_array"
     return f"{build}({', '.join(values)})"
 
 
 def instant_sql(connection: Any, value: str) -> str:
-    """Return SQL for an instant in JSON, in the form that `read_instant()` reads."""
+    """Return SQL for an instant as JSON, in the format that `read_instant()` reads."""
     if connection.vendor == "postgresql":
         return f"EXTRACT(EPOCH FROM {value})::float8"
     return value
@@ -214,9 +215,9 @@ def _by_place(
     most: int | None,
     held: Collection[str] = (),
 ) -> list[Waiting]:
-    """Count the rows of each place separately, beginning with the earliest due time, so
-    that many messages at one place do not change the counts of other places. At the
-    places in `held`, no message counts as due."""
+    """Count the rows of each place separately, the earliest due times first. So many
+    messages at one place do not change the counts of another. At the places in `held`,
+    no message counts as due."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1
