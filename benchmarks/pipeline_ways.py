@@ -218,15 +218,21 @@ class Bench:
         assert days.rows == self.rows
         return time.monotonic() - started
 
-    def archive_step(self, spark: SparkSession | None) -> float:
+    def archive_step(self, spark: SparkSession | None, **options: Any) -> float:
         """Fill the table, then archive all of it: files, proof, log and deletes."""
         fill(self.url, self.rows)
         archiver = Archiver(
-            spark, self.source, self.lake(), OUTBOX, ArchiveOptions(WEEK, vacuum=False)
+            spark,
+            self.source,
+            self.lake(),
+            OUTBOX,
+            ArchiveOptions(WEEK, vacuum=False, **options),
         )
         started = time.monotonic()
         result = archiver.run()
         spent = time.monotonic() - started
+        steps = ", ".join(f"{k} {v:.1f} s" for k, v in result.seconds.items())
+        print(f"  {spent:.1f} s: {steps}")
         assert result.rows == self.rows
         return spent
 

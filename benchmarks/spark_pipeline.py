@@ -95,6 +95,7 @@ def measure_instead(bench: Bench, count: int) -> None:
     found = turns(
         {
             "archive": lambda: bench.archive_step(None),
+            "archive --overlap": lambda: bench.archive_step(None, overlap=True),
             "archive with Spark": lambda: bench.archive_step(bench.spark),
             "DuckDB": bench.duckdb_step,
         },

@@ -49,7 +49,8 @@ class ArchiveOptions:
     older_than: timedelta
     batch_rows: int = 100_000
     batches: int = 0
-    """Batches that one Spark job writes; 0 is four for each core."""
+    """Batches that are written before the first of them is deleted; 0 is four for each
+    core or, with `overlap` on one machine, one for each writer."""
     tasks: int = 0
     """Number of parallel writers; 0 leaves it to `tasks_on()`."""
     purges: int = 1
@@ -222,7 +223,15 @@ class Archiver:
             self.mark = replace(self.mark, purged_through=number)
 
     def _wave(self) -> int:
-        return self.options.batches or min(MAX_WAVE, 4 * cores_of(self.spark))
+        if self.options.batches:
+            return self.options.batches
+        if self.options.overlap and (self.spark is None or on_one_machine(self.spark)):
+            # Small waves: most rows are deleted while others are written.
+            return self._writers()
+        return min(MAX_WAVE, 4 * cores_of(self.spark))
+
+    def _writers(self) -> int:
+        return self.options.tasks or tasks_on(self.spark)
 
     def _planned(
         self, after: int, cutoff: datetime, horizon: Horizon | None
@@ -250,7 +259,7 @@ class Archiver:
             self.ledger.database, self.lake, self.table, self.source.service, work
         )
         # Connecting takes as long as many rows: each task connects once.
-        parts = min(len(work), self.options.tasks or tasks_on(self.spark))
+        parts = min(len(work), self._writers())
         if self.spark is None:
             manifest = run_here(task, len(work), parts)
         else:
