@@ -1,7 +1,9 @@
-"""The data pipeline on Spark: the message log archived, reconciled, analysed, replayed.
+"""The data pipeline on Spark. It archives, reconciles, analyses and replays the message
+log.
 
-It reads the tables that hops 2 and 7 write, and needs no Django. A `JobSpec` describes
-a job. Executors import only this package. The package itself imports nothing.
+It reads the tables of the outbox, the inbox and the dead letters, and needs no Django.
+A `JobSpec` describes a job. Spark executors import only this package, and the package
+itself imports nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def register(spark: SparkSession) -> None:
-    """Register `format("txmsg")` with a session, for reads, streams and writes."""
+    """Register `format("txmsg")` with a Spark session, for reads, streams and
+    writes."""
     from .source.datasource import TxmsgDataSource
 
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")

@@ -1,4 +1,5 @@
-"""`python -m django_txmsg.spark JOB …`, and the script for `spark-submit`."""
+"""Runs a job: `python -m django_txmsg.spark JOB …`, or as the script for
+`spark-submit`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Alerts of the pipeline: measures that are compared with their bounds. Each alert is a
-row in the database. So alerts survive a killed process, and every web process shows
-them in its metrics. When an alert begins or ends, first the row is written, then the
-webhook is called, and then the call is recorded. So the webhook gets each beginning and
-each end at least once, with the same id. The measures are how late a service's messages
-are, and how many die.
+"""Alerts of `pipeline follow`. An alert compares a measured value with its bound.
+
+Each alert is a row in the database. So alerts survive a killed process, and every web
+process can show them in its metrics. When an alert begins or ends, the row is written
+first, then the webhook is called, then the call is recorded. So the webhook gets each
+beginning and each end at least once, with the same id.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ UTC = dt.timezone.utc
 
 @dataclass(frozen=True)
 class Alert:
-    """One measure, and whether it is above its bound. `told` is the last state that the
-    webhook has accepted: "", "firing" or "resolved"."""
+    """A measured value, and whether it is above its bound. `told` is the last status
+    that the webhook has accepted: "", "firing" or "resolved"."""
 
     service: str
     name: str
@@ -42,16 +42,16 @@ class Alert:
 
     @property
     def status(self) -> str:
-        """The present state."""
+        """The status at the last measurement: "firing" or "resolved"."""
         return "firing" if self.firing else "resolved"
 
     @property
     def news(self) -> bool:
-        """Whether the webhook has not accepted the present state yet."""
+        """Whether the webhook has not yet accepted the current status."""
         return self.firing != (self.told == "firing")
 
     def message(self) -> dict[str, Any]:
-        """Return the message for the webhook."""
+        """Return the alert as the webhook's message."""
         return alert_message(
             self.service,
             self.name,
@@ -91,11 +91,10 @@ class Alerts:
     def weigh(
         self, name: str, value: float, bound: float, summary: str, *, hold: bool = False
     ) -> None:
-        """Record a measure. The alert fires while the measure is above its bound. If
-        the alert fires again before the webhook has accepted its end, it is still the
-        same alert. With `hold`, the alert does not end before the webhook has accepted
-        its beginning.
-        """
+        """Record a measured value. The alert fires while the value is above its bound.
+        If the alert fires again before the webhook has accepted its end, it counts as
+        the same alert. With `hold`, the alert ends only after the webhook has accepted
+        its beginning."""
         firing, now = value > bound, self._parameter(dt.datetime.now(UTC))
         self.connection.execute(
             f"INSERT INTO {_ALERTS} AS old (service, name, value, bound, firing, since,"
@@ -113,7 +112,7 @@ class Alerts:
         )  # fmt: skip
 
     def record_delivery(self, alert: Alert) -> None:
-        """Record that the webhook has accepted an alert's present state."""
+        """Record that the webhook has accepted the current status of an alert."""
         self.connection.execute(
             f"UPDATE {_ALERTS} SET told = %s WHERE service = %s AND name = %s",
             alert.status, self.service, alert.name,
@@ -126,8 +125,8 @@ class Alerts:
 
 
 class Telling:
-    """Delivers a service's alerts. `say` prints a line for a person. When `stop` is
-    set, the delivery no longer waits for the webhook."""
+    """Delivers the alerts of one service. `say` prints a line on the terminal. When
+    `stop` is set, the delivery no longer waits for the webhook."""
 
     def __init__(
         self,
@@ -143,7 +142,8 @@ class Telling:
         self._away: Alert | None = None
 
     def tell(self, connection: Connection) -> None:
-        """Deliver those beginnings and ends of alerts that were not delivered yet."""
+        """Deliver all beginnings and ends of alerts that the webhook has not accepted
+        yet."""
         alerts = Alerts(connection, self.service)
         found = alerts.read()
         self.firing = [one for one in found if one.firing]
@@ -158,8 +158,8 @@ class Telling:
         self._tell_away()
 
     def database_is_away(self, seconds: float, bound: float, error: str) -> None:
-        """Begin the alert that the database is away. If its delivery has failed,
-        deliver it again."""
+        """Begin the alert for an outage of the database, or repeat its failed
+        delivery."""
         if self._away is None:
             self._away = Alert(
                 self.service, "database", seconds, bound, True,
@@ -168,7 +168,7 @@ class Telling:
         self._tell_away()
 
     def database_is_back(self) -> None:
-        """End the alert that the database is away, if it is firing."""
+        """End the alert for an outage of the database, if it is firing."""
         if self._away is not None:
             self._away = replace(self._away, firing=False)
             self._tell_away()
@@ -192,9 +192,8 @@ class Telling:
 
 
 def lag(connection: Connection, source: SourceSpec) -> float:
-    """Return how many seconds ago the earliest due message became due, in the outbox or
-    for another attempt. Messages that are held back are not due, as in the app's
-    overview."""
+    """Return the age of the earliest due time, in seconds. Pending messages and
+    messages that wait for another attempt count, but not those that are held back."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [
@@ -212,7 +211,7 @@ def lag(connection: Connection, source: SourceSpec) -> float:
 def dead_letters(
     connection: Connection, source: SourceSpec, window: dt.timedelta
 ) -> int:
-    """Return how many messages have died within the last `window`."""
+    """Return the number of messages that died within the last `window`."""
     since = open_database(source).instant(connection.clock() - window, upper=False)
     found = connection.value(
         f"SELECT count(*) FROM django_txmsg_deadletter WHERE created_at >= {since}"
@@ -223,7 +222,7 @@ def dead_letters(
 def last_run(
     connection: Connection, source: SourceSpec, job: str
 ) -> dt.datetime | None:
-    """Return when a job was last started here."""
+    """Return when this service last started a job. Returns None if it never did."""
     return read_instant(
         connection.value(
             "SELECT max(started_at) FROM django_txmsg_pipelinerun WHERE job = %s"
@@ -235,7 +234,7 @@ def last_run(
 
 @dataclass(frozen=True)
 class LastRun:
-    """The record of a run."""
+    """The stored record of a run."""
 
     state: str
     error: str
@@ -258,8 +257,8 @@ def last_verify(connection: Connection, source: SourceSpec) -> LastRun | None:
 def lost(
     connection: Connection, source: SourceSpec, verdicts: Sequence[str]
 ) -> dict[str, int] | None:
-    """Return how many messages with each of these verdicts runs of `reconcile` have
-    found since the last check, without acknowledged ones. None if this is the first
+    """Return how many findings with these verdicts runs of `reconcile` have added since
+    the last check. Acknowledged findings do not count. Returns None for the first
     check."""
     # By the run's instant, not by its report: it may end while `follow` is not running.
     weighed = connection.value(

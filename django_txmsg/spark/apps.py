@@ -1,7 +1,7 @@
-"""The pipeline as a Django app: its tables, and the columns by which it reads
-PostgreSQL.
+"""The pipeline as a Django app. Its migrations create the pipeline's tables, and the
+columns that reading PostgreSQL needs.
 
-Django imports this, `models` and `migrations`; no job does.
+Only Django imports this module, `models` and `migrations`; the jobs do not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from django.apps import AppConfig
 
 
 class PipelineConfig(AppConfig):
-    """django_txmsg.spark in INSTALLED_APPS, beside django_txmsg."""
+    """The app to add to INSTALLED_APPS, in addition to `django_txmsg`."""
 
     name = "django_txmsg.spark"
     label = "txmsg_spark"

@@ -1,10 +1,9 @@
-"""The archive's ledger: its numbered entries in the log of a table of the lake.
+"""The archive's ledger: numbered entries in the Delta log of a table in the lake.
 
-Batch n is the log entry with n as the Delta transaction version of this service's
-archive. An archiver can make an entry only if it has seen the previous entry. So an
-archiver that has lost its lock can make no more entries once another archiver has made
-one. Before an archive, the log is compared with the database's marks, because both must
-record the same batches.
+Each batch of the archive is one log entry with the number of the batch. An archiver can
+add an entry only if it has seen the previous one. So an archiver that has lost its lock
+cannot add entries after another archiver has added one. Before an archive begins, the
+log is compared with the marks in the database: both must record the same batches.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .spec import LakeSpec
 
 
 class BatchLog:
-    """The entries of one service's archive of one table. `last` is the number of the
+    """The entries for one service in the log of one table. `last` is the number of the
     newest entry that this run has seen."""
 
     def __init__(self, place: LakeTable, service: str, table: Table) -> None:
@@ -33,13 +32,13 @@ class BatchLog:
         self.last = 0
 
     def identity(self) -> str:
-        """Return the id that the table got when it was created; "" if there is no
-        table."""
+        """Return the id that the lake's table got when it was created. Returns "" if
+        the table does not exist."""
         delta = self.place.load()
         return "" if delta is None else str(delta.metadata().id)
 
     def read(self) -> int:
-        """Read the newest entry's number."""
+        """Read the number of the newest entry, and store it in `last`."""
         delta = self.place.load()
         self.last = 0 if delta is None else self.place.last(delta, self.app)
         return self.last
@@ -52,8 +51,8 @@ class BatchLog:
         replaced: Iterable[Named] = (),
         **metadata: Any,
     ) -> None:
-        """Make the entry `number` after the last one. Raises EnvironmentFault if
-        another archiver has made an entry in the meantime."""
+        """Add the entry `number` to the log. Raises EnvironmentFault if another
+        archiver has added an entry since `last`."""
         delta = self.place.ensure()
         found = self.place.last(delta, self.app)
         if found != self.last:
@@ -74,7 +73,7 @@ class BatchLog:
         self.last = number
 
     def taken_over(self, why: object) -> EnvironmentFault:
-        """Return the error for an archiver whose place another archiver has taken."""
+        """Return the error to raise when another archiver has added an entry."""
         return EnvironmentFault(
             f"Another archiver has taken {self.table.name} of {self.service!r} over "
             f"({why}): this one has lost its lock, and has changed nothing more. Run "
@@ -83,7 +82,7 @@ class BatchLog:
 
 
 class Agreement:
-    """Compares a table's log in a lake with the marks in its database."""
+    """Compares the log of a table in the lake with the marks in the database."""
 
     def __init__(self, ledger: Ledger, lake: LakeSpec, *, accept_loss: bool) -> None:
         self.marks, self.table = ledger.marks, ledger.table
@@ -91,11 +90,9 @@ class Agreement:
         self.accept_loss = accept_loss
 
     def reach(self) -> tuple[BatchLog, Mark]:
-        """Read the lake's log to its end. Returns the log, and the database's mark for
-        this lake. If the log has batches above the mark, the caller must settle these
-        batches. Raises EnvironmentFault if the lake has lost batches, or if batches for
-        another lake are in progress.
-        """
+        """Return the log, and the database's mark for this lake. If the log has batches
+        above the mark, the caller must settle them. Raises EnvironmentFault if the lake
+        has lost batches, or if batches for another lake are in progress."""
         marks = self.marks.read()
         try:
             lake = Lake(self.lake)
@@ -148,8 +145,8 @@ class Agreement:
         )
 
     def _insist_on_one_lake(self, marks: Sequence[Mark], own: Mark) -> None:
-        """Raise EnvironmentFault if a batch is in progress for another lake. Otherwise
-        its rows would be archived into both lakes."""
+        """Raise EnvironmentFault if a batch for another lake is in progress. Its rows
+        would otherwise be archived into both lakes."""
         for one in marks:
             if one.lake_id == own.lake_id:
                 continue

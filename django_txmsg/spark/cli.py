@@ -1,7 +1,9 @@
-"""The command line of all jobs: parses the options, runs the job, prints a summary and
-returns the exit code. `python -m django_txmsg.spark JOB --spec job.json` and `manage.py
-pipeline JOB` share this module. Exit codes: 0 clean, 1 findings, 2 usage, 3
-environment, 4 verification refused.
+"""The command line of all jobs. It parses the options, runs the job, prints a summary
+and returns the exit code.
+
+`python -m django_txmsg.spark JOB --spec job.json` and `manage.py pipeline JOB` share
+this module. Exit codes: 0 clean, 1 findings, 2 usage, 3 environment, 4 verification
+refused.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ ARCHIVED = (
 
 
 def duration(text: str) -> dt.timedelta:
-    """Return the duration of a text such as 30d, 12h, 15m or 45s."""
+    """Parse a duration such as 30d, 12h, 15m or 45s."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([dhms])", text.strip())
     if not found:
         raise argparse.ArgumentTypeError(
@@ -40,21 +42,21 @@ def duration(text: str) -> dt.timedelta:
 
 
 def positive(text: str) -> int:
-    """Return a number that is 1 or more."""
+    """Parse a whole number that is at least 1."""
     if not text.strip().isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
 
 def pause(text: str) -> dt.timedelta:
-    """Return a duration above zero."""
+    """Parse a duration above zero."""
     if not (found := duration(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration above zero")
     return found
 
 
 def instant(text: str) -> dt.datetime:
-    """Return the instant of a text: ISO 8601, in UTC by default, or a duration before
+    """Parse an instant: either ISO 8601, in UTC by default, or a duration before
     now."""
     if re.fullmatch(r"\d+(?:\.\d+)?[dhms]", text.strip()):
         return dt.datetime.now(dt.timezone.utc) - duration(text)
@@ -68,7 +70,7 @@ def instant(text: str) -> dt.datetime:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """Return NAME and VALUE of a text "NAME=VALUE"."""
+    """Split "NAME=VALUE" into name and value."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -79,7 +81,8 @@ def add_jobs(
     parser: argparse.ArgumentParser,
     kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> None:
-    """Add the jobs and their options to a parser, each with a parser of this class."""
+    """Add a subparser for each job to `parser`. `kind` is the class of the
+    subparsers."""
     jobs = parser.add_subparsers(
         dest="job", metavar="JOB", required=True, parser_class=kind
     )
@@ -351,7 +354,7 @@ def _add_external(job: argparse.ArgumentParser) -> None:
 
 
 def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
-    """Return the specification with the options of the command line."""
+    """Return the job's specification, with the command line's options applied."""
     services: dict[str, list[SourceSpec]] = {}
     for one in spec.services:
         services.setdefault(one.service, []).append(one)
@@ -413,7 +416,7 @@ def _fail(job: str, error: PipelineError) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a job for `python -m django_txmsg.spark`."""
+    """Run a job with the arguments of `python -m django_txmsg.spark`."""
     parser = argparse.ArgumentParser(
         prog="python -m django_txmsg.spark",
         description="The data pipeline of django_txmsg on Spark.",

@@ -1,4 +1,4 @@
-"""A plain SQL connection, the same for PostgreSQL and SQLite: with autocommit,
+"""A plain SQL connection with the same interface for PostgreSQL and SQLite: autocommit,
 placeholders `%s`, and clear errors."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .spec import SourceSpec
 
 
 class Connection:
-    """A connection in autocommit mode. `raw` is the driver's own."""
+    """A connection in autocommit mode. `raw` is the connection of the database
+    driver."""
 
     def __init__(self, raw: Any, vendor: str, address: str) -> None:
         self.raw, self.vendor, self.address = raw, vendor, address
@@ -34,12 +35,12 @@ class Connection:
         return None if found is None else found[0]
 
     def execute(self, sql: str, *values: Any) -> int:
-        """Run a statement and return how many rows it changed."""
+        """Run a statement and return the number of changed rows."""
         changed: int = self._run(sql, values).rowcount
         return changed
 
     def forget(self, sql: str, *values: Any) -> None:
-        """Run a statement, and ignore its failure."""
+        """Run a statement and ignore its errors."""
         try:
             self._run(sql, values)
         except EnvironmentFault:
@@ -47,7 +48,8 @@ class Connection:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit all statements of the block together, or none of them."""
+        """Run the block in one transaction: all of its statements are committed, or
+        none."""
         if self.vendor == "postgresql":
             with self.raw.transaction():
                 yield
@@ -61,7 +63,7 @@ class Connection:
         self._run("COMMIT", ())
 
     def many(self, sql: str, lines: Iterable[Sequence[Any]]) -> None:
-        """Run a statement for each row of values, inside a transaction."""
+        """Run a statement once for each row of values. Call it inside a transaction."""
         if self.vendor == "sqlite":
             self.raw.executemany(sql.replace("%s", "?"), lines)
             return
@@ -69,8 +71,8 @@ class Connection:
             cursor.executemany(sql, lines)
 
     def given(self, value: Any) -> Any:
-        """Return a value in the form in which Django stores it. In SQLite, ids and
-        instants are texts."""
+        """Return a value as Django stores it in this database. SQLite stores ids and
+        instants as text."""
         if self.vendor == "sqlite":
             if isinstance(value, uuid.UUID):
                 return value.hex
@@ -79,7 +81,7 @@ class Connection:
         return value
 
     def clock(self) -> dt.datetime:
-        """Return the database's present instant."""
+        """Return the current time of the database."""
         if self.vendor == "sqlite":
             text = self.value("SELECT strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')")
             return dt.datetime.fromisoformat(text).replace(tzinfo=dt.timezone.utc)
@@ -113,7 +115,7 @@ def connect_plain(spec: SourceSpec) -> Connection:
 
 
 def connect(spec: SourceSpec) -> Any:
-    """Return the driver's own connection, in autocommit mode."""
+    """Return a driver's connection in autocommit mode."""
     if spec.vendor == "sqlite":
         if not Path(spec.path).is_file():
             raise EnvironmentFault(f"There is no SQLite database at {spec.path}.")

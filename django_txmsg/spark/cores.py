@@ -1,4 +1,4 @@
-"""Where a session's tasks run, and how many run at once. The functions work with Spark
+"""Where the tasks of a Spark session run, and how many run at once. Works with Spark
 Connect, too."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def parallelism(spark: SparkSession) -> int:
 
 
 def on_one_machine(spark: SparkSession) -> bool:
-    """Return whether the tasks run on this process's machine. That is unknown for a
-    server of Spark Connect."""
+    """Return whether the tasks run on the same machine as this process. Returns False
+    for Spark Connect, because the server's machine is unknown."""
     if is_remote(spark):
         return False
     return (spark.sparkContext.master or "").startswith("local")

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 
 class PipelineError(Exception):
-    """A job failed; the message says what to do next."""
+    """A job failed. The message says what to do next."""
 
     exit_code: ClassVar[int] = 3
 
@@ -49,7 +49,8 @@ class VerificationRefused(PipelineError):
 
 
 def spoilt(path: str, error: object) -> SpoiltFile:
-    """Return our error for a file of the lake, with the text of the reader's error."""
+    """Return a SpoiltFile error for this file, with the reader's error in its
+    message."""
     why = " ".join(str(error).split())
     return SpoiltFile(
         f"{path} cannot be read: {why}. Restore this file from a backup of the lake; "
@@ -63,7 +64,8 @@ _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 @contextmanager
 def full_disk_told() -> Iterator[None]:
-    """Raise EnvironmentFault, with advice, if the block finds a disk full."""
+    """Convert the error for a full disk in the block to an EnvironmentFault with
+    advice."""
     try:
         yield
     except Exception as error:
@@ -78,8 +80,9 @@ def full_disk_told() -> Iterator[None]:
 
 
 def from_spark(error: Exception) -> PipelineError:
-    """Convert an error of a Spark job. If one of our tasks has raised the error, on
-    whatever machine, return that error. Otherwise return EnvironmentFault."""
+    """Convert an error of Spark to a PipelineError. An error that one of our tasks
+    raised, on whatever machine, keeps its class. Other errors mostly become
+    EnvironmentFault."""
     text = str(error)
     # Spark's own reader names the file, and why further below.
     if file := re.search(r"FAILED_READ_FILE\S* .*?reading file (\S+?)\.? ", text):

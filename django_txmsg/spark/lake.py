@@ -1,7 +1,7 @@
-"""The lake: a directory with a mark, and tables in it.
+"""The lake: a directory with a marker, and tables in it.
 
-An empty mount point looks like a place where no lake was created yet. The marks in the
-databases show whether a lake is missing there.
+An empty mount point looks like a place without a lake. The marks in the databases show
+whether a lake should be there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NoLake(EnvironmentFault):
 
 
 class Lake:
-    """A lake at a URI. `create` turns an empty place into one."""
+    """A lake at a URI. With `create`, a lake is created if the place is empty."""
 
     def __init__(self, spec: LakeSpec, *, create: bool = False) -> None:
         self.spec = spec
@@ -73,25 +73,24 @@ class Lake:
         sync(self.files, self.root, [path])
 
     def names(self) -> list[str]:
-        """Return the names of all tables."""
+        """Return the names of the existing tables."""
         entries = self.files.get_file_info(fs.FileSelector(self.root))
         return sorted(
             one.base_name for one in entries if one.type == fs.FileType.Directory
         )
 
     def table(self, name: str, struct: t.StructType) -> LakeTable:
-        """Return one of the lake's tables, which may not exist yet."""
+        """Return a table of the lake. The table may not exist yet."""
         return LakeTable(self.place, name, struct)
 
 
 class NotMounted(EnvironmentFault):
-    """There is no lake at the address, although rows of a service were archived into
-    it."""
+    """There is no lake at the address, although rows were archived into it."""
 
 
 def is_mounted(spec: JobSpec) -> bool:
-    """Return whether there is a lake at the specification's address. Raises NotMounted
-    if there is none although rows of its services were archived into it."""
+    """Return whether a lake exists at the specified address. Raises NotMounted if it
+    does not, although rows of these services were archived into it."""
     lake = spec.lake_spec()
     try:
         Lake(lake)
@@ -107,7 +106,7 @@ def is_mounted(spec: JobSpec) -> bool:
 
 
 def _archived_into(spec: JobSpec, uri: str) -> str:
-    """Return a service whose rows are in the lake."""
+    """Return the name of a service that has archived rows into this lake."""
     for source in spec.services:
         try:
             with closing(connect_plain(source)) as connection:

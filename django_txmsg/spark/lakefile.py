@@ -1,8 +1,8 @@
-"""Writes lake files from a Spark task with pyarrow, and reads them back as proof.
+"""Writes files of the lake from a Spark task with pyarrow, and reads them back to
+verify them.
 
-The rows never enter the JVM. A file's name contains the attempt that wrote the file. No
-log entry names the files of a failed or repeated attempt, and `sweep` removes these
-files later.
+The rows never enter the JVM. Each attempt to write a file uses another file name. No
+log entry names a file of a failed attempt, and `sweep` removes it later.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _Part = tuple[dt.date, bool]
 
 @dataclass(frozen=True)
 class LakeFile:
-    """A closed data file: its path below its table, and its contents."""
+    """A written and closed data file: its path within the table, and facts about its
+    contents."""
 
     path: str
     service: str
@@ -51,10 +52,9 @@ class LakeFile:
 
 
 def directory_of(service: str, day: dt.date | None = None) -> str:
-    """Return the directory of a service, or of one of its days. The directory's name
-    may differ from the service's; the log has the exact name. No two services share a
-    directory, because `sweep` removes only files of its own service.
-    """
+    """Return the directory of a service, or of one of its days. Its name may differ
+    from the service's name, which is exact only in the log. No two services share a
+    directory, because `sweep` removes files by directory."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", service)
     if plain != service:
         plain += "-" + hashlib.sha256(service.encode()).hexdigest()[:8]
@@ -62,10 +62,12 @@ def directory_of(service: str, day: dt.date | None = None) -> str:
 
 
 class DayFiles:
-    """Writes batches of one service, into one file for each day; `clock` is the column
-    with the day. `complete` adds columns to the rows of many batches at once. `ready`
-    is called before a file is created. Rows with true in the column `apart` are written
-    into separate files, whose footers contain counts.
+    """Writes batches of one service, into one file for each day.
+
+    `clock` is the column with the instant that determines the day. `complete` adds
+    columns to the rows before they are written. `ready` is called before a file is
+    created. Rows whose column `apart` is true are written into separate files, with
+    counts in their footers.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class DayFiles:
         self._waiting_rows = self._waiting_bytes = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Write a batch, at once or together with the next ones."""
+        """Write a batch. Small batches are buffered, and written together."""
         self.rows += batch.num_rows
         # A batch may itself be larger than a row group should be.
         step = max(1, batch.num_rows * GROUP_BYTES // max(batch.nbytes, GROUP_BYTES))
@@ -109,7 +111,7 @@ class DayFiles:
         return self._closed
 
     def _flush(self) -> None:
-        """Write the buffered rows, split by day."""
+        """Write the buffered rows, divided by day."""
         if not self._waiting_rows:
             return
         rows = self.complete(pa.Table.from_batches(self._waiting))
@@ -175,7 +177,7 @@ class DayFiles:
 
 
 def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
-    """Return a writer of a lake file."""
+    """Return a Parquet writer for a file of the lake."""
     return pq.ParquetWriter(
         stream, schema, compression="zstd", compression_level=1,
         use_dictionary=_repetitive(schema), write_statistics=True,
@@ -185,8 +187,8 @@ def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _repetitive(schema: pa.Schema) -> list[str]:
-    """Return the columns that become smaller with a dictionary. Other columns, such as
-    ids, headers and bodies, mostly have a different value in each row."""
+    """Return the columns for which dictionary encoding saves space. Other columns, such
+    as ids and bodies, mostly have a different value in each row."""
     return [name for name in schema.names if name not in _UNIQUE]
 
 
@@ -197,7 +199,7 @@ _UNIQUE = frozenset(
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of reading a file back: the number of its rows, and the sum of their
+    """The result of reading files back: the number of rows, and the sum of their
     checksums."""
 
     rows: int
@@ -210,8 +212,8 @@ def prove(
     written: Sequence[LakeFile],
     columns: Sequence[Column],
 ) -> Proof:
-    """Read files back and sum up their rows' checksums. Raises VerificationRefused for
-    a file with fewer rows than it declares."""
+    """Read files back, and sum up the checksums of their rows. Raises
+    VerificationRefused if a file has fewer rows than were written."""
     total = checksum = 0
     schema = pa.schema([one.arrow for one in columns])
     for one in written:
@@ -234,8 +236,9 @@ def rows_of(
     *,
     lenient: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield a file's rows in batches of bounded size, with the columns in the order of
-    `names`, or all. `lenient` leaves out columns that the file does not have.
+    """Yield the rows of a file in batches of limited size, with the columns `names` in
+    this order, or all columns. With `lenient`, columns that the file does not have are
+    left out.
 
     Raises SpoiltFile if the file is missing, or if its bytes have changed since it was
     written.
@@ -275,8 +278,8 @@ def _rows_of(
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch without view types: the Delta library writes them if it has
-    changed rows, and Arrow cannot filter them."""
+    """Return a batch without view types. The Delta library writes such types when it
+    changes rows, but Arrow cannot filter them."""
     fields = [one.with_type(_VIEWS.get(one.type, one.type)) for one in batch.schema]
     return batch.cast(pa.schema(fields)) if fields != list(batch.schema) else batch
 

@@ -1,4 +1,4 @@
-"""A table's data files according to its Delta log."""
+"""The data files of a table, as named in its Delta log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTITIONS = ["service", "day"]
 
 @dataclass(frozen=True)
 class Named:
-    """A data file as named in the log."""
+    """A data file that the log names."""
 
     path: str
     service: str
@@ -32,8 +32,8 @@ class Named:
 
 
 def added(file: LakeFile, *, same_rows: bool = False) -> AddAction:
-    """Return the log's action for a new file. `same_rows` means that the new file has
-    the rows of files that it replaces."""
+    """Return the log action that adds a file. `same_rows` means that the file contains
+    exactly the rows of the files that it replaces."""
     return AddAction(
         path=file.path,
         size=file.size,
@@ -45,7 +45,7 @@ def added(file: LakeFile, *, same_rows: bool = False) -> AddAction:
 
 
 def removed(file: Named, now_ms: int, *, same_rows: bool = False) -> RemoveAction:
-    """Return the log's action for a file that is removed from the table."""
+    """Return the log action that removes a file from the table."""
     return RemoveAction(
         path=file.path,
         data_change=not same_rows,
@@ -56,7 +56,7 @@ def removed(file: Named, now_ms: int, *, same_rows: bool = False) -> RemoveActio
 
 
 def named_by(delta: DeltaTable) -> list[Named]:
-    """Return all files that a version of a table names."""
+    """Return all files of this version of the table."""
     actions = pa.table(delta.get_add_actions(flatten=True))
     if not actions.num_rows:
         return []
@@ -75,7 +75,7 @@ def named_by(delta: DeltaTable) -> list[Named]:
 
 
 def touched(files: Iterable[Named]) -> list[list[int]]:
-    """Return the ranges of batches whose rows the files contain, in the log's form."""
+    """Return the ranges of batches that these files contain, as stored in the log."""
     return [list(one) for one in sorted({f.batches for f in files if f.batches})]
 
 
@@ -84,8 +84,7 @@ def _partition(file: LakeFile | Named) -> dict[str, str | None]:
 
 
 def _stats(file: LakeFile) -> dict[str, Any]:
-    """Return the statistics of a file's rows for the log, by which readers skip
-    files."""
+    """Return the statistics of a file for the log. Readers use them to skip files."""
     stats: dict[str, Any] = {"numRecords": file.rows}
     if file.batches is not None:
         low, high = file.batches

@@ -1,7 +1,7 @@
-"""Reads a table of the lake in Spark tasks, without Spark's own client for the store.
+"""Reads a table of the lake in Spark tasks with pyarrow, because PySpark from PyPI has
+no file system for `s3://` and other object stores.
 
-PySpark from PyPI has no file system for `s3://` and the like. pyarrow, which wrote the
-files, also reads them, file by file, into batches of the table's present schema.
+Each file is read into batches of the table's current schema.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _ANY = ["id", "run_id"]
 
 @dataclass(frozen=True)
 class LakeRows:
-    """Files of a table, and the requested columns."""
+    """The function that executors run. It reads files of a table, with the requested
+    columns."""
 
     files: fs.FileSystem
     root: str
@@ -31,14 +32,14 @@ class LakeRows:
     work: Sequence[Named]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read the files with the incoming numbers: the work of a Spark task."""
+        """Yield the rows of the files with these numbers."""
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 yield from self.of(self.work[number])
 
     def of(self, named: Named) -> Iterator[pa.RecordBatch]:
-        """Yield a file's rows. A column that is newer than the file is null; service
-        and day come from the log."""
+        """Yield the rows of a file. A column that is newer than the file is null.
+        Service and day are taken from the log."""
         schema = arrow_schema(self.struct)
         constants = {"service": named.service, "day": named.day}
         wanted = [name for name in schema.names if name not in PARTITIONS]
@@ -58,7 +59,7 @@ class LakeRows:
 
 
 def in_parts(named: Sequence[Named], parts: int) -> list[Named]:
-    """Return the files in another order. If the list is then cut into `parts` slices
-    with the same number of files, each slice has about the same number of bytes."""
+    """Return the files in another order. If the list is cut into `parts` slices of the
+    same length, the slices have about the same number of bytes."""
     by_size = sorted(named, key=lambda one: -one.size)
     return [one for first in range(parts) for one in by_size[first::parts]]

@@ -1,8 +1,8 @@
 """A table of the lake: Parquet files and a Delta log. Only the files that the log names
 belong to the table.
 
-Tasks write files under unique names (`lakefile`). The driver then names them in one
-atomic log entry. Readers use the log, never a directory listing.
+Tasks write files with unique names (`lakefile`). Then the driver adds all of them with
+one atomic log entry. Readers use the log, never a directory listing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEY = "txmsg"
 
 
 class LakeTable:
-    """A table of the lake: a Delta table of ours under `<lake>/<name>`."""
+    """A table of the lake: the Delta table at `<lake>/<name>`."""
 
     def __init__(self, place: Place, name: str, struct: t.StructType) -> None:
         self.place, self.name, self.struct = place, name, struct
@@ -43,10 +43,11 @@ class LakeTable:
         self.options = dict(place.options) or None
 
     def load(self) -> DeltaTable | None:
-        """Return the table's present version, or None if there is none.
+        """Return the current version of the table. Returns None if the table does not
+        exist.
 
-        Raises EnvironmentFault for a newer schema, and for features of Delta that this
-        package cannot read, because it reads whole files.
+        Raises EnvironmentFault if the table has a newer schema, or uses Delta features
+        that this package does not support.
         """
         try:
             delta = DeltaTable(self.uri, storage_options=self.options)
@@ -71,8 +72,8 @@ class LakeTable:
         return delta
 
     def ensure(self) -> DeltaTable:
-        """Return the table with all columns of its schema. Creates the table if it does
-        not exist, and adds missing columns."""
+        """Create the table if it does not exist, add missing columns, and return the
+        table."""
         delta = self.load()
         wanted = arrow_schema(self.struct)
         if delta is None:
@@ -115,12 +116,12 @@ class LakeTable:
         replaced: Iterable[Named] = (),
         same_rows: bool = False,
     ) -> int:
-        """Add `files` to the table in one log entry after the version `delta`, and
-        return the new version.
+        """Add `files` to the table, and remove the `replaced` files, in one log entry.
+        Returns the new version. `delta` is the version that the caller has seen.
 
-        `app` identifies the entry. If another process has committed under the same name
-        since `delta` was loaded, this raises CommitFailedError. `same_rows` means that
-        `files` have the same rows as the `replaced` files.
+        `app` is the name and the number of the commit. If another process has committed
+        under the same name since `delta` was loaded, CommitFailedError is raised.
+        `same_rows` means that `files` contain exactly the rows of the `replaced` files.
         """
         files = list(files)
         before: int = delta.version()
@@ -162,19 +163,21 @@ class LakeTable:
         sync(self.files, self.place.root, paths)
 
     def last(self, delta: DeltaTable, app: str) -> int:
-        """Return the version of `app`'s last commit, or 0."""
+        """Return the number of the last commit under the name `app`. Returns 0 if there
+        is none."""
         return delta.transaction_version(app) or 0
 
     def named(self, delta: DeltaTable | None = None) -> list[Named]:
-        """Return all files that the log names."""
+        """Return all files of the table, at the version `delta` or at the current
+        version."""
         delta = delta or self.load()
         if delta is None:
             return []
         return named_by(delta)
 
     def of_batches(self, service: str, after: int, until: int) -> list[Named]:
-        """Return a service's files that contain, or may contain, rows of the batches
-        above `after` up to `until`."""
+        """Return a service's files that may contain rows of the batches after `after`,
+        up to and including `until`."""
         return [
             one
             for one in self.named()
@@ -194,10 +197,13 @@ class LakeTable:
         named: Sequence[Named] | None = None,
         columns: Sequence[str] = (),
     ) -> DataFrame:
-        """Return the committed rows of these services, from the day `since` on. Columns
-        newer than a file are null; service and day come from the log, not from a
-        directory's name. `named` are the files of a version read before, and `columns`
-        the requested columns."""
+        """Return the committed rows of these services, by default of all. `since` is
+        the first day. `named` are the files of a version that was read before.
+        `columns` are the requested columns, by default all.
+
+        A column that is newer than a file is null. Service and day are taken from the
+        log, not from directory names.
+        """
         struct = self.struct
         if columns:
             struct = t.StructType([struct[name] for name in columns])
@@ -245,7 +251,8 @@ class LakeTable:
         return whole.select(*struct.fieldNames())
 
     def vacuum(self, hours: int, *, dry_run: bool) -> list[str]:
-        """Delete files that the log has not named for `hours` hours."""
+        """Delete the files that were removed from the table more than `hours` hours
+        ago."""
         delta = self.load()
         if delta is None:
             return []
@@ -254,9 +261,9 @@ class LakeTable:
         )
 
     def orphans(self, service: str, before: dt.datetime) -> list[str]:
-        """Return a service's files that are older than `before` and that the log has
-        never named. The Delta library itself would vacuum these files. Files of other
-        services are left out, because they may belong to a running job."""
+        """Return files of a service that are older than `before` and that the log has
+        never named. Files of other services are left out, because they may belong to a
+        running job. (The Delta library would delete those, too.)"""
         delta = self.load()
         if delta is None:
             return []
@@ -285,7 +292,7 @@ class LakeTable:
 
 
 def app_name(job: str, service: str, table: str) -> str:
-    """Return the name that identifies a job's commits in a log."""
+    """Return the name under which a job commits to a table."""
     return f"txmsg-{job}/{service}/{table}"
 
 

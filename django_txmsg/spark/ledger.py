@@ -1,7 +1,8 @@
-"""The database's side of the archive: which rows are due, and the purge with proof.
+"""The database's side of the archive: it selects the rows to archive, and deletes them
+after verification.
 
-Plain SQL for PostgreSQL and SQLite. A mark (`marks`) records up to which batch a lake
-is settled; it advances in the transaction that deletes.
+Plain SQL for PostgreSQL and SQLite. A mark (`marks`) records the last settled batch of
+a lake. The transaction that deletes rows also advances the mark.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Row = tuple[int, str]
 
 
 def whose(rows: pa.RecordBatch) -> list[str]:
-    """Return the message of each row and, if the table has stages, the stage."""
+    """Return the message id of each row. If the table has stages, the stage is
+    added."""
     messages: list[str] = rows.column("message_id").to_pylist()
     if (place := rows.schema.get_field_index("stage")) < 0:
         return messages
@@ -44,7 +46,7 @@ def whose(rows: pa.RecordBatch) -> list[str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A range of one table's settled rows, which becomes the log's entry `number`."""
+    """A range of settled rows in one table. It becomes the log entry `number`."""
 
     number: int
     first_id: int
@@ -57,16 +59,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Horizon:
-    """Transaction ids of PostgreSQL. Every transaction below `oldest` has ended, and
-    `next` is not assigned yet. A row with a higher id comes from a dump of another
-    cluster, and no transaction of this cluster has changed the row."""
+    """Two transaction ids of a PostgreSQL cluster. All transactions below `oldest` have
+    ended. `next` is not assigned yet. A row with an id of `next` or more was restored
+    from a dump of another cluster, so no transaction of this cluster has changed it."""
 
     oldest: int
     next: int
 
 
 class Ledger:
-    """One table of one service's database, on a connection of its own."""
+    """One table in the database of one service, with a separate connection."""
 
     def __init__(self, spec: SourceSpec, table: Table) -> None:
         self.spec, self.table = spec, table
@@ -75,7 +77,7 @@ class Ledger:
         self.marks = Marks(self.connection, table.name)
 
     def close(self) -> None:
-        """Close the connection, which also ends its lock."""
+        """Close the connection, which also releases the lock."""
         self.connection.close()
 
     def lock(self) -> AbstractContextManager[None]:
@@ -84,7 +86,7 @@ class Ledger:
         return archiving(self.connection, self.spec, self.table.name)
 
     def clock(self) -> tuple[dt.datetime, Horizon | None]:
-        """Return the database's present instant and, on PostgreSQL, its horizon."""
+        """Return the current time of the database and, on PostgreSQL, the horizon."""
         if self.spec.vendor == "sqlite":
             return self.connection.clock(), None
         now, oldest, following = self.connection.rows(
@@ -94,14 +96,14 @@ class Ledger:
         return now, Horizon(oldest, following)
 
     def members(self, batch: Batch) -> str:
-        """Return the condition for the rows of a batch."""
+        """Return the SQL condition for the rows of a batch."""
         return (
             f"t.id BETWEEN {batch.first_id} AND {batch.last_id} AND "
             + self._settled(batch.cutoff, batch.horizon)
         )
 
     def waiting(self, cutoff: dt.datetime, horizon: Horizon | None) -> int:
-        """Return how many rows an archive would take now."""
+        """Return the number of rows that can be archived now."""
         where = self._settled(cutoff, horizon)
         found = self.connection.value(
             f"SELECT count(*) FROM {self.table.relation} t WHERE {where}"
@@ -109,8 +111,8 @@ class Ledger:
         return int(found)
 
     def held(self, cutoff: dt.datetime, horizon: Horizon | None) -> Held:
-        """Return how many settled rows must wait for an open transaction, and the
-        transaction for which they wait."""
+        """Return the number of settled rows that must wait for an open transaction, and
+        that transaction."""
         if horizon is None or not self.table.tracked:
             return Held(0)
         rows = self.connection.value(
@@ -128,8 +130,8 @@ class Ledger:
         cutoff: dt.datetime,
         horizon: Horizon | None,
     ) -> Batch | None:
-        """Select the next batch: at most `rows` rows with ids above `after`, up to the
-        limit of bytes."""
+        """Select the next batch: up to `rows` rows with ids above `after`, limited in
+        bytes. Returns None if there are no rows."""
         where = self._settled(cutoff, horizon)
         heavy = [one.sql for one in self.table.columns if one.kind == "bytes"]
         length = "octet_length" if self.spec.vendor == "postgresql" else "length"
@@ -152,11 +154,10 @@ class Ledger:
         columns: Sequence[Column],
         advance: Callable[[Connection], None],
     ) -> bool:
-        """Delete a batch's rows. The same transaction compares their checksums with
-        those of the lake's rows, and advances the mark. If the sums differ, nothing is
+        """Delete a batch's rows in a transaction that compares their checksums with
+        `sums`, and calls `advance` for the mark. If the checksums differ, nothing is
         deleted, and the result is False. On PostgreSQL, several purges may run at once,
-        each on a separate connection.
-        """
+        each with its own connection."""
         connection = connect_plain(self.spec)
         try:
             with connection.transaction():
@@ -177,10 +178,10 @@ class Ledger:
     def settle(
         self, archived: pa.RecordBatch, hashes: Sequence[int], columns: Sequence[Column]
     ) -> tuple[int, list[Row]]:
-        """Delete each row that equals its copy in the lake; the checksums are compared
+        """Delete each row that equals its copy in the lake. The checksums are compared
         row by row. Returns the number of deleted rows, and the rows that differ from
-        their copies. If a row no longer exists in the database, it is only in the lake.
-        A row with the same id but another message or stage is not part of the batch."""
+        their copies. Missing rows are only in the lake already. A row with the same id
+        but another message or stage does not belong to the batch."""
         ids = archived.column("id").to_pylist()
         messages = whose(archived)
         if self.spec.vendor == "sqlite":
@@ -239,7 +240,7 @@ class Ledger:
         return len(equal), different
 
     def vacuum(self) -> None:
-        """Reclaim the space of deleted rows, on PostgreSQL, if this role owns the
+        """Reclaim the space of deleted rows on PostgreSQL, if this role owns the
         table."""
         if self.spec.vendor == "postgresql":
             self.connection.forget(f"VACUUM (ANALYZE) {self.table.relation}")
@@ -257,5 +258,5 @@ class Ledger:
 
 
 class Different(Exception):
-    """The rows to delete differ from those of the batch. This error rolls the
+    """The rows to delete differ from their copies in the lake. Raised to roll the
     transaction back."""

@@ -1,7 +1,7 @@
-"""Locks that are released when their process ends, however it ends.
+"""Locks that are released when their process ends, even if it is killed.
 
-PostgreSQL has advisory locks of a session; an SQLite database has a locked file beside
-it.
+On PostgreSQL they are advisory locks of the session. For SQLite, they are locks on a
+file beside the database.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .spec import SourceSpec
 
 @contextmanager
 def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[None]:
-    """Hold the archive lock of a table. Raises Archiving at once if another archiver
-    holds the lock."""
+    """Hold the archive lock of a table while the block runs. Raises Archiving at once
+    if another archiver holds it."""
     refused = Archiving(
         f"Another run is archiving {table} of {spec.service!r}: wait for its end. (A "
         "transaction-pooling proxy breaks this lock: give the pipeline a direct "
@@ -31,16 +31,16 @@ def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[
 
 @contextmanager
 def following(connection: Connection, spec: SourceSpec) -> Iterator[None]:
-    """Hold the lock to follow a database. Raises Taken at once if another process holds
-    it."""
+    """Hold the lock of `follow` for a database while the block runs. Raises Taken at
+    once if another process holds it."""
     with _alone(connection, spec, "follow", "follow", Taken()):
         yield
 
 
 @contextmanager
 def keeping(connection: Connection, spec: SourceSpec) -> Iterator[None]:
-    """Hold the lock to change a service's journeys. Raises Taken at once if another
-    process holds it."""
+    """Hold the lock on a service's journeys while the block runs. Raises Taken at once
+    if another process holds it."""
     taken = Taken(
         f"Another run is updating the journeys of {spec.service!r}: wait for its end."
     )
@@ -49,7 +49,7 @@ def keeping(connection: Connection, spec: SourceSpec) -> Iterator[None]:
 
 
 class Archiving(EnvironmentFault):
-    """Another archive, or an erasure, is running."""
+    """Another archive or an erasure is running."""
 
 
 class Taken(EnvironmentFault):
@@ -85,8 +85,8 @@ def _alone(
 
 @contextmanager
 def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
-    """Hold the lock that shows `PipelineRun.interrupted` that a run is still
-    running."""
+    """Hold a lock while a run is in progress. `PipelineRun.interrupted` checks this
+    lock."""
     with closing(connect_plain(spec)) as connection:
         if spec.vendor == "postgresql":
             key = f"django_txmsg/run/{run_id}"

@@ -1,8 +1,9 @@
-"""Up to which batch a lake is settled in a database: one mark for each table and lake.
+"""Marks in the database: the last settled batch, for each table and lake.
 
-The lake's log is the ledger: batch n is the log's entry n. Batches up to
-`purged_through` are settled. The mark advances in the transaction that deletes a
-batch's rows. It is plain SQL on the table of `models.py`, for PostgreSQL and SQLite.
+The log of the lake is the ledger: batch n is entry n of the log. Batches up to
+`purged_through` are settled: their rows are only in the lake. The transaction that
+deletes a batch's rows advances the mark. Plain SQL on the table of `models.py`, for
+PostgreSQL and SQLite.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MARKS = "django_txmsg_archivemark"
 
 @dataclass(frozen=True)
 class Mark:
-    """Up to which batch a lake is settled in this database."""
+    """The last settled batch of one table in one lake."""
 
     lake_id: str
     lake: str
@@ -28,13 +29,13 @@ class Mark:
 
 
 class Marks:
-    """The marks of one table, over its archiver's connection."""
+    """The marks of one table. They use the connection of its archiver."""
 
     def __init__(self, connection: Connection, source: str) -> None:
         self.connection, self.source = connection, source
 
     def read(self) -> list[Mark]:
-        """Return the marks of all lakes into which this table was ever archived."""
+        """Return the marks of all lakes into which this table has been archived."""
         rows = self.connection.rows(
             "SELECT lake_id, lake, purged_through, begun_through, rows"
             f" FROM {_MARKS} WHERE source = %s ORDER BY id",
@@ -43,8 +44,7 @@ class Marks:
         return [Mark(str(uuid.UUID(str(row[0]))), *row[1:]) for row in rows]
 
     def place(self, lake_id: str, lake: str, purged_through: int) -> Mark:
-        """Set a lake's mark to a value, whatever its former value, and return the
-        mark."""
+        """Set the mark of a lake, whatever it was before, and return it."""
         now = self.connection.given(self.connection.clock())
         self.connection.execute(
             f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"
@@ -58,8 +58,8 @@ class Marks:
         return next(one for one in self.read() if one.lake_id == lake_id)
 
     def begin(self, lake_id: str, number: int) -> None:
-        """Record that batches up to `number` are being written to a lake. Until these
-        batches are settled, their rows are archived into no other lake."""
+        """Record that batches up to `number` are being written into a lake. Until they
+        are settled, no other lake may receive their rows."""
         self.connection.execute(
             f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
             " AND lake_id = %s AND begun_through < %s",
@@ -74,8 +74,9 @@ class Marks:
         rows: int = 0,
         connection: Connection | None = None,
     ) -> None:
-        """Advance the mark from one batch to a later one. Raises EnvironmentFault if
-        another archiver has advanced it."""
+        """Advance the mark from batch `before` to batch `after`. Raises
+        EnvironmentFault if the mark is not at `before`, because another archiver has
+        advanced it."""
         connection = connection or self.connection
         changed = connection.execute(
             f"UPDATE {_MARKS} SET purged_through = %s, begun_through = CASE WHEN"

@@ -1,4 +1,5 @@
-"""The pipeline's tables. Its jobs use them in plain SQL, since they have no Django."""
+"""The tables of the pipeline. The jobs access them in plain SQL, because they do not
+use Django."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from django.db.models.functions import Now
 
 
 class ArchiveMark(models.Model):
-    """Up to which batch one table is settled in a lake. The rows of batches up to
+    """The last settled batch of one table in one lake. Rows of batches up to
     `purged_through` are only in the lake. The transaction that deletes a batch's rows
     advances this number.
 
-    The batches themselves are numbered entries of the lake's own log, so comparing two
-    numbers detects a database or a lake restored from a backup.
+    The batches are numbered entries of the lake's log. If the two numbers disagree, the
+    database or the lake was restored from a backup.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -42,10 +43,10 @@ class ArchiveMark(models.Model):
 
 
 class Finding(models.Model):
-    """A message that a run of `reconcile` has judged lost, doubled, dead or late.
+    """A message that `reconcile` has judged lost, doubled, dead or late.
 
-    A finding is open until an operator acknowledges it with a note. If a later run no
-    longer makes the finding, the row is deleted, unless the finding was acknowledged.
+    A finding is open until an operator acknowledges it with a note. If a later run does
+    not find it again, the row is deleted, unless it was acknowledged.
     """
 
     id = models.UUIDField(primary_key=True, help_text="A digest of what is found.")
@@ -78,7 +79,7 @@ class Finding(models.Model):
 
 
 class PipelineAlert(models.Model):
-    """One measure of `pipeline follow`, and whether it is above its bound."""
+    """A value that `pipeline follow` measures, and whether it is above its bound."""
 
     id = models.BigAutoField(primary_key=True)
     service = models.CharField(max_length=255)
@@ -109,13 +110,13 @@ class PipelineAlert(models.Model):
 
     @property
     def unit(self) -> str:
-        """The unit of value and bound: seconds, or a number of events."""
+        """The unit of value and bound: seconds, or a number of things."""
         ages = {"database", "lag", "lake", "standstill"}
         return "seconds" if self.name in ages else "number"
 
 
 class RunState(models.TextChoices):
-    """How a run of the pipeline ended."""
+    """The state of a run of the pipeline."""
 
     REQUESTED = "requested", "requested"
     RUNNING = "running", "running"
@@ -126,9 +127,10 @@ class RunState(models.TextChoices):
 
 
 class PipelineRun(models.Model):
-    """One run of one job: who, when, with which options, and the result.
+    """One run of a job, with its user, its options and its result.
 
-    The admin only requests a run. `pipeline follow` or `replay --request` runs it.
+    The admin can only request a run. `pipeline follow` or `replay --request` carries it
+    out.
     """
 
     id = models.UUIDField(primary_key=True)
@@ -156,8 +158,9 @@ class PipelineRun(models.Model):
 
     @property
     def interrupted(self) -> bool:
-        """Return whether the run's process has died. A run holds a lock as long as its
-        process lives (`runs.py`), so a free lock shows that the process has died."""
+        """Whether the process of a run has died before the run's end. A run holds a
+        lock until its process ends (`runs.py`), so a free lock shows that the process
+        is gone."""
         if self.state != RunState.RUNNING:
             return False
         connection = connections[self._state.db or DEFAULT_DB_ALIAS]
@@ -185,8 +188,7 @@ class PipelineRun(models.Model):
 
 
 class StagedMessage(models.Model):
-    """A message that a Spark task has staged and that was not merged into the outbox
-    yet."""
+    """A message that a Spark task has written, and that is not in the outbox yet."""
 
     id = models.BigAutoField(primary_key=True)
     run = models.CharField(max_length=64)
@@ -213,9 +215,9 @@ class StagedMessage(models.Model):
 
 
 class StoredRun(models.Model):
-    """A replay, a send or a write that has stored its messages. The row commits with
-    the messages. So the name belongs to these messages for good, even after their rows
-    are archived or pruned."""
+    """A replay, a send or a write that has stored its messages. The row is committed
+    together with the messages. It keeps the name reserved, even after the messages are
+    archived or pruned."""
 
     name = models.CharField(max_length=64, primary_key=True)
     messages = models.BigIntegerField()

@@ -1,8 +1,8 @@
-"""Findings in a service's database: their age, and operators' notes.
+"""The findings in a service's database, with their ages and operators' notes.
 
 Plain SQL on the table of `models.py`, for PostgreSQL and SQLite. The lake's table
-`verdicts` has all findings of all runs. The database's table has the findings that
-operators work on.
+`verdicts` has the findings of all runs. The database has only those that operators work
+on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INSTANTS = frozenset(name for name in COLUMNS if name.endswith("_at"))
 
 @dataclass(frozen=True)
 class Which:
-    """A selection of findings: those that match all of these values."""
+    """A selection of findings: those that match all given values."""
 
     verdict: str = ""
     destination: str = ""
@@ -44,14 +44,13 @@ class Which:
 
 
 class Noted:
-    """The findings of one service's runs."""
+    """The findings of one service."""
 
     def __init__(self, source: SourceSpec) -> None:
         self.source = source
 
     def read(self, which: Which, limit: int = 0) -> list[dict[str, Any]]:
-        """Return findings. The finding that was first made most recently comes
-        first."""
+        """Return findings. The one that was first found most recently comes first."""
         with closing(connect_plain(self.source)) as connection:
             where, values = self._where(connection, which)
             rows = connection.rows(
@@ -86,8 +85,9 @@ class Noted:
         seen_at: dt.datetime,
         since: dt.datetime | None,
     ) -> None:
-        """Store a run's findings about messages sent since an instant. Unacknowledged
-        findings of earlier runs that this run has not found are deleted."""
+        """Store the findings of a run. `since` is the time from which the run judged
+        messages. Earlier findings from that time on that this run has not found again
+        are deleted, unless they were acknowledged."""
         names = ("id", "service", *COLUMNS[:8])
         update = "sender", "sent_at", "seen_at"
         with closing(connect_plain(self.source)) as connection:
@@ -124,18 +124,18 @@ class Noted:
                 connection.execute(gone, *map(connection.given, values))
 
     def acknowledge(self, which: Which, by: str, note: str) -> int:
-        """Acknowledge findings with a note. Returns the number of changed findings.
-        Raises UsageError without a note."""
+        """Acknowledge findings with a note. Returns their number. Raises UsageError if
+        the note is empty."""
         if not note.strip():
             raise UsageError("Say why: an acknowledgement needs a note.")
         return self._set(which, False, dt.datetime.now(dt.timezone.utc), by, note)
 
     def reopen(self, which: Which) -> int:
-        """Remove acknowledgements. Returns the number of changed findings."""
+        """Remove the acknowledgements of findings. Returns their number."""
         return self._set(which, True, None, "", "")
 
     def last_run(self) -> tuple[dt.datetime, dict[str, int]] | None:
-        """Return when the last finished `reconcile` began, and its counts."""
+        """Return the start time and the counts of the last finished `reconcile`."""
         with closing(connect_plain(self.source)) as connection:
             rows = connection.rows(
                 "SELECT started_at, counts FROM django_txmsg_pipelinerun WHERE"

@@ -1,5 +1,5 @@
-"""The progress of a job: a bar on the error stream, if that is a terminal. Also the
-hook between the steps of a protocol, at which the tests kill a process."""
+"""The progress bar of a job, on the error stream if that is a terminal. Also the hook
+that is called between the steps of an archive: tests kill the process there."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A progress bar with the finished amount, the whole amount and a rate. It is
-    redrawn in place."""
+    """A progress bar that shows the finished amount, the total and a rate. It is
+    redrawn in the same line."""
 
     def __init__(self, label: str, stream: TextIO | None, unit: str = "rows") -> None:
         self._bar: tqdm[Any] | None = None
@@ -39,28 +39,29 @@ class Progress:
     def on_terminal(
         cls, label: str, *, quiet: bool = False, unit: str = "rows"
     ) -> Progress:
-        """Return a bar on the error stream, if that is a terminal."""
+        """Return a bar on the error stream. If that is not a terminal, the bar draws
+        nothing."""
         seen = sys.stderr.isatty() and not quiet
         return cls(label, sys.stderr if seen else None, unit)
 
     def start(self, total: int) -> None:
-        """Begin, with `total` to do."""
+        """Start the bar with a total."""
         if self._bar is not None:
             self._bar.reset(total)
 
     def advance(self, count: int) -> None:
-        """Add to the amount that is done."""
+        """Add to the finished amount."""
         if self._bar is not None:
             self._bar.update(count)
 
     def say(self, note: str) -> None:
-        """Show what is happening."""
+        """Show a note beside the bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(note)
 
     @contextmanager
     def following(self, spark: SparkSession) -> Iterator[None]:
-        """Show the tasks of Spark's running stages while the block runs."""
+        """Show the progress of Spark's tasks while the block runs."""
         if self._bar is None or is_remote(spark):
             # No terminal, or Spark Connect, which shows no stages.
             yield
@@ -77,7 +78,7 @@ class Progress:
             self.stop()
 
     def stop(self) -> None:
-        """Remove the bar from the terminal, so that the next line has its place."""
+        """Remove the bar from the terminal."""
         if self._bar is not None:
             self._bar.clear()
 
@@ -100,4 +101,4 @@ Step = Callable[[str], None]
 
 
 def no_step(step: str) -> None:
-    """Do nothing between the steps of the protocol."""
+    """The default hook between two steps. It does nothing."""

@@ -1,4 +1,4 @@
-"""Tables of results in the lake: the findings of runs, each row with its run."""
+"""The lake's tables of results. Each row has the id of its run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FILES = struct_of(
 
 
 def result_struct(struct: t.StructType) -> t.StructType:
-    """Return the lake's schema of a table of results."""
+    """Return the schema of a table of results in the lake."""
     columns = t.StructType([t.StructField(f.name, f.dataType) for f in struct.fields])
     own = f"run_id string, {CLOCK} timestamp, service string, day date"
     return struct_of(columns, own)
@@ -36,7 +36,7 @@ def result_struct(struct: t.StructType) -> t.StructType:
 
 @dataclass
 class Results:
-    """Writes the results of one run into one lake."""
+    """Writes the results of one run into the lake."""
 
     lake: LakeSpec
     service: str
@@ -52,8 +52,8 @@ class Results:
     def save(
         self, name: str, struct: t.StructType, frame: DataFrame, *, few: bool = False
     ) -> int:
-        """Write a DataFrame in one log entry, so that all of its rows become visible at
-        once. `few` rows are written by the driver, without workers."""
+        """Write a DataFrame with one log entry, so that all rows become visible at
+        once. With `few`, the driver writes the rows, without Spark tasks."""
         Lake(self.lake, create=self.makes_lake)
         if not few:
             return self._commit(name, struct, self.write(name, struct, frame))
@@ -65,7 +65,7 @@ class Results:
     def write(
         self, name: str, struct: t.StructType, frame: DataFrame
     ) -> list[LakeFile]:
-        """Write a DataFrame into files that no log names yet."""
+        """Write a DataFrame into files. No log entry names them yet."""
         task = ResultTask(self, name, arrow_schema(struct))
         rows = frame.select(*struct.fieldNames()).mapInArrow(task, _FILES).collect()
         return [
@@ -86,7 +86,7 @@ class Results:
         return self._commit(name, struct, files.close())
 
     def files(self, name: str, task: str) -> DayFiles:
-        """Return a writer of files with unique names."""
+        """Return a writer whose files have unique names."""
         place = place_of(self.lake)
         unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
         return DayFiles(
@@ -95,7 +95,7 @@ class Results:
         )  # fmt: skip
 
     def stamped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Add the run and its instant to a batch."""
+        """Add the run's id and start time to each row of a batch."""
         if self.clock != CLOCK:
             return batch
         rows = batch.num_rows
@@ -116,14 +116,14 @@ class Results:
 
 @dataclass
 class ResultTask:
-    """The work of an executor: to write its part of the results."""
+    """The function that executors run. It writes its part of the results."""
 
     results: Results
     name: str
     schema: pa.Schema
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Write the incoming batches; return the files' descriptions."""
+        """Write the batches into files. Yield the files' descriptions."""
         context = TaskContext.get()
         files = self.results.files(
             self.name, str(context.taskAttemptId() if context else 0)

@@ -1,11 +1,11 @@
-"""A checksum of a row. The database computes the same checksum as this package does
-from a file of the lake.
+"""A checksum of a row. PostgreSQL computes it in SQL, and this package computes the
+same checksum from a file of the lake.
 
-The hash covers PostgreSQL's own binary record of the row (`record_send`): type id,
-length and bytes of each column. So two different rows never have the same encoding, and
-null differs from every text. The SHA-256 is cut to 60 bits, and the hashes are
-*summed*. A sum needs no order, and a pair of equal rows does not cancel out, as it
-would with an exclusive or.
+The hash covers the row in PostgreSQL's binary format (`record_send`): type id, length
+and bytes of each column. So different rows never have the same encoding, and null
+differs from every text. The SHA-256 is cut to 60 bits, and the hashes of several rows
+are *summed*. A sum does not depend on the order. Unlike an exclusive or, it does not
+cancel out two equal rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _EPOCH = 946_684_800_000_000
 
 
 def postgres_sql(columns: Sequence[Column]) -> str:
-    """Return PostgreSQL's expression for the checksum of one row, a bigint."""
+    """Return the SQL expression for the checksum of a row on PostgreSQL, as a
+    bigint."""
     fields = ", ".join(one.hashed for one in columns)
     return (
         f"('x' || substr(encode(sha256(record_send(ROW({fields}))), 'hex'), 1, 15))"
@@ -47,7 +48,7 @@ def postgres_sql(columns: Sequence[Column]) -> str:
 
 
 def row_hashes(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[int]:
-    """Return the checksum of each row of a batch that holds `columns`."""
+    """Return the checksum of each row of a batch. The checksum covers `columns`."""
     if batch.num_rows == 0:
         return []
     records = _records(batch, columns)
@@ -62,7 +63,7 @@ def row_hashes(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[int]:
 
 
 def _records(batch: pa.RecordBatch, columns: Sequence[Column]) -> Any:
-    """Build all rows' binary records at once, column by column."""
+    """Return the binary records of all rows. They are built column by column."""
     rows = batch.num_rows
     pieces: list[pa.Array] = []
     fixed = [_repeat(struct.pack(">i", len(columns)), rows)]
@@ -108,8 +109,8 @@ def _repeat(constant: bytes, rows: int) -> Any:
 
 
 def _flat(blocks: list[Any]) -> pa.Array:
-    """Join blocks of bytes, one row of the blocks for each record, into an array of
-    byte strings."""
+    """Join blocks of bytes into an array of byte strings. Row n of all blocks makes
+    string n."""
     joined = np.ascontiguousarray(np.hstack(blocks))
     rows, width = joined.shape
     offsets = np.arange(rows + 1, dtype=np.int64) * width

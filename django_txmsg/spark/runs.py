@@ -1,7 +1,7 @@
-"""The record of a run: who, when, with which options, and the result.
+"""The record of a run, with its user, its options and its result.
 
-The record is in the database, where the admin shows it, and in the lake, if there is a
-lake.
+The record is stored in the database, where the admin shows it. If there is a lake, it
+is stored there, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REQUEST_EXPIRES = dt.timedelta(days=1)
 
 
 def run_by() -> str:
-    """Return the user and host of this run."""
+    """Return the user and the host of this process."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
@@ -46,7 +46,7 @@ def run_by() -> str:
 
 @dataclass
 class Run:
-    """A run in progress. The job fills in its results."""
+    """A run in progress. The job sets its results."""
 
     job: str
     options: dict[str, Any]
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The name of the run's final state."""
+        """The state in which the run ends, as it is now."""
         if self.refused:
             return "refused"
         if self.error:
@@ -83,7 +83,7 @@ class Run:
         return {"clean": 0, "findings": 1, "failed": 3, "refused": 4}[self.state]
 
     def results(self, lake: LakeSpec, service: str) -> Results:
-        """Return where this run's results are stored."""
+        """Return a writer for the results of this run."""
         return Results(lake, service, self.id, self.started_at, self.makes_lake)
 
 
@@ -91,8 +91,8 @@ class Run:
 def recorded(
     spec: JobSpec, job: str, options: dict[str, Any], request: uuid.UUID | None = None
 ) -> Iterator[Run]:
-    """Record a run from its beginning to its end, however it ends. `request` is the
-    requested run that this one is."""
+    """Record a run from its beginning to its end, even if it fails. `request` is the id
+    of the request that this run carries out."""
     source = spec.service()
     run = Run(job, options)
     if request is not None:
@@ -149,7 +149,7 @@ def _insert(source: SourceSpec, run: Run, lake: str) -> None:
 
 
 def _take(source: SourceSpec, run: Run, lake: str) -> None:
-    """Begin a requested run, also if an earlier try has failed or was killed."""
+    """Begin a requested run. An earlier try may have failed or been killed."""
     with closing(connect_plain(source)) as connection:
         taken = connection.execute(
             f"UPDATE {_RUNS} SET state = 'running', lake = %s, started_at = %s"
@@ -165,7 +165,8 @@ def _take(source: SourceSpec, run: Run, lake: str) -> None:
 
 
 def requested_ids(source: SourceSpec, request: uuid.UUID) -> list[str]:
-    """Return the ids of the messages whose replay was requested. Raises UsageError."""
+    """Return the ids of the messages whose replay was requested. Raises UsageError for
+    an unknown request."""
     with closing(connect_plain(source)) as connection:
         found = connection.value(
             f"SELECT options FROM {_RUNS} WHERE id = %s", connection.given(request)
@@ -177,8 +178,8 @@ def requested_ids(source: SourceSpec, request: uuid.UUID) -> list[str]:
 
 
 def next_request(connection: Connection, source: SourceSpec) -> str:
-    """Return the id of the oldest replay that was requested in the last day, and has
-    not begun or was killed. An empty text if there is none."""
+    """Return the id of the oldest replay request of the last day that has not begun or
+    whose run was killed. Returns "" if there is none."""
     rows = connection.rows(
         f"SELECT id, options FROM {_RUNS} WHERE service = %s AND job = 'replay'"
         " AND state IN ('requested', 'running') ORDER BY started_at",
@@ -193,7 +194,7 @@ def next_request(connection: Connection, source: SourceSpec) -> str:
 
 
 def progressed(source: SourceSpec, run: Run) -> None:
-    """Record the progress of a run that goes on."""
+    """Record the progress of a run that has not ended yet."""
     _note(source, run, "running", None)
 
 
@@ -218,9 +219,9 @@ def _note(
 
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
-    """Record the run in the lake as well. A run that changes nothing, or has failed,
-    does not create a lake. While a lake that contains rows of ours is missing, no run
-    creates a new lake in its place."""
+    """Store the record in the lake. A run that changes nothing or has failed does not
+    create a lake for it. If a lake with archived rows is missing, no new lake is
+    created in its place."""
     changes = "dry_run" not in run.options and run.state not in ("failed", "refused")
     try:
         run.makes_lake = not is_mounted(spec)

@@ -1,8 +1,8 @@
-"""The schemas: which columns are read from each table, and which the lake stores.
+"""The columns that are read from each table, and the columns that the lake stores.
 
-A `Column` has its Spark type, its Arrow type, PostgreSQL's expression for it, and the
-type id of PostgreSQL's binary record (`rowhash`). Columns are only ever added, each
-with the lake version that added it.
+A `Column` has its Spark type, its Arrow type, its SQL expression for PostgreSQL, and
+its type id in PostgreSQL's binary format (`rowhash`). Columns are never removed. Each
+has the lake version that added it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _HASHED = {"text": "::text", "json": "::text", "xid": "::text::bigint"}
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table, as read."""
+    """One column of a table of the message log."""
 
     name: str
     kind: Kind
@@ -81,28 +81,29 @@ class Column:
 
     @property
     def sql(self) -> str:
-        """The column in SQL, in which the table is `t`."""
+        """The column as an SQL expression. The table's alias is `t`."""
         return self.expression or f't."{self.source or self.name}"'
 
     @property
     def selected(self) -> str:
-        """PostgreSQL's expression for reading it."""
+        """The SQL expression with which PostgreSQL reads the column."""
         return f'{self.sql}{_CASTS.get(self.kind, "")} AS "{self.name}"'
 
     @property
     def hashed(self) -> str:
-        """PostgreSQL's expression for hashing it."""
+        """The SQL expression with which PostgreSQL hashes the column."""
         return f"{self.sql}{_HASHED.get(self.kind, '')}"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the message log: its relation, columns, clock and settled rows.
+    """A table of the message log.
 
-    `clock` is the instant for ranges and the lake's days. `settled` rows will not
-    change any more. `outcome` says how a row ended. `outcome` is either a column to
-    copy, or a list of words. Each word has the column that is set in that case, and the
-    last word is for all other rows.
+    `relation` is its name in the database. `clock` is the column for time ranges and
+    for the days in the lake. Rows that match `settled` will not change any more.
+    `outcome` says how a row ended: it is either the name of a column, or pairs of a
+    word and a column. A row has the word whose column is set. The last word is for all
+    other rows.
     """
 
     name: str
@@ -118,21 +119,22 @@ class Table:
     none of them."""
 
     def column(self, name: str) -> Column:
-        """Return a column by its name."""
+        """Return the column with this name."""
         return next(one for one in self.columns if one.name == name)
 
     def struct(self) -> t.StructType:
-        """Return the schema of `format("txmsg")`: the service, then the columns."""
+        """Return the schema that `format("txmsg")` reads: the service, then the
+        columns."""
         fields = [t.StructField("service", t.StringType(), False)]
         return t.StructType(fields + [one.spark for one in self.columns])
 
     def live_struct(self) -> t.StructType:
-        """Return the schema of the columns that the jobs read from a database."""
+        """Return the schema that the jobs read from a database."""
         return t.StructType([*self.struct().fields, *[one.spark for one in self.live]])
 
     def lake_struct(self) -> t.StructType:
-        """Return the lake's schema. All columns may be null, because files can be older
-        than a column."""
+        """Return the schema in the lake. All columns are nullable, because a file may
+        be older than a column."""
         fields = [t.StructField(one.name, one.spark.dataType) for one in self.columns]
         fields += [
             t.StructField("outcome", t.StringType()),
@@ -144,9 +146,9 @@ class Table:
 
 
 def struct_of(*parts: t.StructType | str) -> t.StructType:
-    """Return a schema. Each part has the columns of another schema, or is a text such
-    as `name string, rows long not null`. Spark parses such a text only with a
-    session."""
+    """Return a schema with the columns of all parts. A part is a schema, or a text such
+    as `name string, rows long not null`. (Spark itself parses such a text only with a
+    session.)"""
     found = t.StructType()
     for part in parts:
         if isinstance(part, t.StructType):
@@ -160,7 +162,7 @@ def struct_of(*parts: t.StructType | str) -> t.StructType:
 
 
 def arrow_schema(struct: t.StructType) -> pa.Schema:
-    """Return the Arrow schema that Spark expects of batches of `struct`."""
+    """Return the Arrow schema of the batches that Spark expects for `struct`."""
     return pa.schema(
         [pa.field(f.name, _arrow_type(f.dataType), f.nullable) for f in struct.fields]
     )

@@ -1,6 +1,7 @@
-"""The only place with Spark's settings. It creates a session, or uses the active one. A
-master that was set elsewhere takes precedence: by `spark-submit --master`, or in an
-active session.
+"""Creates Spark sessions. Only this module contains Spark settings.
+
+An active session is used as it is. A master that `spark-submit --master` or the
+environment sets takes precedence.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ SETTINGS = {
 
 
 def local_settings() -> dict[str, str]:
-    """Return settings for one machine: no port is open to the network, there are few
-    shuffle partitions, and no history of queries is kept."""
+    """Return the settings for one machine: no port is open to the network, shuffles
+    have few partitions, and Spark keeps no history of queries."""
     return {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
@@ -52,10 +53,11 @@ def local_settings() -> dict[str, str]:
 def session(
     job: str, settings: Mapping[str, str] | None = None
 ) -> Iterator[SparkSession]:
-    """Yield a session with the data source registered. A session that is created here
-    is stopped at the end. An existing session keeps its own settings.
+    """Yield a Spark session with the data source registered. A session that this
+    function creates is stopped at the end. An active session keeps its settings.
 
-    Raises EnvironmentFault if Spark does not start, mostly because Java is missing.
+    Raises EnvironmentFault if Spark does not start, for example because Java is
+    missing.
     """
     active = SparkSession.getActiveSession()
     spark = active or build(f"txmsg {job}", settings)
@@ -77,7 +79,8 @@ def session(
 
 
 def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:
-    """Start a session: local on all cores, unless the environment names a master."""
+    """Start a session. It runs locally on all cores, unless the environment sets a
+    master."""
     builder = SparkSession.builder.appName(name)
     chosen = dict(SETTINGS)
     remote = (settings or {}).get("spark.remote") or os.environ.get("SPARK_REMOTE", "")
@@ -107,7 +110,8 @@ def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:
 def _connected(
     builder: SparkSession.Builder, remote: str, settings: Mapping[str, str]
 ) -> SparkSession:
-    """Return a session of a Spark Connect server, which has its own static settings."""
+    """Return a session of a Spark Connect server. Static settings are those of the
+    server."""
     server = remote.partition(";")[0].rstrip("/")  # what follows may be a token
     parts = urlsplit(server)
     try:
@@ -128,22 +132,22 @@ def _connected(
 
 
 def running() -> bool:
-    """Return whether Spark already runs in this process, or whether spark-submit or the
-    environment has chosen it."""
+    """Return whether a session is active in this process, or spark-submit or the
+    environment determines where Spark runs."""
     known = SparkSession.getActiveSession() is not None
     return known or _submitted() or bool(os.environ.get("SPARK_REMOTE"))
 
 
 def _submitted() -> bool:
-    """Return whether spark-submit started this process, or passed its options in
-    another way."""
+    """Return whether spark-submit started this process or the environment passes its
+    options."""
     arguments = os.environ.get("PYSPARK_SUBMIT_ARGS", "")
     return "--master" in arguments or "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def _show_the_package_to_workers() -> None:
-    """Add the package's directory to PYTHONPATH: local workers are new interpreters,
-    which inherit the environment, but not sys.path."""
+    """Add the package's directory to PYTHONPATH, because local workers inherit the
+    environment, but not `sys.path`."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     home = str(Path(__file__).resolve().parents[2])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

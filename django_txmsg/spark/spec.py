@@ -1,8 +1,9 @@
-"""A job's specification: plain dataclasses that travel as JSON, without secrets.
+"""The specification of a job: plain dataclasses that can be converted to JSON without
+secrets.
 
-`manage.py pipeline` creates it from Django's settings; elsewhere it is a file. The
-specification contains the name of the environment variable with a password, never the
-password itself.
+`manage.py pipeline` creates it from Django's settings. Elsewhere it is a file. It
+contains the name of the environment variable with a password, never the password
+itself.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ _SECRET = re.compile(r"secret|password|token|credential|key(?!_id)|sas", re.IGNO
 
 
 def hidden(text: str) -> str:
-    """Return a text without the passwords of the addresses in it."""
+    """Return a text in which the passwords of all addresses are hidden."""
     # A password may contain an unencoded @ or slash; a host cannot.
     text = re.sub(r"(\w://[^\s:/@'\"]*):[^\s'\"]*@", r"\1@", text)
     return re.sub(r"(\w://[^\s?'\"]*)\?[^\s'\"]*password=[^\s'\"]*", r"\1", text)
 
 
 def digest(value: str) -> str:
-    """Return the digest that replaces a value in a record."""
+    """Return a digest of a value. Run records contain the digest instead of the
+    value."""
     return "sha256:" + hashlib.sha256(value.encode()).hexdigest()[:16]
 
 
@@ -51,9 +53,8 @@ _TEXT = re.compile(r"""(['"])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 
 
 def recordable(condition: str) -> str:
-    """Return a condition in the form in which it may be recorded. If the condition uses
-    a column that may identify a person, the texts in the condition are replaced by
-    digests."""
+    """Return a condition as it may be stored in a run record. If it uses a column that
+    may identify a person, its text literals are replaced by digests."""
     if not _PERSONAL.search(condition):
         return condition
     return _TEXT.sub(lambda text: f"'{digest(text[2])}'", condition)
@@ -66,7 +67,7 @@ def password_variable(service: str) -> str:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A service and the database that its message log is in.
+    """A service and the database with its message log.
 
     `url` is `postgresql://user@host:5432/name` or `sqlite:////absolute/path`.
     """
@@ -95,23 +96,24 @@ class SourceSpec:
 
     @property
     def path(self) -> str:
-        """The file of an SQLite database."""
+        """The path of an SQLite database file."""
         return unquote(urlsplit(self.url).path)[1:]
 
     @property
     def shown(self) -> str:
-        """The address without a password, for messages and records."""
+        """The address without the password, for messages and run records."""
         return hidden(self.url)
 
     def reading(self) -> SourceSpec:
-        """Return the source to read: the replica, or this source."""
+        """Return the source to read from: the replica if there is one, otherwise this
+        source."""
         if not self.reader_url:
             return self
         return SourceSpec(self.service, self.reader_url, self.reader_password_env)
 
     def public(self) -> SourceSpec:
-        """Return this source without a password. If the address contains a password,
-        the result names the variable that must contain it."""
+        """Return this source without the password. If the address contained a password,
+        the result names the environment variable that must contain it."""
         shown, named = self.shown, self.password_env
         if shown != self.url and not named:
             named = password_variable(self.service)
@@ -124,9 +126,10 @@ class SourceSpec:
         )  # fmt: skip
 
     def conninfo(self) -> str:
-        """Return the address for libpq, with the password.
+        """Return the libpq address with the password.
 
-        Raises EnvironmentFault if the variable for the password is not set.
+        Raises EnvironmentFault if the environment variable with the password is not
+        set.
         """
         from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -137,7 +140,7 @@ class SourceSpec:
         return make_conninfo(self.url, connect_timeout=10, options=options, **more)
 
     def resolved(self) -> SourceSpec:
-        """Return this source with its password, for a task that does not have this
+        """Return this source with its password, for a task that runs with another
         environment."""
         if not self.password_env or self.password is not None:
             return self
@@ -153,15 +156,15 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class LakeSpec:
-    """Where the lake is, and how rows are stored in it."""
+    """The address of the lake, and how it stores rows."""
 
     uri: str = field(repr=False)
     keep_bodies: bool = True
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def public(self) -> LakeSpec:
-        """Return this specification without secrets. Clients of object stores can take
-        secrets from the environment."""
+        """Return this specification without secrets. The clients of object stores can
+        read secrets from the environment."""
         options = {
             name: value
             for name, value in self.storage_options.items()
@@ -172,7 +175,7 @@ class LakeSpec:
 
 @dataclass(frozen=True)
 class Subscription:
-    """A stage that is expected to receive the messages to a destination."""
+    """A stage that is expected to receive all messages to a destination."""
 
     destination: str
     service: str
@@ -181,10 +184,10 @@ class Subscription:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Everything that the jobs need to know about the services and the lake.
+    """Everything that a job needs to know about the services and the lake.
 
-    The first service is the default of a job. `retention` maps a table to the days that
-    its settled rows stay in the database.
+    Jobs use the first service by default. `retention` maps a table to the days for
+    which its settled rows stay in the database.
     """
 
     services: tuple[SourceSpec, ...] = ()
@@ -202,7 +205,8 @@ class JobSpec:
     """Services, and aliases of their brokers that are Celery's."""
 
     def service(self, name: str = "") -> SourceSpec:
-        """Return a service by name, or the first. Raises UsageError."""
+        """Return the service with this name, by default the first. Raises UsageError
+        for an unknown name."""
         for one in self.services:
             if not name or one.service == name:
                 return one
@@ -210,7 +214,7 @@ class JobSpec:
         raise UsageError(f"No service {name!r} is specified; known: {known}.")
 
     def lake_spec(self) -> LakeSpec:
-        """Return the lake. Raises UsageError when none is specified."""
+        """Return the lake's specification. Raises UsageError if there is none."""
         if self.lake is None:
             raise UsageError(
                 'No lake is specified. Set TXMSG["LAKE"], or "lake" in the job '
@@ -219,7 +223,7 @@ class JobSpec:
         return self.lake
 
     def public(self) -> JobSpec:
-        """Return this specification without any secret."""
+        """Return this specification without secrets."""
         return dataclasses.replace(
             self,
             services=tuple(one.public() for one in self.services),
@@ -227,7 +231,7 @@ class JobSpec:
         )
 
     def to_json(self) -> str:
-        """Return the specification as JSON, without any secret."""
+        """Return this specification as JSON, without secrets."""
         plain = dataclasses.asdict(self.public())
         for service in plain["services"]:
             del service["password"]
@@ -235,7 +239,7 @@ class JobSpec:
 
     @classmethod
     def from_json(cls, text: str) -> JobSpec:
-        """Return the specification in a JSON text. Raises UsageError."""
+        """Parse a specification from JSON. Raises UsageError if it is invalid."""
         try:
             given = json.loads(text)
             lake = given.pop("lake", None)
@@ -257,8 +261,8 @@ class JobSpec:
 
     @classmethod
     def load(cls, path: str) -> JobSpec:
-        """Return the specification in a file, or in the argument itself, as JSON.
-        Raises UsageError."""
+        """Load a specification. `path` is the path of a JSON file, or the JSON itself.
+        Raises UsageError if it is invalid."""
         if path.lstrip().startswith("{"):
             return cls.from_json(path)
         try:

@@ -1,10 +1,13 @@
-"""Stores many messages at once, each once: staging, then one merge into the outbox.
+"""Stores many messages at once, each only once, through a staging table.
 
-A task stages its rows under a key of its own attempt. One transaction then merges the
-successful attempts, records the run's name and clears the staging table. A merge can
-skip messages that are stored already, and COPY cannot. Dead letters are not stored in
-this way. The app redelivers them instead, because it has the stage of each letter and
-the inbox, limits the rate, can be paused, and records who requested the redelivery.
+Each task attempt writes its rows to the staging table under its own key. Then one
+transaction moves the rows of the successful attempts into the outbox, records the name
+of the run, and clears the staging table. COPY directly into the outbox could not skip
+messages that are already stored.
+
+Dead letters are not stored in this way. The app redelivers them, because only the app
+has the stage of each dead letter and the inbox. It also limits the rate, can be paused,
+and records who requested the redelivery.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ _RUNS = "django_txmsg_storedrun"
 
 
 def remember(connection: Connection, name: str, messages: int, ids: str) -> bool:
-    """Record the messages that belong to a name: how many, and the sum of their ids.
-    Returns whether the name is new. Messages that a run of this name has stored may be
-    archived or pruned by now. They are not stored again.
+    """Record that the run `name` stores these messages: their number, and the sum of
+    their ids. Returns whether the name is new. If it is not, the messages were stored
+    before, and must not be stored again even if they are archived or pruned by now.
 
     Raises UsageError if the name belongs to other messages.
     """
@@ -59,7 +62,7 @@ def remember(connection: Connection, name: str, messages: int, ids: str) -> bool
 
 
 def now_sql(connection: Connection) -> str:
-    """Return SQL for the instant at which a row is written, in a statement with
+    """Return an SQL expression for the current time, for a statement with
     parameters."""
     if connection.vendor == "postgresql":
         return "now()"
@@ -74,7 +77,7 @@ _QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
 
 @dataclass(frozen=True)
 class Brought:
-    """The staged rows of one task attempt: how many messages, and the sum of their
+    """The staged rows of one task attempt: their number, and the sum of their message
     ids."""
 
     task: str
@@ -84,32 +87,33 @@ class Brought:
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge of staged messages."""
+    """The result of moving staged messages into the outbox."""
 
     staged: int
     stored: int
 
     @property
     def known(self) -> int:
-        """The number of messages that an earlier run of this name had stored."""
+        """The number of messages that were already stored under this name."""
         return self.staged - self.stored
 
 
 def attempt_key() -> str:
-    """Return the key of this attempt of a Spark task, which no other attempt has."""
+    """Return a unique key for this attempt of a Spark task."""
     context = TaskContext.get()
     place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
     return f"{place}-{uuid.uuid4().hex[:12]}"
 
 
 class Staging:
-    """The staging table of one service's database, and one run's rows in it."""
+    """The rows of one run in the staging table of a service's database."""
 
     def __init__(self, spec: SourceSpec, run: str) -> None:
         self.spec, self.run = spec, run
 
     def stage(self, task: str, batches: Iterable[pa.RecordBatch]) -> Brought:
-        """Stage one task attempt's rows, in a transaction."""
+        """Write the rows of one task attempt to the staging table, in one
+        transaction."""
         ids = 0
 
         def summed() -> Iterator[pa.RecordBatch]:
@@ -127,11 +131,12 @@ class Staging:
         return Brought(task, rows, ids % 2**128)
 
     def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> Merged:
-        """Store the rows that `tasks` have staged, in one transaction. `rate` messages
-        a second become due; 0 makes all due at once.
+        """Move the rows that `tasks` have staged into the outbox, in one transaction.
+        `rate` is the number of messages that become due per second; 0 means all at
+        once.
 
-        Raises EnvironmentFault if staged rows are missing, and UsageError if a run of
-        this name has stored other messages.
+        Raises EnvironmentFault if staged rows are missing. Raises UsageError if a run
+        of this name has stored other messages.
         """
         announced = sum(one.rows for one in tasks)
         ids = sum(one.ids for one in tasks) % 2**128
@@ -157,7 +162,7 @@ class Staging:
         return Merged(announced, stored)
 
     def clear(self) -> None:
-        """Remove the run's staged rows."""
+        """Delete the rows of this run from the staging table."""
         with closing(connect_plain(self.spec)) as connection:
             self._clear(connection)
 
@@ -167,8 +172,8 @@ class Staging:
     def _copy(
         self, connection: Connection, task: str, batches: Iterable[pa.RecordBatch]
     ) -> int:
-        """Insert the rows by COPY in CSV format, which Arrow writes quickly. Bytes are
-        in PostgreSQL's hex format."""
+        """Insert the rows with COPY in CSV format, because Arrow writes CSV quickly.
+        Bytes are in PostgreSQL's hex format."""
         import pyarrow.csv as csv
 
         rows = 0
@@ -211,8 +216,8 @@ class Staging:
         return rows
 
     def _drop_void_attempts(self, connection: Connection, tasks: list[str]) -> None:
-        """Delete the staged rows of attempts that failed, were repeated or were
-        speculative. Spark does not report these attempts."""
+        """Delete the staged rows of other attempts: failed, repeated or speculative
+        ones. Spark does not report them."""
         if self.spec.vendor == "postgresql":
             connection.execute(
                 f"DELETE FROM {_STAGED} WHERE run = %s AND NOT task = ANY(%s)",
@@ -267,12 +272,12 @@ Letter = tuple[int, str]
 def ask_to_redeliver(
     spec: SourceSpec, name: str, letters: Sequence[Letter], *, rate: float, why: str
 ) -> int | None:
-    """Request that a service redelivers dead letters, and return the id of its bulk
+    """Request that a service redelivers these dead letters. Returns the id of its bulk
     operation. Returns None if there are no dead letters, or if a request with this name
     exists.
 
-    Raises UsageError if that request was for other dead letters, and for a rate that no
-    worker can keep.
+    Raises UsageError if the existing request is for other dead letters, or if no worker
+    can keep up with the rate.
     """
     if wrong := dead_letters.wrong_rate(rate or None):
         raise UsageError(wrong)

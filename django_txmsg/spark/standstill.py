@@ -1,5 +1,5 @@
-"""Rows that wait for an open transaction, and the session that has opened the
-transaction."""
+"""Finds rows that wait for an open transaction, and the session that holds this
+transaction open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .connection import Connection
 
 @dataclass(frozen=True)
 class Held:
-    """How many rows wait, for which transaction, and since when."""
+    """The number of rows that wait, the transaction that they wait for, and when it
+    began."""
 
     rows: int
     since: dt.datetime | None = None
@@ -19,13 +20,14 @@ class Held:
 
     @property
     def whom(self) -> str:
-        """The session that blocks them, in words."""
+        """The session that holds the transaction open, as text."""
         since = f", open since {self.since:%Y-%m-%d %H:%M:%S} UTC" if self.since else ""
         return f"{self.holder}{since}"
 
     @property
     def seconds(self) -> float:
-        """How long they have been waiting; infinity if this role may not see it."""
+        """How long the transaction has been open, in seconds. Infinite if this role may
+        not see its beginning."""
         if not self.rows:
             return 0.0
         if self.since is None:
@@ -34,10 +36,9 @@ class Held:
 
 
 def held(connection: Connection, rows: int) -> Held:
-    """Return how many `rows` wait, and for which transaction: the oldest one in the
-    PostgreSQL cluster that has written anything. Every role sees that such a
-    transaction exists. If there is no such transaction, the one for which the rows
-    waited has ended since the rows were counted."""
+    """Return the transaction for which `rows` rows wait: the oldest open transaction in
+    the PostgreSQL cluster that has written anything. Every role can see that such a
+    transaction exists. If there is none, it has ended since the rows were counted."""
     if not rows:
         return Held(0)
     found = connection.rows(

@@ -1,7 +1,7 @@
-"""Where a lake is: file systems by URI, and syncing to disk.
+"""The location of a lake: its file system, and syncing to disk.
 
-Two clients use one lake: pyarrow for data files, and the Delta library for the log. An
-address that the two might interpret differently is refused before anything is written.
+Two clients use a lake: pyarrow for data files, and the Delta library for the log. An
+address that they might interpret differently is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _S3 = {
 
 @dataclass(frozen=True)
 class Place:
-    """A lake's root: for pyarrow a file system and the path in it, for the Delta
-    library a URI and options."""
+    """The root of a lake. pyarrow needs a file system and a path, the Delta library a
+    URI and options."""
 
     files: fs.FileSystem
     root: str
@@ -46,15 +46,14 @@ class Place:
     local: bool
 
     def delta(self, name: str) -> str:
-        """Return the address of a table for the Delta library."""
+        """Return the URI of a table for the Delta library."""
         if self.local:
             return Path(self.root, name).as_uri()
         return f"{self.uri}/{name}"
 
     def insist(self) -> None:
         """Raise EnvironmentFault unless the lake exists. Call this before creating a
-        file in the lake. A file that is created below an unmounted mount point would
-        not be found again."""
+        file: a file below an unmounted mount point would be hidden after mounting."""
         if self.files.get_file_info(f"{self.root}/{MARKER}").type != fs.FileType.File:
             raise EnvironmentFault(
                 f"The lake at {self.uri} has disappeared during the run: mount it, "
@@ -63,8 +62,9 @@ class Place:
 
 
 def place_of(spec: LakeSpec) -> Place:
-    """Return the location of a lake. Raises EnvironmentFault for an address that cannot
-    be parsed, or that pyarrow and the Delta library would read differently."""
+    """Return the location of a lake. Raises EnvironmentFault for an invalid address,
+    and for an address that pyarrow and the Delta library might interpret
+    differently."""
     options = dict(spec.storage_options)
     if spec.uri.startswith("/"):
         return _local(spec.uri, spec.uri, options)
@@ -125,7 +125,7 @@ def _s3(options: Mapping[str, str]) -> fs.FileSystem:
 
 
 def insist_on(files: fs.FileSystem, sizes: Mapping[str, int]) -> None:
-    """Check that files exist with their written sizes. Raises EnvironmentFault."""
+    """Raise EnvironmentFault unless these files exist with these sizes."""
     infos = files.get_file_info(list(sizes))
     for path, info in zip(sizes, infos, strict=True):
         if info.type != fs.FileType.File or info.size != sizes[path]:
@@ -137,8 +137,8 @@ def insist_on(files: fs.FileSystem, sizes: Mapping[str, int]) -> None:
 
 
 def sync(files: fs.FileSystem, root: str, paths: Iterable[str]) -> None:
-    """Sync files, and the directories from `root` to them, to the disk, on a local file
-    system."""
+    """Sync files, and their directories below `root`, to disk. Does nothing for an
+    object store."""
     if not isinstance(files, fs.LocalFileSystem):
         return
     paths = list(paths)

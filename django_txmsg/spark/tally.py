@@ -1,8 +1,8 @@
-"""The counts of a file of finished journeys, which can be counted without reading its
-rows.
+"""Counts of finished journeys in the footer of their file. With them, journeys can be
+judged without reading the rows.
 
-The counts are in the file's footer. If the rows are rewritten, or files are joined, the
-new file's footer has no counts, or counts that do not match its rows.
+If rows are rewritten or files are joined, the new file has no counts, or counts that do
+not match its rows. Such counts are ignored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DAY = 86_400_000_000
 
 @dataclass(frozen=True)
 class Line:
-    """Journeys of one day to one destination. Instants are in microseconds since
-    1970."""
+    """The counts of journeys of one day to one destination. Instants are in
+    microseconds since 1970."""
 
     sent_on: dt.date
     destination: str
@@ -60,13 +60,14 @@ class Tally:
 
 @dataclass
 class Tallying:
-    """Counts the rows of a file while it is written, up to MOST lines."""
+    """Counts the rows of a file while it is written. The counts have at most MOST
+    lines."""
 
     slowest_us: int = 0
     _counted: list[pa.Table] = field(default_factory=list)
 
     def add(self, rows: pa.Table) -> None:
-        """Count rows of finished journeys."""
+        """Add rows of finished journeys to the counts."""
         if self._counted and self._counted[0].num_rows > MOST:
             return
         sent = pc.coalesce(rows["stored_at"], rows["told_at"]).cast(pa.int64())
@@ -88,7 +89,8 @@ class Tallying:
         self._counted = [summed.select(names).rename_columns([*_BY, *_SUMS])]
 
     def footer(self) -> dict[bytes, bytes]:
-        """Return the contents of the footer."""
+        """Return the counts for the footer. Returns {} if they have more than MOST
+        lines."""
         [summed] = self._counted
         if summed.num_rows > MOST:
             return {}
@@ -98,7 +100,8 @@ class Tallying:
 
 
 def tally_in(described: Any) -> Tally | None:
-    """Return a file's counts from its footer, if they match its rows."""
+    """Return the counts in a file's footer. Returns None if there are none, or if they
+    do not match the rows."""
     known = described.metadata or {}
     text = known.get(KEY, b"")
     # A page of the file has a checksum of its own; its footer has none.

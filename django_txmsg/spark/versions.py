@@ -1,5 +1,5 @@
-"""The installed PySpark version: the pipeline runs on 4.0 and newer; some features need
-more."""
+"""The installed PySpark version. The pipeline needs 4.0, and some features need a newer
+one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from .errors import EnvironmentFault
 
 
 def installed() -> tuple[int, ...]:
-    """Return PySpark's version, for comparisons."""
+    """Return the PySpark version as a tuple of numbers."""
     return _parsed(pyspark.__version__)
 
 
 def insist_on(since: str, what: str) -> None:
-    """Raise EnvironmentFault if PySpark is older than a feature needs."""
+    """Raise EnvironmentFault if PySpark is older than `since`, which the feature `what`
+    needs."""
     if installed() < _parsed(since):
         raise EnvironmentFault(
             f"{what} needs PySpark {since} or newer, and {pyspark.__version__} is "

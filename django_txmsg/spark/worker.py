@@ -1,10 +1,9 @@
-"""The process in which `follow` runs the jobs that need Spark: one session for many
-runs.
+"""The process in which `follow` runs Spark jobs. It uses one session for many runs.
 
-Each line of its input starts a run. The line contains a job's command line and its
-specification. The specification may contain secrets, so it is passed neither in a file
-nor in a process's arguments. The process prints the facts of each run. It ends when its
-input ends.
+Each line on its standard input starts a run. The line contains the arguments and the
+specification of a job. The specification may contain secrets, so it is not passed in a
+file or in the process's arguments. The process prints the facts of each run, and ends
+at the end of its input.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from .spec import JobSpec
 
 
 def run_each(lines: Iterable[str], words: Sequence[str]) -> None:
-    """Run the jobs. `words` are the settings of Spark, `--conf KEY=VALUE`. Raises
-    EnvironmentFault if Spark does not start."""
+    """Run one job for each line. `words` are settings of Spark: `--conf KEY=VALUE`.
+    Raises EnvironmentFault if Spark does not start."""
     parser = argparse.ArgumentParser(prog="follow")
     add_jobs(parser)
     given = parser.parse_args(["verify", *words])

@@ -1,7 +1,7 @@
-"""The interface of a database for the pipeline: batches, samples, literals.
+"""The interface of a database that the pipeline reads.
 
-An implementation is small, picklable and contains the address. Executors get the
-object, and open a new connection for every read.
+An implementation is small, can be pickled, and contains the database's address. Spark
+executors receive it, and open a new connection for every read.
 """
 
 from __future__ import annotations
@@ -17,42 +17,44 @@ from ..schemas import Column, Table
 
 
 class Reader(Protocol):
-    """An open connection to a database, for several reads in succession."""
+    """An open connection for several reads."""
 
     def read(
         self, table: Table, columns: Sequence[Column], where: str
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that `where` selects, as batches with exactly `columns`."""
+        """Yield the rows that the SQL condition `where` selects, as batches with
+        exactly `columns`."""
         ...
 
 
 class Database(Protocol):
-    """A database that holds a message log."""
+    """A database with a message log."""
 
     vendor: str
 
     def connected(self) -> AbstractContextManager[Reader]:
-        """Connect for several reads."""
+        """Open a connection for several reads."""
         ...
 
     def read(
         self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
-        """Read once, on a separate connection. If `snapshot` is given, the read sees
-        that snapshot."""
+        """Yield rows through a connection that is opened for this read. With
+        `snapshot`, the read sees that snapshot."""
         ...
 
     def sample(self, table: Table) -> list[int]:
-        """Return a sample of a table's ids. It contains more ids from ranges in which
-        more rows exist."""
+        """Return a sample of the ids in a table. Ranges with more rows have more ids in
+        the sample."""
         ...
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a literal to compare a column with. `upper` is for < and <=."""
+        """Return an SQL literal for comparing a column with an instant. `upper` is true
+        for the operators < and <=."""
         ...
 
     def uuid(self, value: str) -> str:
-        """Return a literal of a canonical UUID."""
+        """Return an SQL literal for a UUID."""
         ...
 
 
@@ -62,7 +64,8 @@ def schema_of(columns: Sequence[Column]) -> pa.Schema:
 
 
 def utc(value: dt.datetime) -> dt.datetime:
-    """Return an instant in UTC. Spark passes naive instants, which mean UTC."""
+    """Return an instant in UTC. A naive instant is taken as UTC, because Spark passes
+    such instants."""
     if value.tzinfo is None:
         return value.replace(tzinfo=dt.timezone.utc)
     return value.astimezone(dt.timezone.utc)

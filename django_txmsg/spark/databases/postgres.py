@@ -1,8 +1,8 @@
-"""Reads from PostgreSQL over ADBC: binary COPY straight into Arrow.
+"""Reads from PostgreSQL with ADBC, which decodes binary COPY into Arrow.
 
-Types that Arrow lacks (`uuid`, `xid8`) arrive as bytes. This module converts them to
-the lake's types, many values at once. As text they would cost the database, the wire
-and the driver more than all other columns.
+Arrow has no types for `uuid` and `xid8`, so these arrive as bytes. This module converts
+whole columns of them. Reading them as text would take longer than all other columns
+together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAMPLED = 500
 
 
 class Postgres:
-    """A PostgreSQL database at a libpq address, password included."""
+    """A PostgreSQL database. Its libpq address includes the password."""
 
     vendor = "postgresql"
 
@@ -40,7 +40,8 @@ class Postgres:
 
     @contextmanager
     def connected(self, snapshot: str = "") -> Iterator[PostgresReader]:
-        """Connect for several reads, within an exported snapshot if one is named."""
+        """Open a connection for several reads. With `snapshot`, they see this exported
+        snapshot."""
         from adbc_driver_postgresql import dbapi
 
         # No transaction may stay open between two reads.
@@ -62,12 +63,12 @@ class Postgres:
     def read(
         self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of one read, on a connection of its own."""
+        """Yield rows through a connection that is opened for this read."""
         with self.connected(snapshot) as reader:
             yield from reader.read(table, columns, where)
 
     def sample(self, table: Table) -> list[int]:
-        """Return some ids of a table, from blocks all over it."""
+        """Return a sample of the ids in a table, read from blocks all over it."""
         import psycopg
 
         with psycopg.connect(self.conninfo, autocommit=True) as connection:
@@ -79,8 +80,7 @@ class Postgres:
         return [one for (one,) in rows]
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a timestamptz literal. The literal is exact, so `upper` makes no
-        difference."""
+        """Return a timestamptz literal. It is exact, so `upper` makes no difference."""
         return f"'{utc(value).isoformat(timespec='microseconds')}'::timestamptz"
 
     def uuid(self, value: str) -> str:
@@ -97,8 +97,8 @@ class PostgresReader:
     def read(
         self, table: Table, columns: Sequence[Column], where: str
     ) -> Iterator[pa.RecordBatch]:
-        """Yield batches. All of them have the declared schema, because Spark checks
-        only the first one."""
+        """Yield batches that all have the declared schema. Spark checks only the schema
+        of the first batch."""
         schema = schema_of(columns)
         selected = ", ".join(one.selected for one in columns)
         self.cursor.execute(
@@ -124,8 +124,8 @@ Change = Callable[[pa.Array], pa.Array]
 
 
 def _change(come: pa.DataType, column: Column) -> Change | None:
-    """Return the conversion of the driver's arrays to a column's type, or None if none
-    is needed."""
+    """Return a function that converts the driver's arrays to a column's type. Returns
+    None if no conversion is needed."""
     wanted = column.arrow.type
     if column.kind == "uuid":
         return _uuid_texts
@@ -137,12 +137,13 @@ def _change(come: pa.DataType, column: Column) -> Change | None:
 
 
 def _bare(values: pa.Array) -> pa.Array:
-    """Return the storage array of an extension type."""
+    """Return the storage array of an extension array. Other arrays are returned
+    unchanged."""
     return getattr(values, "storage", values)
 
 
 def _uuid_texts(values: pa.Array) -> pa.Array:
-    """Format uuids as text: their digits in five groups."""
+    """Convert uuids from bytes to text with five groups of digits."""
     rows = len(values)
     if values.null_count == rows:
         return pa.nulls(rows, pa.string())
@@ -160,14 +161,16 @@ _GROUPS = ((0, 8, 0), (8, 12, 1), (12, 16, 2), (16, 20, 3), (20, 32, 4))
 
 
 def _numbers(values: pa.Array) -> pa.Array:
-    """Read transaction ids, which PostgreSQL sends in big-endian order."""
+    """Convert transaction ids from bytes to numbers. PostgreSQL sends them in
+    big-endian order."""
     numbers = np.frombuffer(_bytes_of(values, 8), ">i8").astype(np.int64)
     buffers = [_validity(values), pa.py_buffer(numbers)]
     return pa.Array.from_buffers(pa.int64(), len(values), buffers)
 
 
 def _bytes_of(values: pa.Array, width: int) -> memoryview:
-    """Return the bytes of fixed-size values. Null values have arbitrary bytes."""
+    """Return the bytes of an array of values with a fixed width. The bytes of a null
+    value are undefined."""
     fixed = _bare(values)
     if fixed.type != pa.binary(width):
         fixed = fixed.cast(pa.binary(width))

@@ -1,7 +1,7 @@
 """Reads from SQLite with the standard library, for trials and small sites.
 
-Django stores a uuid there as 32 hexadecimal digits and an instant as text in UTC. Both
-are converted to the types that PostgreSQL gives.
+On SQLite, Django stores a uuid as 32 hexadecimal digits, and an instant as text in UTC.
+Both are converted to the types that PostgreSQL returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCH_BYTES = 16 << 20
 
 
 class Sqlite:
-    """An SQLite database in a file, opened for reading only."""
+    """An SQLite database file, opened read-only."""
 
     vendor = "sqlite"
 
@@ -37,13 +37,14 @@ class Sqlite:
     def read(
         self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
-        """Yield batches of one statement, which sees one state of the database."""
+        """Yield the rows of one statement, which sees a consistent state of the
+        database."""
         with self.connected() as reader:
             yield from reader.read(table, columns, where)
 
     @contextmanager
     def connected(self) -> Iterator[SqliteReader]:
-        """Connect for several reads."""
+        """Open a connection for several reads."""
         with closing(self._connect()) as connection:
             yield SqliteReader(connection)
 
@@ -54,9 +55,9 @@ class Sqlite:
         return [one for (one,) in rows]
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a text literal. Stored instants may or may not have trailing zeros, so
-        a lower bound is the shortest text of its instant, an upper bound the
-        longest."""
+        """Return a text literal. SQLite compares instants as text, and stored instants
+        may or may not have trailing zeros. So the literal is the shortest text of the
+        instant, or the longest with `upper`."""
         return f"'{instant_text(value, upper=upper)}'"
 
     def uuid(self, value: str) -> str:
@@ -77,19 +78,22 @@ class SqliteReader:
     def read(
         self, table: Table, columns: Sequence[Column], where: str
     ) -> Iterator[pa.RecordBatch]:
-        """Yield batches of one statement, which sees one state of the database."""
+        """Yield the rows of one statement, which sees a consistent state of the
+        database."""
         yield from read_rows(self.connection, table, columns, where)
 
 
 def instant_text(value: dt.datetime, *, upper: bool) -> str:
-    """Return an instant in Django's format, with all or no trailing zeros."""
+    """Return an instant in Django's format, with all trailing zeros (`upper`) or
+    none."""
     naive = utc(value).replace(tzinfo=None)
     text = naive.isoformat(sep=" ", timespec="microseconds")
     return text if upper else text.rstrip("0").rstrip(".")
 
 
 def read_instant(value: Any) -> dt.datetime | None:
-    """Return an instant from either database: parsed from text, or unchanged."""
+    """Return an instant from a query result. SQLite's text is parsed; PostgreSQL's
+    value is returned unchanged."""
     if isinstance(value, str):
         return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
     found: dt.datetime | None = value
@@ -97,14 +101,15 @@ def read_instant(value: Any) -> dt.datetime | None:
 
 
 def read_json(value: Any) -> Any:
-    """Return JSON from either database: parsed from text, or unchanged."""
+    """Return JSON from a query result. SQLite's text is parsed; PostgreSQL's value is
+    returned unchanged."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def read_rows(
     connection: sqlite3.Connection, table: Table, columns: Sequence[Column], where: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows that `where` selects, through an open connection."""
+    """Yield the rows that the SQL condition `where` selects."""
     schema = schema_of(columns)
     selected = ", ".join(
         # SQLite has no transaction ids, and no columns for them.

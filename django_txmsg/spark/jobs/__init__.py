@@ -1,1 +1,1 @@
-"""The jobs. Each reads, transforms and writes."""
+"""The jobs of the pipeline."""

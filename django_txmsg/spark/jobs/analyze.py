@@ -1,4 +1,5 @@
-"""`analyze`: the flow of messages, as tables in the lake and as one HTML report."""
+"""`analyze`: statistics about the flow of messages, as tables in the lake and as an
+HTML report."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ TOP = 25
 
 @dataclass(frozen=True)
 class AnalyzeOptions:
-    """The analysed period, and the path of the report."""
+    """The options of `analyze`."""
 
     since: dt.datetime
     html: str = ""
@@ -57,7 +58,8 @@ class AnalyzeOptions:
 def run_analyze(
     spark: SparkSession, spec: JobSpec, options: AnalyzeOptions, run: Run
 ) -> Findings:
-    """Analyse the log since an instant; write the report, keep the tables."""
+    """Analyse the messages since an instant, store the tables in the lake, and write
+    the report."""
     with WholeLog(spark, spec) as log:
         until = max(one.taken for one in log.live)
         day = (options.since - dt.timedelta(days=1)).date()
@@ -110,7 +112,7 @@ def run_analyze(
 
 
 def add_findings(found: Findings, noted: Noted) -> None:
-    """Add the findings of the last `reconcile`, with operators' notes."""
+    """Add the findings of the last `reconcile` to the report, with operators' notes."""
     if (last := noted.last_run()) is None:
         return
     found.judged_at, found.verdicts = last
@@ -127,7 +129,7 @@ def _fill(
     latencies: DataFrame,
     grouped: DataFrame,
 ) -> None:
-    """Collect the report's data. It has one row for each hour, and one for each
+    """Collect the data of the report: one row for each hour, and one row for each
     stage."""
     flow = _by_hour(throughput(sent, received))
     waiting = _by_hour(backlogs)
@@ -227,7 +229,8 @@ def _narrow(
 
 
 def analyze_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Analyse, and report stages and dead letters. Raises PipelineError."""
+    """Run the analysis, and return a summary of stages and dead letters. Raises
+    PipelineError."""
     insist_on("4.1.2", "analyze")  # its sketches of latencies
     options = AnalyzeOptions(
         since=given.since,

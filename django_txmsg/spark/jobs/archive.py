@@ -1,10 +1,11 @@
-"""`archive`: copies settled rows to the lake and, with proof, deletes them from the
-database.
+"""`archive`: copies settled rows into the lake, and deletes them from the database
+after verification.
 
-A row is deleted only in a transaction that has proved that the bytes of this very row
-are in a committed lake file. One Spark task writes one batch: plan → write and read
-back → one log entry → delete, compare and advance the mark in one transaction. If a run
-is killed, the next run settles the entries above the mark row by row.
+The transaction that deletes a row first proves that a committed file of the lake
+contains the same bytes. One Spark task writes one batch. The steps are: plan the batch,
+write its files, read them back, add a log entry. Then one transaction deletes the rows,
+compares the checksums and advances the mark. After a killed run, the next run settles
+the entries above the mark row by row.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ MAX_TASKS = 16
 
 @dataclass(frozen=True)
 class ArchiveOptions:
-    """The options of an archive. Every parallel task keeps a process of the database
-    server busy, and so takes processor time from the application."""
+    """The options of `archive`. Every parallel task keeps one process of the database
+    server busy, at the expense of the application."""
 
     older_than: timedelta
     batch_rows: int = 100_000
@@ -63,17 +64,16 @@ class ArchiveOptions:
 
 
 def cores_of(spark: SparkSession | None) -> int:
-    """Return how many tasks can run at once."""
+    """Return the number of tasks that can run at once."""
     if spark is None:
         return os.cpu_count() or 1
     return parallelism(spark)
 
 
 def tasks_on(spark: SparkSession | None) -> int:
-    """Return the number of parallel writers. On a cluster there are two for each core,
-    so that one waits while the other works, but no more than the database has free
-    connections. On one machine there is one for every second core, because the database
-    needs the other cores."""
+    """Return the default number of parallel writers. On a cluster there are two for
+    each core, so that one works while the other waits, but at most MAX_TASKS. On one
+    machine there is one for every two cores, because the database needs the others."""
     cores = cores_of(spark)
     if spark is None or on_one_machine(spark):
         return max(1, cores // 2)
@@ -82,7 +82,7 @@ def tasks_on(spark: SparkSession | None) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """A batch with written and proven files."""
+    """A batch whose files were written and verified. No log entry names them yet."""
 
     batch: Batch
     files: list[LakeFile]
@@ -92,7 +92,7 @@ class Written:
 
 @dataclass
 class ArchiveResult:
-    """The result of an archive, and where its time went."""
+    """The result of an archive, with the seconds that each step took."""
 
     rows: int = 0
     batches: int = 0
@@ -102,7 +102,7 @@ class ArchiveResult:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def spent(self, step: str, since: float) -> None:
-        """Add the time since `since` to the time of a step."""
+        """Add the time since `since` to the seconds of a step."""
         self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - since
 
 
@@ -111,9 +111,8 @@ MAX_WAVE = 64
 
 
 class Archiver:
-    """One run over one table of one service, with Spark or, if `spark` is None, in this
-    process. `on_step` is called between the steps of the protocol; the tests kill the
-    process there."""
+    """Archives one table of one service. If `spark` is None, it runs in this process.
+    `on_step` is called between the steps, so that tests can kill the process there."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class Archiver:
         self.ledger = Ledger(source, table)
 
     def run(self) -> ArchiveResult:
-        """Settle what an earlier run has left, then archive all settled rows."""
+        """Settle the batches of an earlier run, then archive all settled rows."""
         try:
             with self.ledger.lock():
                 agreement = Agreement(
@@ -163,10 +162,10 @@ class Archiver:
     def _work(
         self, cutoff: datetime, horizon: Horizon | None, beside: ThreadPoolExecutor
     ) -> None:
-        """Archive wave after wave. With `overlap`, the files of the next wave are
-        written while the rows of the current wave are deleted. A log entry names these
-        files only when the current wave is complete. If the run is killed before that,
-        they count as files of a failed attempt."""
+        """Archive one wave of batches after the other. With `overlap`, the files of the
+        next wave are written while the rows of the current wave are deleted. Log
+        entries for these files are added only after the current wave is complete. If
+        the run is killed before that, `sweep` removes the files later."""
         ahead: Future[list[Row]] | None = None
         wave = self._planned(-(2**62), cutoff, horizon)
         while wave:
@@ -186,8 +185,9 @@ class Archiver:
                 wave = self._planned(after, cutoff, horizon)
 
     def _resume(self) -> None:
-        """Settle batches that a killed run has left, that are missing in a database
-        restored from a backup, or that another database of the service has made."""
+        """Settle the log's batches above the mark. A killed run may have left them, the
+        database may have been restored from a backup, or another database of the
+        service may have archived them."""
         before, last = self.mark.purged_through, self.log.last
         if not self.log.place.of_batches(self.source.service, before, last):
             # Entries without rows, such as ours: another database of the service has
@@ -252,7 +252,8 @@ class Archiver:
         return wave
 
     def _write(self, batches: Sequence[Batch]) -> list[Row]:
-        """Write batches and prove their files, which no log entry names yet."""
+        """Write the files of batches, and verify the files. Returns one manifest row
+        for each file."""
         started = time.monotonic()
         work = [(one, self.ledger.members(one)) for one in batches]
         task = BatchTask(
@@ -276,7 +277,7 @@ class Archiver:
     def _written(
         self, batches: Sequence[Batch], manifest: Sequence[Row]
     ) -> list[Written]:
-        """Return the files of batches, from the tasks' manifests."""
+        """Return the batches with their files, as the manifests describe them."""
         for one in {row.batch_id: row for row in manifest}.values():
             for step in ("write", "proof"):
                 name = f"task {step}"
@@ -293,7 +294,8 @@ class Archiver:
         return written
 
     def _commit(self, written: Sequence[Written]) -> list[Written]:
-        """Name the files in the log, batch by batch."""
+        """Add one log entry for each batch. From then on, its files belong to the
+        lake."""
         if not written:
             return []
         started = time.monotonic()
@@ -314,7 +316,8 @@ class Archiver:
         return list(written)
 
     def _purge(self, written: Sequence[Written]) -> None:
-        """Delete what is in the lake, in the order of the batches."""
+        """Delete the rows of batches that are in the lake, in the order of the
+        batches."""
         started = time.monotonic()
         side_by_side = max(1, self.options.purges)
         if self.source.vendor == "sqlite":
@@ -335,8 +338,9 @@ class Archiver:
     def _purge_one(
         self, one: Written, through: int | None, before: Future[bool] | None
     ) -> bool:
-        """Delete a batch at once, if its rows are unchanged. Returns whether they
-        were."""
+        """Delete a batch's rows in one transaction. Returns False without deleting if a
+        row has changed. On SQLite, always returns False: the rows are then deleted in
+        small slices."""
         if self.source.vendor == "sqlite":
             return False  # in slices: every other writer waits for us
         mark = self.mark.purged_through if through is None else through
@@ -371,7 +375,7 @@ FEW_ROWS = 200_000
 
 
 def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Archive the requested tables, or count what would be archived."""
+    """Archive the chosen tables. In a dry run, only count the rows to archive."""
     source, lake = spec.service(), spec.lake_spec()
     chosen = ages(spec, given)
     outcome = Outcome()
@@ -431,8 +435,8 @@ def _engine(
     given: argparse.Namespace,
     bar: Progress,
 ) -> Iterator[SparkSession | None]:
-    """Yield a Spark session or, for few rows on one machine, None: starting a JVM would
-    take longer than archiving a few rows."""
+    """Yield a Spark session. For few rows on one machine, yield None, because starting
+    a JVM would take longer than archiving the rows."""
     engine = given.engine
     if engine == "auto" and not (given.conf or running()):
         rows = sum(
@@ -447,8 +451,8 @@ def _engine(
 
 
 def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
-    """Return whether one wave is deleted while the next one is written. By default this
-    is so if the writers do not share the database's processors."""
+    """Return whether to delete one wave while the next one is written. The default is
+    to do so if the writers run on other machines."""
     if given.overlap is not None:
         return bool(given.overlap)
     return spark is not None and not on_one_machine(spark)
@@ -457,8 +461,8 @@ def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
 def _tell_held(
     name: str, held: Held, stuck_after: dt.timedelta, run: Run, outcome: Outcome
 ) -> None:
-    """Report rows that wait for an open transaction. A transaction that is open for too
-    long is a finding: it blocks the archive, and vacuum."""
+    """Report the rows that wait for an open transaction. If it is open for too long,
+    count that as a finding, because it blocks the archive and vacuum."""
     if not held.rows:
         return
     outcome.lines.append(
@@ -473,8 +477,8 @@ def _tell_held(
 def waiting(
     source: SourceSpec, table: Table, older_than: dt.timedelta
 ) -> tuple[int, Held]:
-    """Return how many rows an archive would move, and which rows wait for a
-    transaction. For the dry run."""
+    """Return the number of rows to archive, and the rows that wait for an open
+    transaction."""
     with closing(Ledger(source, table)) as ledger:
         now, horizon = ledger.clock()
         cutoff = now - older_than
@@ -482,8 +486,8 @@ def waiting(
 
 
 def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:
-    """Return the age from which settled rows are archived, by table. Raises UsageError
-    if there is no age for any."""
+    """Return, for each table, the age from which settled rows are archived. Raises
+    UsageError if no table has an age."""
     found = {name: _age(name, spec, given) for name in given.table or TABLES}
     chosen = {name: age for name, age in found.items() if age is not None}
     if not chosen:

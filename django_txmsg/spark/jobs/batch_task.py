@@ -1,6 +1,6 @@
-"""A Spark task of `archive`: it writes batch after batch, and reads them back.
+"""The Spark task of `archive`. It writes batches into files, and reads the files back.
 
-The rows never enter the JVM; only a manifest does, one row for each file.
+The rows never enter the JVM. Only the manifest does, with one row for each file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MANIFEST = struct_of(
 
 
 def file_of(row: Row, service: str) -> LakeFile:
-    """Return the file described by a row of a manifest."""
+    """Return the file that a manifest row describes."""
     batches = (row.batch_id, row.batch_id)
     return LakeFile(
         row.path, service, row.day, row.size, row.rows, row.modified_ms, batches
@@ -41,8 +41,8 @@ def file_of(row: Row, service: str) -> LakeFile:
 
 @dataclass
 class BatchTask:
-    """The work of an executor: reads a batch, writes it into one file for each day, and
-    reads the files back."""
+    """The function that executors run. It reads a batch, writes one file for each day,
+    and reads these files back."""
 
     database: Database
     lake: LakeSpec
@@ -52,7 +52,7 @@ class BatchTask:
     prove: bool = True
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Archive the batches with the incoming numbers; return their manifests."""
+        """Archive the batches with these numbers. Yield their manifest rows."""
         with self.database.connected() as reader:
             for numbers in batches:
                 for number in numbers.column(0).to_pylist():
@@ -107,8 +107,8 @@ class BatchTask:
 
 
 def run_here(task: BatchTask, count: int, threads: int) -> list[Row]:
-    """Archive this many batches in this process, without Spark; return their
-    manifests."""
+    """Archive `count` batches in this process, without Spark. Returns their manifest
+    rows."""
 
     def work(numbers: Sequence[int]) -> list[Row]:
         column = pa.array(numbers, pa.int64())

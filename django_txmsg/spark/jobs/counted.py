@@ -1,5 +1,5 @@
-"""Counts journeys without reading them, because their files' footers have the
-totals."""
+"""Judges finished journeys from the counts in the footers of their files, without
+reading the journeys."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ Listening = Sequence[tuple[str, int, int | None]]
 
 
 def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, Tally]]:
-    """Yield the files whose footers count all of their rows, the largest first, up to
-    LINES lines. Raises EnvironmentFault for a missing or damaged file."""
+    """Yield the files whose footers count all of their rows, each with its counts. The
+    largest files come first. The counts have at most LINES lines in total. Raises
+    EnvironmentFault for a missing or damaged file."""
 
     def read(one: Named) -> Tally | None:
         path = f"{place.root}/{one.path}"
@@ -56,9 +57,9 @@ def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, T
 def usable(
     known: Mapping[Named, Tally], late_after: dt.timedelta, since: dt.datetime | None
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files that need not be read for a judgement, and their counts. In each
-    of these files, no message took longer than `late_after`, and `since` is not between
-    the first and the last message."""
+    """Return the files whose counts suffice for a judgement, with these counts. In such
+    a file, no message took longer than `late_after`, and all messages were sent on the
+    same side of `since`."""
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else (since - _EPOCH) // _MICROSECOND
     found: dict[Named, Sequence[Line]] = {}
@@ -73,9 +74,9 @@ def usable(
 
 
 def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -> bool:
-    """Return whether the messages to topics, as counted in `lines`, were received by
-    all stages that listened at that time, and by no others. If a listener began or
-    ended during that time, return False, because only the rows show it."""
+    """Return whether all stages that listened to the topics received the counted
+    messages, and no other stage did. Returns False if a listener began or ended in
+    between, because then only the rows can show it."""
     for line in lines:
         if line.receivers is None:
             continue
@@ -91,7 +92,7 @@ def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -
 
 
 def as_outcome(spark: SparkSession, lines: Iterable[Line]) -> DataFrame:
-    """Return OUTCOME: the verdicts of the counted messages."""
+    """Return OUTCOME rows with the verdicts of the counted messages."""
     summed: dict[_Group, tuple[int, int, int]] = {}
     for line in lines:
         if line.receivers is not None:

@@ -1,5 +1,5 @@
-"""`erase`: removes messages from databases and lake for good, including old files of
-the lake.
+"""`erase`: removes messages for good, from the databases and from the lake, including
+old files of the lake.
 
 The values that identify the messages are removed last. So a killed run can be repeated
 with the same options.
@@ -65,8 +65,9 @@ _SLICE = 500
 def messages_named(
     source: SourceSpec, keys: Sequence[str], correlation_ids: Sequence[str]
 ) -> set[str]:
-    """Return the ids of the messages in a database that have one of these keys or
-    correlation ids. A run of a flow has the id of the message that started the run."""
+    """Return the ids of the messages that have one of these keys or correlation ids in
+    a database. For a run of a flow, this is the id of the message that started the
+    run."""
     found: set[str] = set()
     with closing(connect_plain(source)) as connection:
         header = _header(connection, wire.KEY)
@@ -94,8 +95,9 @@ def messages_named(
 def erase_rows(
     source: SourceSpec, name: str, ids: Sequence[str], *, dry_run: bool
 ) -> dict[str, int]:
-    """Delete the rows of these messages from the relations of one of the lake's tables,
-    or count them for a dry run. Returns the number of rows by relation."""
+    """Delete the rows of these messages from the database tables that belong to one
+    table of the lake. In a dry run, only count them. Returns the number of rows by
+    database table."""
     counts: dict[str, int] = {}
     with closing(connect_plain(source)) as connection:
         for relation in _RELATIONS.get(name, ()):
@@ -116,8 +118,8 @@ def erase_rows(
 
 
 def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> int:
-    """Delete the relay's records of these keys, or count them for a dry run. Later
-    messages of such a key start a new order."""
+    """Delete the relay's records of these keys, or count them in a dry run. The order
+    of later messages with these keys starts anew."""
     verb = "SELECT count(*)" if dry_run else "DELETE"
     found = 0
     with closing(connect_plain(source)) as connection:
@@ -128,9 +130,8 @@ def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> in
 
 
 def _let_go(connection: Connection, erased: str) -> None:
-    """Release the messages that wait in an ordered stage for an erased message. If a
-    worker has claimed such a message and is about to park it again, the worker loses
-    its claim."""
+    """Release the messages of an ordered stage that wait for an erased message. A
+    worker that is about to park such a message again loses its claim."""
     postgresql = connection.vendor == "postgresql"
     now = "now()" if postgresql else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
     headers = (
@@ -146,7 +147,8 @@ def _let_go(connection: Connection, erased: str) -> None:
 
 
 def sessions_of(source: SourceSpec, ids: Sequence[str]) -> set[str]:
-    """Return the sessions of HTTP requests that stored messages of a database."""
+    """Return the sessions (of HTTP requests) that stored these messages in a
+    database."""
     found: set[str] = set()
     with closing(connect_plain(source)) as connection:
         for start in range(0, len(ids), _SLICE):
@@ -162,9 +164,8 @@ def sessions_of(source: SourceSpec, ids: Sequence[str]) -> set[str]:
 def erase_responses(
     source: SourceSpec, sessions: Sequence[str], *, dry_run: bool
 ) -> int:
-    """Empty the responses stored under an Idempotency-Key for requests of these
-    sessions. Returns how many. The idempotency keys stay, so that no request is
-    executed again."""
+    """Empty the stored responses to the requests of these sessions. Returns their
+    number. The idempotency keys stay, so no request is executed again."""
     count = 0
     with closing(connect_plain(source)) as connection:
         for start in range(0, len(sessions), _SLICE):
@@ -196,8 +197,8 @@ def _ids(
 
 
 def _queued(connection: Connection, header: str, value: str) -> set[str]:
-    """Return the ids of messages in the embedded broker's queues. The outbox rows of
-    these messages may belong to another service, or may be pruned."""
+    """Return the ids of messages in the embedded broker's queues that have this header
+    value. Their outbox rows may belong to another service, or may be pruned."""
     rows = connection.rows(
         f"SELECT {_header(connection, wire.MESSAGE_ID)} FROM {_QUEUE}"
         f" WHERE {_header(connection, header)} = %s",
@@ -268,9 +269,9 @@ _REWRITTEN = struct_of(
 
 @dataclass(frozen=True)
 class EraseOptions:
-    """Which messages to erase: those that one of these values identifies. Raises
-    UsageError if there is no value, and for an empty value, which would mean all
-    messages without a key."""
+    """The values that identify the messages to erase. Raises UsageError if there is no
+    value. An empty value is refused, too, because it would match all messages without a
+    key."""
 
     message_ids: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
@@ -278,7 +279,7 @@ class EraseOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse options that select nothing, before a JVM is started."""
+        """Refuse options without values, before Spark starts."""
         names = (*self.message_ids, *self.keys, *self.correlation_ids)
         if not names:
             raise UsageError(
@@ -293,8 +294,8 @@ class EraseOptions:
 
 @dataclass
 class Erased:
-    """What was removed, or in a dry run would be removed: how many messages, and how
-    many rows by table."""
+    """The numbers of erased messages, and of deleted rows by table. In a dry run, those
+    that would be erased."""
 
     messages: int
     database: dict[str, int]
@@ -305,9 +306,9 @@ class Erased:
 def run_erase(
     spark: SparkSession, spec: JobSpec, options: EraseOptions, run: Run
 ) -> Erased:
-    """Erase messages from the databases of all services of the specification, and from
-    their parts of the lake. Raises EnvironmentFault while an archive or a `reconcile`
-    runs."""
+    """Erase messages from the databases of all specified services, and from their parts
+    of the lake. Raises EnvironmentFault while an archive or a `reconcile` is
+    running."""
     lake = None
     if spec.lake is not None:
         try:
@@ -352,7 +353,7 @@ def _chosen(
     lake: Lake | None,
     options: EraseOptions,
 ) -> set[str]:
-    """Return the ids of all messages that the options select, wherever they are."""
+    """Return the ids of all selected messages, in the databases and in the lake."""
     ids = {one.lower() for one in options.message_ids}
     if not (options.keys or options.correlation_ids):
         return ids
@@ -383,8 +384,8 @@ def _sessions(
     lake: Lake | None,
     ids: Sequence[str],
 ) -> list[str]:
-    """Return the sessions that stored the messages: the responses to their requests may
-    contain personal data."""
+    """Return the sessions that stored the messages. The responses to the requests of
+    these sessions may contain personal data."""
     found: set[str] = set()
     for source in services:
         found |= sessions_of(source, ids)
@@ -407,9 +408,9 @@ def _from_lake(
     options: EraseOptions,
     done: Erased,
 ) -> None:
-    """Rewrite the files that contain rows of these messages, and remove all files that
-    the log does not name. Files left by compaction and killed runs contain the rows as
-    well."""
+    """Rewrite the files that contain rows of these messages. Then delete all files that
+    the log does not name: replaced files, and files of killed runs, may contain the
+    rows, too."""
     place = lake.table(name, t.StructType([]))
     delta = place.load()
     if delta is None:
@@ -458,7 +459,8 @@ def _rewritten(
 
 @dataclass
 class EraseTask:
-    """The work of an executor: rewrites the files that contain messages to erase."""
+    """The function that executors run. It rewrites the files that contain messages to
+    erase."""
 
     lake: LakeSpec
     name: str
@@ -467,7 +469,8 @@ class EraseTask:
     dry_run: bool
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Check the files with the incoming numbers; return the new files."""
+        """Check the files with these numbers, and rewrite them if necessary. Yield the
+        new files."""
         place = place_of(self.lake)
         root, names = f"{place.root}/{self.name}", _IDS.get(self.name, _ID)
         for numbers in batches:
@@ -493,7 +496,7 @@ class EraseTask:
         return batch.filter(pc.invert(self._erased(batch)))
 
     def _erased(self, batch: pa.RecordBatch) -> Any:
-        """Return for each row whether it belongs to a message to erase."""
+        """Return for each row whether its message is to be erased."""
         wanted = pa.array(self.ids, pa.string())
         names = _IDS.get(self.name, _ID)
         columns = [batch.column(one) for one in names]
@@ -505,7 +508,8 @@ class EraseTask:
 
 
 def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Erase, and report how many rows. Raises PipelineError."""
+    """Erase messages, and return a summary with the numbers of rows. Raises
+    PipelineError."""
     options = EraseOptions(
         message_ids=tuple(map(str, given.message_id)),
         keys=tuple(given.key),

@@ -1,6 +1,7 @@
-"""`findings`: lists what runs of `reconcile` have found, with operators' notes, and
-acknowledges it. The findings are in the lake and in the database. The job does not
-start Spark.
+"""`findings`: lists the findings of `reconcile` with operators' notes, and acknowledges
+them.
+
+Findings are stored in the lake and in the database. The job does not start Spark.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .reading import WholeLog
 
 
 def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
-    """Return the rows that this service's runs have stored in a table of results."""
+    """Return the rows that runs of this service have stored in a table of results."""
     struct = result_struct(struct)
     if log.lake is None:
         return log.spark.createDataFrame([], struct)
@@ -33,7 +34,7 @@ def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
 
 
 def known_findings(log: WholeLog) -> DataFrame:
-    """Return KNOWN: the findings of earlier runs, with operators' notes."""
+    """Return KNOWN rows: the findings of earlier runs, with operators' notes."""
     names = KNOWN.fieldNames()
     kept = kept_by(log, "verdicts", CHANGE).withColumns(
         {
@@ -47,14 +48,14 @@ def known_findings(log: WholeLog) -> DataFrame:
 
 
 def standing_findings(log: WholeLog) -> DataFrame:
-    """Return the FINDING rows that are not resolved after the last run of this
+    """Return the FINDING rows that were unresolved after the last run of this
     service."""
     return standing(kept_by(log, "verdicts", CHANGE))
 
 
 def judged_by(log: WholeLog, run: str = "") -> str:
-    """Return the id of the named run of `reconcile`, or of the last run with stored
-    results. Raises UsageError if the lake has none."""
+    """Return the id of a run of `reconcile` whose results are in the lake: the given
+    run, or by default the last one. Raises UsageError if there is none."""
     runs = kept_by(log, "reconciliation", SUMMARY)
     if run:
         runs = runs.where(sf.col("run_id") == run)
@@ -69,7 +70,7 @@ def judged_by(log: WholeLog, run: str = "") -> str:
 
 
 def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
-    """Return the ids of messages for which a run has found `verdict`. Acknowledged
+    """Return the ids of the messages that had this verdict after a run. Acknowledged
     findings are left out, because they need no action."""
     judged = kept_by(log, "reconciliation", SUMMARY).where(sf.col("run_id") == run)
     ended = judged.agg(sf.max("recorded_at").alias("ended_at"))
@@ -92,8 +93,8 @@ SHOWN = 50
 
 
 def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """List findings, acknowledge them, or reopen them. Raises UsageError if no finding
-    is selected for a change."""
+    """List findings, acknowledge them, or reopen them. Raises UsageError if a change
+    selects no findings."""
     noted = Noted(spec.service())
     which = Which(given.verdict, given.destination, tuple(given.message_id))
     changes = given.reopen or given.acknowledge is not None

@@ -1,5 +1,5 @@
-"""Reads runs of flows, and the rows of their requests in the message log, for
-`reconcile`."""
+"""Reads runs of flows for `reconcile`, with the rows of their requests in the message
+log."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .reading import WholeLog
 
 
 class Flows:
-    """The runs and undos of the services of a log, read while its snapshots are
-    open."""
+    """The runs and undos of all services. They are read while the snapshots of the
+    databases are open."""
 
     def __init__(self, log: WholeLog, since: dt.datetime | None) -> None:
         # A run may register an undo long after it began, never before.
@@ -37,8 +37,8 @@ class Flows:
     def verdicts(
         self, rest: DataFrame, journeys: Journeys, by: Judgement
     ) -> DataFrame | None:
-        """Return the VERDICT rows of the runs, or None if no run can have a verdict.
-        `rest` are the steps that are in no journey."""
+        """Return the VERDICT rows of runs of flows. Returns None if no run can have a
+        verdict. `rest` are the steps of messages that are in no journey."""
         runs = judged(self._runs, by)
         if runs.isEmpty():
             return None
@@ -67,8 +67,8 @@ class Flows:
 
 
 def _known_from(log: WholeLog) -> Mapping[str, dt.datetime]:
-    """Return the instant from which on the log of each service is complete. With a
-    lake, that is the lake's first day. Without a lake, it follows from the database's
+    """Return, for each service, the instant from which its log is complete. With a
+    lake, this is the first day in the lake. Without one, it follows from the
     retention."""
     days: dict[str, dt.date] = {}
     for one in log.files_of("outbox")[1]:

@@ -1,8 +1,8 @@
 """`follow`: archives batch by batch and raises alerts, until stopped.
 
 Each round archives the rows that have become old enough, with the same ledger as
-`archive`. If a round is killed, the next round settles its batches. Then the round
-takes its measures. `follow` waits while a database or a lake is away.
+`archive`, and then measures. If a round is killed, the next round settles its batches.
+During an outage of the database or the lake, `follow` waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from .sweep import SweepOptions, run_sweep
 
 @dataclass(frozen=True)
 class FollowOptions:
-    """Interval, ages, and the bounds above which alerts fire."""
+    """The options of `follow`: the interval, the ages of rows to archive, and the
+    bounds of alerts."""
 
     ages: Mapping[str, dt.timedelta]
     """The age at which settled rows of a table leave."""
@@ -67,7 +68,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Outage:
-    """The outage of one resource. `count` is the number of its outages so far."""
+    """The outages of one resource. `count` is their number so far."""
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self.what, self._say = what, say
@@ -77,16 +78,17 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """The duration of the outage so far, in seconds."""
+        """The duration of the current outage in seconds; 0 if there is none."""
         return time.monotonic() - self._since if self.tries else 0.0
 
     @property
     def pause(self) -> float:
-        """Return the seconds until the next try, which double with each try."""
+        """The seconds until the next try. They double with each try, up to
+        LONGEST_PAUSE."""
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(10, max(0, self.tries - 1)))
 
     def failed(self, error: Exception) -> None:
-        """Record that a try has failed."""
+        """Record a failed try. The first one begins an outage."""
         known = str(error) or type(error).__name__
         self.error = hidden(known)[:1000]
         if not self.tries:
@@ -96,7 +98,7 @@ class Outage:
         self.tries += 1
 
     def over(self) -> None:
-        """Record that the outage has ended."""
+        """Record a successful try, which ends the outage."""
         if self.tries:
             self._say(
                 f"{self.what} is back after {self.seconds:,.0f} s, {self.tries} tries."
@@ -113,13 +115,13 @@ PATIENCE = 20.0
 def run_until_stopped(
     work: Callable[[], None], stop: threading.Event, last: Callable[[], None]
 ) -> None:
-    """Run `work` until it is done. The first SIGTERM or SIGINT sets `stop`; the second
-    ends the process. If a server does not answer for PATIENCE seconds, the process
-    exits with code 0 after calling `last`.
+    """Run `work` until it returns. The first SIGTERM or SIGINT sets `stop`, the second
+    ends the process. If a server does not answer within PATIENCE seconds after `stop`,
+    `last` is called, and the process exits with code 0.
 
     `work` runs in a separate thread, so that signals are handled while it waits for a
-    server. If this function is called outside the main thread, it handles no signals,
-    and the caller sets `stop`.
+    server. Outside the main thread, this function handles no signals: the caller must
+    set `stop`.
     """
     if threading.current_thread() is not threading.main_thread():
         work()
@@ -156,12 +158,12 @@ def _end(done: Future[None], last: Callable[[], None]) -> None:
 
 
 class Stopped(Exception):
-    """Ends the round between two steps."""
+    """Raised between two steps of a round when `follow` is stopped."""
 
 
 @dataclass
 class Round:
-    """The result of a round's archive."""
+    """The result of archiving in one round."""
 
     rows: dict[str, int] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
@@ -170,8 +172,8 @@ class Round:
 
 
 class Follower:
-    """Follows one service's database. `on_step` is called between the steps of the
-    archive, as in `Archiver`; `say` gets lines for a person."""
+    """Follows the database of one service. `on_step` is called between the steps of an
+    archive. `say` prints a line on the terminal."""
 
     def __init__(
         self,
@@ -198,12 +200,12 @@ class Follower:
 
     @property
     def firing(self) -> list[Alert]:
-        """The alerts that were firing when the line for a person was last printed."""
+        """The alerts that were firing at the last delivery."""
         return self.telling.firing
 
     def work(self) -> None:
-        """Follow until stopped; with `once`, for one round. Raises UsageError. With
-        `once`, it also raises the error of a round that fails."""
+        """Run rounds until stopped, or one round with `once`. Raises UsageError. Other
+        errors are raised only with `once`; without it, `follow` tries again."""
         try:
             while not self.stop.is_set():
                 try:
@@ -229,8 +231,8 @@ class Follower:
             self.beside.stop()
 
     def _spell(self) -> None:
-        """Follow until stopped, or until the database does not answer. This is one
-        recorded run."""
+        """Run rounds until stopped, or until the database does not answer. Each call is
+        recorded as one run."""
         with (
             closing(connect_plain(self.source)) as connection,
             following(connection, self.source),
@@ -388,7 +390,8 @@ class Follower:
             self.beside.start("replay", "--request", request)
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """If the job in the other process has ended, record its result as measures."""
+        """If the job in the Spark process has ended, record its result as measured
+        values."""
         facts = self.beside.poll()
         if facts is None:
             return
@@ -403,7 +406,7 @@ class Follower:
             self._lost(connection, f"Found by run {facts['run']}, new: ")
 
     def _archived(self) -> bool:
-        """Return whether there is a lake that can be verified now."""
+        """Return whether a lake exists and can be read now."""
         if self.store.tries:
             return False
         try:
@@ -413,8 +416,8 @@ class Follower:
         return True
 
     def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """Record the result of the last `verify` as a measure, whether `follow` or an
-        operator ran it."""
+        """Record the result of the last `verify` as a measured value. An operator may
+        have run it."""
         last = alerts.last_verify(connection, self.source)
         if last is None:
             return
@@ -428,8 +431,8 @@ class Follower:
         weigh("verify", len(wrong.splitlines()), 0, summary)
 
     def _lost(self, connection: Connection, found_by: str = "") -> None:
-        """If a run of `reconcile` has ended, record the number of lost messages as a
-        measure. Runs that ended while `follow` was not running count, too."""
+        """Record the number of newly lost messages as a measured value. Runs of
+        `reconcile` that ended while `follow` was not running count, too."""
         new = alerts.lost(connection, self.source, LOST + STUCK)
         if not (found_by or new or new is None):
             return
@@ -495,7 +498,7 @@ def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
 
 
 def _would(spec: JobSpec, options: FollowOptions) -> Outcome:
-    """Print the measures that a round would take."""
+    """Print the values that a round would measure."""
     source = spec.service()
     outcome = Outcome()
     for name, age in options.ages.items():

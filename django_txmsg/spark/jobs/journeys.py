@@ -1,14 +1,13 @@
-"""The lake's table of journeys: one row for each message and consumer, updated batch by
-batch.
+"""Maintains the lake's table of journeys. It has one row for each message and consumer.
 
-It covers the archive's settled batches. One entry of the table's log adds the rows of
-new batches, removes the files that these rows replace, and records the last batches. So
-a killed run has done all of this or nothing. Days without new rows do not change.
+It covers the settled batches of the archive. A run adds new batches with one log entry,
+which also removes the replaced files and records the last batches. So a killed run has
+either added them completely or not at all. Days without new rows keep their files.
 
-A settled batch does not change, unless its lake or its database is restored from a
-backup. After that, rows may leave the batch (`amended`), or another batch may have its
-number. When `erase` and `sweep --keep` remove rows from the archive, they remove the
-messages' journeys, too.
+A settled batch changes only if the lake or the database is restored from a backup: rows
+may leave the batch (`amended`), or another batch may get its number. When `erase` or
+`sweep --keep` removes rows from the archive, it removes the journeys of these messages,
+too.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _HARMLESS = frozenset(["ADD COLUMN", "OPTIMIZE", "VACUUM START", "VACUUM END"])
 
 
 class Standing(Enum):
-    """What a run does with the existing journeys."""
+    """Whether a run can use the existing journeys."""
 
     GOOD = "good"
     REBUILD = "rebuild"
@@ -75,8 +74,8 @@ class Standing(Enum):
 
 @dataclass(frozen=True)
 class Looked:
-    """A table of the archive at one version of its log. `batches` maps a service to the
-    number of the last batch whose rows are only in the lake."""
+    """One archived table at one version of its log. `batches` maps each service to the
+    last batch whose rows are only in the lake."""
 
     lake_id: str
     version: int
@@ -91,7 +90,7 @@ Tables = Mapping[str, Looked]
 
 
 def batches(tables: Tables) -> dict[str, list[int]]:
-    """Return only the last batches."""
+    """Return the last batches of each table, without the services' names."""
     return {
         name: [last for _, last in sorted(one.batches.items())]
         for name, one in tables.items()
@@ -99,9 +98,8 @@ def batches(tables: Tables) -> dict[str, list[int]]:
 
 
 def looked_at(log: WholeLog, name: str) -> Looked:
-    """Read a table of the archive. If some files of a service do not name their
-    batches, or if the service's marks cannot be read, none of the service's batches
-    counts as being only in the lake."""
+    """Return the current state of an archived table. A service's last batch is 0 if
+    some of its files do not name their batches, or if its marks cannot be read."""
     delta, named = log.files_of(name)
     services = [one.service for one in log.live]
     if delta is None:
@@ -122,15 +120,16 @@ def looked_at(log: WholeLog, name: str) -> Looked:
 
 
 def log_entry(service: str, tables: Tables) -> dict[str, Any]:
-    """Return the log's entry about a service's journeys."""
+    """Return the metadata for the log entry: the batches that the journeys of a service
+    contain."""
     noted = {name: asdict(one) for name, one in tables.items()}
     return {"version": VERSION, "service": service, "tables": noted}
 
 
 def brought(delta: DeltaTable, service: str) -> Tables:
-    """Return, from the table's log, which batches a service's journeys contain. Returns
-    nothing if the log has no entry about these journeys, or if another program has
-    changed them since."""
+    """Return the batches that the journeys of a service contain, from the table's log.
+    Returns {} if the log does not record them, or if another program has changed the
+    table since."""
     for entry in _newest_first(delta):
         noted = _noted(entry)
         if noted is None and entry["operation"] not in _HARMLESS:
@@ -143,8 +142,8 @@ def brought(delta: DeltaTable, service: str) -> Tables:
 
 
 def _newest_first(delta: DeltaTable) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a log, the newest first. Each entry is a separate file, and
-    callers mostly need only a few."""
+    """Yield the entries of a log, newest first. Entries are loaded a few at a time,
+    because each is a separate file."""
     seen, wanted = 0, 8
     while True:
         entries = delta.history(wanted)
@@ -155,7 +154,8 @@ def _newest_first(delta: DeltaTable) -> Iterator[dict[str, Any]]:
 
 
 def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
-    """Return whether journeys built from `known` still match the archive."""
+    """Return whether the journeys built from the batches `known` still match the
+    archive."""
     if not known:
         return Standing.REBUILD
     ours = {one.service for one in log.live}
@@ -176,7 +176,7 @@ def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
 
 
 def _as_it_was(delta: DeltaTable, then: Looked) -> bool:
-    """Return whether the batches still have the rows that they had in that version."""
+    """Return whether the batches in `then` still have the same rows."""
     count = delta.version() - then.version + 1
     entries = delta.history(count) if count > 0 else []
     if not entries or (entries[-1]["version"], entries[-1]["timestamp"]) != (
@@ -197,7 +197,8 @@ def _changes(entry: Mapping[str, Any], seen: Mapping[str, int]) -> bool:
 
 
 def _noted(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata that this package has added to the entry, or None."""
+    """Return the metadata that this package added to a log entry. Returns None if it
+    added none."""
     return json.loads(entry["txmsg"]) if entry.get("txmsg") else None
 
 
@@ -215,11 +216,11 @@ _SIDES = {"outbox": SENT, "inbox": RECEIVED, "dead_letters": LETTERS}
 
 
 class Journeys:
-    """The journeys of the services of a log, from the lake of the first service.
+    """The journeys of several services, in the lake of the first service.
 
-    They are read from one version of the table, even if the table changes meanwhile.
-    With `keep`, new batches are added, unless another run holds the lock. Without a
-    lake there are no journeys.
+    They are read from one version of the table, even if another process changes the
+    table. With `keep`, new batches are added, unless another run holds the lock.
+    Without a lake there are no journeys.
     """
 
     def __init__(
@@ -278,8 +279,8 @@ class Journeys:
         self._count(())
 
     def _count(self, fresh: Sequence[Named]) -> None:
-        """Read the counts in the files' footers. Call this again if the files to read
-        have changed."""
+        """Read the counts from the footers of the files. `fresh` are the files that
+        have been added since the last call."""
         if self.large:
             known, named = self.known, set(self.named)
             looked = fresh if known else self.named
@@ -287,7 +288,8 @@ class Journeys:
             self.known |= tallies(self.place, looked)
 
     def _alone(self) -> bool:
-        """If the lock on the journeys is free, hold it until the end of this run."""
+        """Take the lock on the journeys until the end of this run. Returns False if
+        another run holds it."""
         source = self.log.spec.service()
         connection = self._stack.enter_context(closing(connect_plain(source)))
         try:
@@ -297,8 +299,8 @@ class Journeys:
         return True
 
     def read(self, but: Container[Named] = ()) -> DataFrame | None:
-        """Return JOURNEY, with one row for each key. Returns None if there are no
-        journeys. Does not read the files in `but`."""
+        """Return the JOURNEY rows, one for each key, without those in the files `but`.
+        Returns None if there are no journeys."""
         if not self.through:
             return None
         named = [one for one in self.named if one not in but]
@@ -309,15 +311,15 @@ class Journeys:
 
     @property
     def large(self) -> bool:
-        """Return whether the table is so large that it saves time to leave files
+        """Whether the table has so many rows that it is faster to leave files
         unchanged."""
         rows = sum(one.rows for one in self.named)
         return bool(self.through) and rows >= self.many
 
     def rest(self, since: dt.datetime | None = None) -> DataFrame:
-        """Return the steps that will be in no journey after `catch_up()`: steps in the
-        databases, and in unsettled batches. With `since`, return only steps of messages
-        that were sent since that instant."""
+        """Return the steps that no journey contains after `catch_up()`. They are in the
+        databases and in unsettled batches. With `since`, return only the steps of
+        messages sent since then."""
         if since is not None:
             return steps(*self._recent(since))
         return steps(
@@ -331,8 +333,8 @@ class Journeys:
         return self.log.read(table, struct, since=since, above=above)
 
     def _recent(self, since: dt.datetime) -> list[DataFrame]:
-        """Return all steps of messages that were sent since an instant. If such a
-        message was sent again, it may have been received long before that instant."""
+        """Return the steps of messages that were sent since an instant. If such a
+        message is a replay, it may have been received long before."""
         day, start = _day_of(since), timestamp(since)
         again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
         sent = self._unsettled("outbox", again, day).where(
@@ -355,16 +357,15 @@ class Journeys:
         return [sent, received.where(own).unionByName(earlier), letters]
 
     def listening(self, since: dt.datetime | None) -> DataFrame | None:
-        """Return the steps that show which stages listen to topics, and that
-        `rest(since)` does not return. Returns None if `rest(since)` returns all
-        steps."""
+        """Return older steps that show which stages listen to topics, and that
+        `rest(since)` leaves out. Returns None without `since`."""
         if since is None:
             return None
         return arrivals(self.log.listening(RECEIVED, _day_of(since)))
 
     def fresh(self) -> DataFrame | None:
-        """Return JOURNEY rows made of the batches that were settled after the last run.
-        Returns None if there are no such batches."""
+        """Return JOURNEY rows of the batches that were settled since the last run.
+        Returns None if there are none."""
         if batches(self.goal) == batches(self.through):
             return None
         if self._fresh is None:
@@ -383,9 +384,9 @@ class Journeys:
         return self._fresh
 
     def catch_up(self, listening: Sequence[Listener] = ()) -> int:
-        """Add the batches that were settled after the last run. `listening` are the
-        listeners of topics. Returns the number of written rows. Raises EnvironmentFault
-        if another run has changed the table meanwhile."""
+        """Add the batches that were settled since the last run, and return the number
+        of written rows. `listening` are the listeners of topics. Raises
+        EnvironmentFault if another run has changed the table."""
         fresh = self.fresh()
         if fresh is None:
             return 0
@@ -444,13 +445,13 @@ class Journeys:
         return [one for one in found if one.service == self.service]
 
     def _last(self, tables: Tables, table: str) -> Mapping[str, int]:
-        """Return each service's last batch in the table."""
+        """Return the last batch of a table for each service."""
         known = tables[table].batches if tables else {}
         return {one.service: known.get(one.service, 0) for one in self.log.live}
 
     def concerned(self, marks: Marks | None, crowd: int = 0) -> list[Named]:
-        """Return the files that may contain journeys of the marked messages. Each day
-        has files of finished journeys and files of open ones."""
+        """Return the files that may contain journeys of the marked messages. For each
+        day, finished and open journeys are in separate files."""
         if marks is None:
             return self.named
         hit = set()
@@ -472,16 +473,16 @@ class Journeys:
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks of selected messages, and how many there are."""
+    """The marks (short hashes) of some messages, and their number."""
 
     frame: DataFrame
     count: int
 
 
 def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
-    """Return the marks of the messages in these rows, or None if there are too many
-    marks to send to every task. If `found` is False, there are no rows, and they are
-    not counted."""
+    """Return the marks of the messages in these rows. Returns None if there are too
+    many to send to every task. If `found` is False, the caller knows that there are no
+    rows, so they are not counted."""
     if not found:
         return Marks(rows.sparkSession.createDataFrame([], "mark long"), 0)
     frame = rows.select(mark().alias("mark")).distinct().localCheckpoint()
@@ -490,9 +491,8 @@ def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
 
 
 def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
-    """Return two frames: the rows of the marked messages, and all other rows. Two
-    messages may have the same mark by chance. In that case, the first frame has a row
-    too many."""
+    """Return two frames: the rows of marked messages, and all other rows. Two messages
+    may have the same mark by chance, so the first frame may contain more messages."""
     marked, names = rows.withColumn("mark", mark()), rows.columns
     return (
         marked.join(sf.broadcast(marks.frame), "mark", "left_semi").select(*names),
@@ -501,6 +501,6 @@ def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
 
 
 def _day_of(since: dt.datetime) -> dt.date:
-    """Return the first day whose rows are read. The day is earlier than `since`,
-    because clocks may differ."""
+    """Return the first day to read for `since`. It is earlier than `since`, because
+    clocks may differ."""
     return (since - dt.timedelta(days=1)).date()

@@ -1,8 +1,8 @@
-"""Where messages go: the destinations of a log, their listeners, and how long messages
-take. There are few destinations and listeners, so Python handles them, and not Spark.
-The listeners of topics in the log are compared with those in the lake's table
-`subscriptions`, and with those that the services declare. The job `listeners` lists and
-retires listeners.
+"""Finds the stages that listen to topics. The job `listeners` lists and retires them.
+
+Listeners come from three sources: the messages in the logs, the lake's table
+`subscriptions`, and the stages that services declare. There are few of them, so this is
+plain Python without Spark.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _MICROSECOND = dt.timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class Place:
-    """A destination with one of its senders and its receivers, and the times that
-    messages took from the sender to the receivers."""
+    """Messages to one destination from one sender that one service received, with the
+    times that they took."""
 
     destination: str
     consumer: str
@@ -53,8 +53,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Listener:
-    """A stage that receives from a topic, with the instant since when, and the instant
-    until when if it has ended."""
+    """A stage that listens to a topic from `since` until `until`. `until` is None if
+    the stage still listens."""
 
     destination: str
     consumer: str
@@ -74,7 +74,7 @@ class Listeners:
 
 
 def read_places(steps: DataFrame) -> list[Place]:
-    """Return the places found in steps."""
+    """Compute the PLACE rows of these steps and return them as objects."""
     # As microseconds: a collected timestamp would be in this machine's time zone.
     micros = {name: sf.unix_micros(name) for name in ("first_at", "last_at")}
     return [
@@ -88,7 +88,8 @@ def read_places(steps: DataFrame) -> list[Place]:
 
 
 def counted_places(lines: Iterable[Line]) -> list[Place]:
-    """Return the places of the messages to topics that files count in their footers."""
+    """Return the places of messages to topics that are counted in the footers of
+    files."""
     return [
         Place(
             line.destination, consumer, "", consumer.partition("/")[0],
@@ -102,8 +103,8 @@ def counted_places(lines: Iterable[Line]) -> list[Place]:
 def by_topic(
     expected: Iterable[Listener],
 ) -> dict[str, list[tuple[str, int, int | None]]]:
-    """Return the listeners of each topic: consumer, since and until, in microseconds
-    since 1970."""
+    """Return the listeners of each topic as (consumer, since, until). Instants are in
+    microseconds since 1970."""
     found: dict[str, list[tuple[str, int, int | None]]] = {}
     for one in expected:
         until = None if one.until is None else (one.until - EVER) // _MICROSECOND
@@ -113,7 +114,7 @@ def by_topic(
 
 
 def instant(micros: int) -> dt.datetime:
-    """Return an instant from microseconds since 1970."""
+    """Convert microseconds since 1970 to an instant."""
     return EVER + dt.timedelta(microseconds=micros)
 
 
@@ -123,13 +124,15 @@ def listeners(
     declared: Sequence[Subscription],
     now: dt.datetime,
 ) -> Listeners:
-    """Return which stages are expected to receive from which topics, and when. `known`
-    are the listeners of earlier runs, `found` those in the logs, `declared` those that
-    the services declare. A stage that has received from a topic is a listener since its
-    first message. A declared stage is a listener from now on; if its service declares
-    stages for the first time, it always was one. A stage that its service no longer
-    declares ends at the first message of the stage that replaces it, or now. A stage
-    that was never declared to a run has ended at its last message.
+    """Return the stages that are expected to receive from topics, each with its
+    interval. `known` are the listeners that earlier runs recorded, `found` the
+    receivers in the logs, `declared` the stages that services declare now.
+
+    A stage in the logs listens from its first message. A newly declared stage listens
+    from now. If no run has recorded a listener of its service before, it has always
+    listened. A stage that is no longer declared ends when the stage that replaces it
+    receives its first message, or now. A stage that was never recorded nor declared
+    ended at its last message.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):
@@ -192,8 +195,8 @@ def listeners(
 
 
 def known_listeners(rows: Iterable[Listener]) -> list[Listener]:
-    """Return each interval once. Each interval may have two rows. The row with its end
-    was written later."""
+    """Return each recorded interval once. An interval has a second row, with its end,
+    if it has ended."""
     ends: dict[tuple[str, str, dt.datetime], dt.datetime | None] = {}
     for one in rows:
         key = _known_by(one)
@@ -217,13 +220,12 @@ def _service(pair: _Pair) -> str:
 
 
 def _same(one: _Pair, other: _Pair) -> bool:
-    """Return whether two listeners belong to the same service and listen to the same
-    topic."""
+    """Return whether two listeners have the same topic and the same service."""
     return one[0] == other[0] and _service(one) == _service(other)
 
 
 def _received(found: Iterable[Place]) -> dict[_Pair, tuple[dt.datetime, dt.datetime]]:
-    """Return the first and the last message that each listener has received."""
+    """Return when each listener received its first and its last message."""
     received: dict[_Pair, tuple[dt.datetime, dt.datetime]] = {}
     for place in found:
         if place.consumer:
@@ -236,7 +238,8 @@ def _received(found: Iterable[Place]) -> dict[_Pair, tuple[dt.datetime, dt.datet
 def _apart(
     ends: dict[dt.datetime, dt.datetime | None],
 ) -> list[tuple[dt.datetime, dt.datetime | None]]:
-    """Return the intervals, shortened so that none overlaps another."""
+    """Return the intervals, sorted. Intervals that overlap or touch are merged into
+    one."""
     apart: list[tuple[dt.datetime, dt.datetime | None]] = []
     for since in sorted(ends):
         until = ends[since]
@@ -252,8 +255,8 @@ _NAMES = EXPECTED.fieldNames()
 
 
 def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """List the listeners in the lake, or record that one no longer listens. Raises
-    UsageError if it is not a listener of a topic."""
+    """List the listeners in the lake, or record that a stage no longer listens. Raises
+    UsageError if the stage is not a listener."""
     found = kept_listeners(Lake(spec.lake_spec()))
     if given.retire is None:
         lines = [
@@ -293,7 +296,8 @@ def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
 
 
 def kept_listeners(lake: Lake) -> list[Listener]:
-    """Return the topics' listeners that earlier runs have recorded, without Spark."""
+    """Return the listeners of topics that earlier runs have recorded. Does not use
+    Spark."""
     table = lake.table("subscriptions", result_struct(EXPECTED))
     rows = []
     for named in table.named():

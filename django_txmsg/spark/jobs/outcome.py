@@ -1,4 +1,4 @@
-"""A job's summary, and the Spark session that it runs in."""
+"""The summary of a job, and its Spark session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..session import session
 
 @dataclass
 class Outcome:
-    """The summary of a finished job: lines for people, and facts for programs."""
+    """The summary of a finished job. `lines` are for people, `facts` for programs."""
 
     lines: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -28,15 +28,16 @@ Options = TypeVar("Options")
 
 
 def options_of(kind: type[Options], given: argparse.Namespace, **other: Any) -> Options:
-    """Return a job's options. They come from the command line's options with the same
-    names, and from `other`."""
+    """Create a job's options from the command line's options with the same names, and
+    from `other`."""
     names = [one.name for one in dataclasses.fields(kind) if one.name in given]  # type: ignore[arg-type]
     return kind(**{name: getattr(given, name) for name in names} | other)
 
 
 @contextmanager
 def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
-    """Yield a session, with a progress bar for its tasks if a person is watching."""
+    """Yield a Spark session. If the error stream is a terminal, show a progress bar of
+    its tasks."""
     bar = Progress.on_terminal(given.job, quiet=given.json, unit="tasks")
     with started(given, bar) as spark, bar.following(spark):
         yield spark
@@ -44,7 +45,8 @@ def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
 
 @contextmanager
 def started(given: argparse.Namespace, bar: Progress) -> Iterator[SparkSession]:
-    """Yield a session. While Spark starts, tell the user that this takes some time."""
+    """Yield a Spark session. While Spark starts, show a note that this takes some
+    time."""
     bar.say("starting Spark")
     try:
         with session(given.job, dict(given.conf)) as spark:

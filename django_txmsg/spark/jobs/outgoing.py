@@ -1,7 +1,8 @@
-"""`replay` and `send`: store messages in an outbox from data, each once.
+"""`replay` and `send`: store messages in an outbox, each only once.
 
-Tasks stage rows. One transaction of the driver merges the rows of the successful tasks.
-Dead letters are not stored here: the app redelivers them, in a bulk operation.
+Spark tasks write rows to a staging table. Then one transaction moves the rows of
+successful tasks into the outbox. Dead letters are not stored in this way: the app
+redelivers them in a bulk operation.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from .verify import Verified, read_back
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Which messages are sent again, in which form, and how fast."""
+    """The options of `replay`: which messages, in which form, and at which rate."""
 
     where: str = ""
     table: Literal["outbox", "dead_letters"] = "outbox"
@@ -61,7 +62,8 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class SendOptions:
-    """The dataset, and how each of its rows becomes a message."""
+    """The options of `send`: the dataset, and how each of its rows becomes a
+    message."""
 
     path: str
     destination: str
@@ -83,7 +85,7 @@ _STAGED_TASK = struct_of(
 
 @dataclass
 class Stored:
-    """How many messages were stored or, in a dry run, would be stored."""
+    """The number of stored messages. In a dry run, the number that would be stored."""
 
     name: str
     chosen: int
@@ -97,10 +99,10 @@ class Stored:
 def run_replay(
     spark: SparkSession, spec: JobSpec, options: ReplayOptions, run: Run
 ) -> Stored:
-    """Select messages by the filter, and store them under the replay's name.
+    """Select messages, and store them again under the name of this replay.
 
-    By default the name is a digest of the options. So a repetition of the same replay
-    has the same name, and stores nothing.
+    The default name is a digest of the options. So repeating a replay with the same
+    options stores nothing.
     """
     if not (options.where or options.verdict or options.request):
         raise UsageError("Which messages? Give --where, --verdict or --request.")
@@ -187,14 +189,14 @@ def choose(
     options: ReplayOptions,
     picked: Sequence[DataFrame] = (),
 ) -> DataFrame:
-    """Select messages wherever they are: in the lake, or still in the database. An
-    archive may run at the same time, because the lake is read after the database's
-    snapshot was taken. A message that is in both is selected once. Only messages whose
-    ids are in all of `picked` are selected.
+    """Select messages from the lake and from the database. An archive may run at the
+    same time: the database's snapshot is taken before the lake is read, and a message
+    in both is selected once. Only messages whose ids are in every frame of `picked` are
+    selected.
 
-    From the outbox, messages are selected that have ended, and by default only their
-    first rows, because a replay of everything must not replay its own messages. A
-    cancelled message has ended as intended: it is selected only if the filter contains
+    Only messages that have ended are selected from the outbox. Rows that an earlier
+    replay stored are left out by default, because a replay of everything must not
+    repeat its own messages. Cancelled messages are left out, unless the filter names
     `cancelled`.
     """
     struct = table.lake_struct()
@@ -248,8 +250,8 @@ def choose(
 
 
 def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
-    """Compare the batches that archived messages are chosen from with the sums that
-    were proven when they were archived. Raises VerificationRefused."""
+    """Verify the batches that contain the chosen archived messages. Their checksums
+    must equal those in the log. Raises VerificationRefused."""
     if log.lake is None:
         return
     rows = chosen.where("batch_id IS NOT NULL").select("batch_id").distinct().collect()
@@ -273,8 +275,8 @@ def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
 
 
 def _but_cancelled(frame: DataFrame, where: str) -> DataFrame:
-    """Give cancelled messages the outcome `cancelled`. If `where` does not contain that
-    word, leave them out."""
+    """Set the outcome of cancelled messages to `cancelled`. Leave these messages out,
+    unless the filter `where` refers to them."""
     outcome = sf.when(sf.col("cancelled_at").isNotNull(), "cancelled")
     frame = frame.withColumn("outcome", sf.coalesce(outcome, sf.col("outcome")))
     named = re.search(
@@ -319,7 +321,7 @@ def _store(
 def _redeliver(
     chosen: DataFrame, source: SourceSpec, name: str, options: ReplayOptions, run: Run
 ) -> Stored:
-    """Request that the app redelivers the selected dead letters."""
+    """Request a bulk operation in which the app redelivers the chosen dead letters."""
     _insist_on_a_name(name)
     if options.dry_run:
         return _shown(chosen, name, run)
@@ -353,13 +355,13 @@ def _shown(rows: DataFrame, name: str, run: Run) -> Stored:
 
 @dataclass
 class StageTask:
-    """The work of an executor: stage its rows under a key of this attempt."""
+    """The function that executors run. It writes its rows to the staging table."""
 
     staging: Staging
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Stage the incoming rows. Returns the key of this attempt, and the number of
-        rows."""
+        """Write the rows to the staging table. Yield the key of this task attempt, and
+        the number of rows."""
         task = attempt_key()
         done = self.staging.stage(task, map(_insist_on_bodies, batches))
         yield pa.RecordBatch.from_pylist(
@@ -390,7 +392,7 @@ def _short(error: Exception) -> str:
 
 
 def insist_on_the_request(given: argparse.Namespace) -> None:
-    """Refuse options that would change what was requested. Raises UsageError."""
+    """Raise UsageError for options that would change a requested replay."""
     options = options_of(ReplayOptions, given, found_by=given.run)
     allowed = ReplayOptions(
         request=options.request, rate=options.rate, dry_run=options.dry_run
@@ -403,13 +405,15 @@ def insist_on_the_request(given: argparse.Namespace) -> None:
 
 
 def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Replay, and report what was stored. Raises PipelineError."""
+    """Run a replay, and return a summary of the stored messages. Raises
+    PipelineError."""
     options = options_of(ReplayOptions, given, found_by=given.run)
     return _outgoing(lambda spark: run_replay(spark, spec, options, run), given)
 
 
 def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Send a dataset, and report what was stored. Raises PipelineError."""
+    """Send a dataset, and return a summary of the stored messages. Raises
+    PipelineError."""
     template = _template(given.template)
     options = options_of(
         SendOptions, given, template=template, headers=dict(given.header)
@@ -418,7 +422,8 @@ def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 
 
 def _template(text: str) -> str:
-    """Return a template given as JSON, or as the name of a file that contains it."""
+    """Return a template. The option contains the template as JSON, or the name of a
+    file with it."""
     if text.lstrip().startswith(("{", "[")):
         return text
     try:

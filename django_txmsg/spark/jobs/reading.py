@@ -1,4 +1,5 @@
-"""Reads the logs of many services, in the lake and in live databases, as one log."""
+"""Reads the message logs of several services as one log, from the lake and from the
+databases."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ FEW = 20_000
 
 @dataclass
 class Live:
-    """A snapshot of a service's database, and when it was taken."""
+    """A snapshot of a service's database, with the time at which it was taken."""
 
     service: str
     database: Database
@@ -45,10 +46,10 @@ class Live:
 
 @dataclass
 class LiveTask:
-    """The work of an executor: reads a part of a live table.
+    """The function that executors run. It reads parts of a table in a database.
 
-    The jobs use this instead of `format("txmsg")`, because Spark starts several
-    processes to plan each load of a Python data source.
+    The jobs use it instead of `format("txmsg")`: for every load of a Python data
+    source, Spark would start several processes just to plan it.
     """
 
     table: Table
@@ -56,7 +57,7 @@ class LiveTask:
     work: Sequence[tuple[Live, str]]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read the parts with the incoming numbers."""
+        """Yield the rows of the parts with these numbers."""
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 live, where = self.work[number]
@@ -66,11 +67,9 @@ class LiveTask:
 
 @dataclass
 class WholeLog:
-    """The log of all services of a specification. Each service is read as of one
-    instant. The snapshots of the databases are taken before the lake is read. So if a
-    row moves to the lake meanwhile, it is read twice and counted once, and never
-    missed.
-    """
+    """The message logs of all specified services, each at one instant. The snapshots of
+    the databases are taken before the lake is read. So a row that is archived at the
+    same time is never missed. It is read twice and counted once."""
 
     spark: SparkSession
     spec: JobSpec
@@ -127,8 +126,8 @@ class WholeLog:
                 self.lake = Lake(self.spec.lake)
 
     def _marks(self, source: SourceSpec) -> dict[tuple[str, str, str], int]:
-        """Read the marks. Call this before taking the snapshot, so that the snapshot
-        has no rows of the batches settled by then."""
+        """Read the marks of a database. Call this before the snapshot is taken: then
+        the snapshot contains no row of a settled batch."""
         with closing(connect_plain(source)) as connection, suppress(EnvironmentFault):
             return {
                 (source.service, table, mark.lake_id): mark.purged_through
@@ -139,8 +138,8 @@ class WholeLog:
         return {}
 
     def release(self) -> None:
-        """Release the databases' snapshots. Frames that `read()` has returned stay
-        valid, because they are copies."""
+        """Release the snapshots of the databases. The frames from `read()` stay valid,
+        because they are copies."""
         self._stack.close()
 
     def read(
@@ -151,10 +150,9 @@ class WholeLog:
         since: dt.date | None = None,
         above: Mapping[str, int] | None = None,
     ) -> DataFrame:
-        """Return the rows of a table, each once, with the columns of `struct`. Rows
-        from days before `since` are left out; the table's clock decides. From the lake,
-        only rows of batches with a number above that in `above` for their service are
-        read."""
+        """Return the rows of a table from databases and lake, each once, with the
+        columns of `struct`. With `since`, rows of earlier days are left out. `above`
+        maps services to batches: only later batches are read from the lake."""
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         there = described.live_struct().fields
@@ -181,8 +179,8 @@ class WholeLog:
         return whole_log([live, archived], struct, twice=twice)
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
-        """Return the first and the last live row of each stage and destination before a
-        day."""
+        """Return the first and the last row of each stage and destination in the
+        databases, if they are from before a day."""
         described = TABLES["inbox"]
         ends = " UNION ALL ".join(
             f"SELECT {which}(id) FROM {described.relation} GROUP BY destination, stage"
@@ -198,8 +196,8 @@ class WholeLog:
     def _copied(
         self, table: Table, struct: t.StructType, where: Callable[[Live], str]
     ) -> DataFrame:
-        """Return a copy of rows of the databases. A few rows are read in this process,
-        because each task would need a separate Python process."""
+        """Return a copy of rows in the databases. Up to FEW rows are read in this
+        process, because Spark would start a Python process for each task."""
         few: list[pa.RecordBatch] = []
         rows = 0
         for live in self.live:
@@ -224,8 +222,9 @@ class WholeLog:
         *,
         since: dt.date | None = None,
     ) -> DataFrame:
-        """Return the lake's rows of the batches after `above` and up to `until`, which
-        map services to numbers of batches. Only rows of days from `since` on."""
+        """Return the lake's rows of the batches after `above`, up to and including
+        `until`. Both map services to batches. With `since`, rows of earlier days are
+        left out."""
         named = [
             one
             for one in self.files_of(table)[1]
@@ -239,7 +238,7 @@ class WholeLog:
         return rows.select(*struct.fieldNames())
 
     def files_of(self, table: str) -> tuple[DeltaTable | None, list[Named]]:
-        """Return the present version of a table of the lake, and its files of these
+        """Return the current version of a table in the lake, and the files of these
         services."""
         if self.lake is None:
             return None, []
@@ -285,7 +284,8 @@ class WholeLog:
         struct: t.StructType,
         where: Callable[[Live], str] = lambda live: "",
     ) -> DataFrame:
-        """Return rows of the databases only. `where` selects them, in SQL."""
+        """Return rows from the databases only. `where` returns the SQL condition for
+        each database."""
         work = []
         cores = parallelism(self.spark)
         parts = max(1, 2 * cores // len(self.live))
@@ -302,12 +302,11 @@ class WholeLog:
 
 
 def _start(live: Live, day: dt.date) -> str:
-    """Return the beginning of a day as SQL."""
+    """Return an SQL literal for the beginning of a day."""
     start = dt.datetime.combine(day, dt.time(), dt.timezone.utc)
     return live.database.instant(start, upper=False)
 
 
 def _reaches(file: Named, above: Mapping[str, int]) -> bool:
-    """Return whether a file may contain rows of batches above the number in `above` for
-    its service."""
+    """Return whether a file may contain rows of batches after the batch in `above`."""
     return file.batches is None or file.batches[1] > above.get(file.service, 0)

@@ -1,9 +1,9 @@
-"""`reconcile`: compares what was sent with what arrived, over the logs of all services.
+"""`reconcile`: compares sent messages with received messages, over the logs of all
+services.
 
-It also finds clocks that differ between services. If all messages from one service to
-another take about the same long time, whenever they were sent, the clocks of the two
-differ. If messages waited for a consumer instead, the earlier ones would have taken
-longer.
+It also detects services whose clocks differ. If all messages from one service to
+another take about the same long time, their clocks differ. If the messages had waited
+for a consumer instead, earlier ones would have taken longer than later ones.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ SPREAD = 0.1
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much the receiver's clock is ahead of the sender's clock. The difference
-    is negative if the receiver's clock is behind."""
+    """The time by which a receiver's clock is ahead of a sender's clock. It is negative
+    if the receiver's clock is behind."""
 
     sender: str
     receiver: str
     ahead: dt.timedelta
 
     def describe(self) -> str:
-        """Return the difference in words."""
+        """Return the difference as text."""
         seconds = abs(self.ahead.total_seconds())
         side = "ahead of" if self.ahead > dt.timedelta() else "behind"
         return (
@@ -88,9 +88,9 @@ class Difference:
 
 
 def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Difference]:
-    """Return the differences of clocks that messages show. `prompt` counts messages
-    that were processed promptly and whose rows were not read. Between services with
-    such messages, the clocks agree."""
+    """Return the differences between clocks, as seen from messages. `prompt` counts
+    messages that were processed promptly, from the footers of files. Services that
+    exchanged such messages have clocks that agree."""
     pairs: dict[tuple[str, str], list[Place]] = {}
     for one in places:
         if one.messages and one.sender != one.receiver:
@@ -108,8 +108,8 @@ def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Differe
 
 
 def _shows(place: Place, least: dt.timedelta) -> bool:
-    """Return whether `least`, the shortest time that a message to a destination took,
-    must be a difference of the clocks."""
+    """Return whether messages took such similar times that `least` must be a difference
+    between clocks. `least` is the shortest time of a message."""
     if place.messages < FEW:
         return False
     spread = dt.timedelta(microseconds=place.median_us) - least
@@ -135,7 +135,8 @@ STUCK_AFTER = dt.timedelta(hours=6)
 
 @dataclass(frozen=True)
 class ReconcileOptions:
-    """Which messages are judged, and after which times they are late, stuck or lost."""
+    """The options of `reconcile`: which messages to judge, and when they are late,
+    stuck or lost."""
 
     since: dt.datetime | None = None
     grace: dt.timedelta = dt.timedelta(hours=1)
@@ -158,7 +159,8 @@ class ReconcileOptions:
 
 @dataclass
 class Reconciliation:
-    """Counts of verdicts per destination, and some findings in detail."""
+    """The result of `reconcile`: the number of each verdict per destination, and
+    example findings."""
 
     horizon: dt.datetime
     counts: dict[str, int] = field(default_factory=dict)
@@ -175,7 +177,8 @@ class Reconciliation:
 
     @property
     def not_received(self) -> list[str]:
-        """Destinations from which no service of this run has ever received."""
+        """The destinations with lost messages from which no service of this run has
+        received anything."""
         silent = {"never_received", "in_flight", "not_sent"}
         return sorted(
             name
@@ -278,7 +281,7 @@ def run_reconcile(
 
 
 def _collected(summary: DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of SUMMARY."""
+    """Return the SUMMARY rows."""
     # As microseconds: a collected timestamp would be in this machine's time zone.
     instants = ("first_sent_at", "last_sent_at")
     rows = summary.withColumns({name: sf.unix_micros(name) for name in instants})
@@ -289,8 +292,8 @@ def _collected(summary: DataFrame) -> list[dict[str, Any]]:
 
 
 def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judgement:
-    """Return the rules of this run that follow from the options alone, and not from the
-    logs."""
+    """Return the rules that follow from the options and the specification. Rules that
+    depend on the messages are added later."""
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
     stuck = options.stuck_after
@@ -316,8 +319,8 @@ def _tallied(
     by: Judgement,
     expected: Sequence[Listener],
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files that need not be read, and their counts. Such a file contains no
-    marked message, and its messages to topics were received by the expected
+    """Return the files that need not be read, with their counts. Such a file contains
+    no marked message, and its messages to topics were received by exactly the expected
     listeners."""
     if marks is None:
         return {}
@@ -334,8 +337,8 @@ def _tallied(
 def _parts(
     rest: DataFrame, settled: DataFrame, marks: Marks
 ) -> tuple[DataFrame, DataFrame]:
-    """Return the steps and journeys to merge, and the journeys that need no merging:
-    those of messages to queues that have no new steps."""
+    """Return two frames: steps and journeys to merge, and journeys that stay as they
+    are. The second has the journeys of messages to queues without new steps."""
     topics = is_topic(sf.col("destination"))
     queues = settled.where(~sf.coalesce(topics, sf.lit(False)))
     concerned, whole = parted(queues, marks)
@@ -344,8 +347,8 @@ def _parts(
 
 
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
-    """Count the new and the unacknowledged findings, and list some of them. New
-    findings come first, and the worst of them at the top."""
+    """Count new and unacknowledged findings, and add examples. The new findings come
+    first, then the worst."""
     new = sf.col("found_at") >= timestamp(now)
     unseen = findings.where("acknowledged_at IS NULL")
     counts = unseen.groupBy("verdict", new.alias("new")).count().collect()
@@ -370,8 +373,7 @@ def _order() -> tuple[Any, ...]:
 
 
 def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield the findings that need action, the worst first, then the acknowledged
-    ones."""
+    """Yield unacknowledged findings, worst first, then acknowledged ones."""
     # As microseconds: a collected timestamp would be in this machine's time zone.
     instants = {name: sf.unix_micros(name) for name in ("sent_at", "found_at")}
     seen = sf.col("acknowledged_at").isNotNull()
@@ -386,7 +388,8 @@ def _instant(micros: int | None) -> dt.datetime | None:
 
 
 def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Judge the messages, and report the findings. Raises PipelineError."""
+    """Judge the messages, and return a summary of the findings. Raises
+    PipelineError."""
     options = options_of(
         ReconcileOptions,
         given,

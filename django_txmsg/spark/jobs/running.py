@@ -1,4 +1,4 @@
-"""From parsed options to a finished job: session, run record, summary."""
+"""Runs a job from parsed options: its session, its run record and its summary."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Job = Callable[[JobSpec, argparse.Namespace, Run], Outcome]
 
 
 def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
-    """Run a job under a record of it. Raises PipelineError."""
+    """Run a job, record the run, and return its summary. Raises PipelineError."""
     options = {
         name: hidden(str(value))
         for name, value in vars(given).items()
@@ -89,7 +89,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
 
 
 def _command(job: str) -> Job:
-    """Return the function of a job. Only that job's module is imported."""
+    """Import the module of a job, and return the job's function."""
     module = import_module(f".{_MODULES.get(job, job)}", __package__)
     command: Job = getattr(module, f"{job}_command")
     return command

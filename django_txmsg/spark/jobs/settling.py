@@ -1,11 +1,11 @@
-"""Settles archived rows that the database may still have, one by one: after a
-difference, a killed run, or a restored backup.
+"""Settles archived rows that may still be in the database, one by one. This is
+necessary after a difference, a killed run, or a restored backup.
 
-For each archived row above the mark there are three cases. If the database has the same
-row, that row is deleted there, after a comparison of its checksum. If the database no
-longer has the row, the row is only in the lake. If the database has a different row,
-that row stays in the database, and the archived row is removed from the lake: its file
-is written again without the row, and read back as proof.
+There are three cases for an archived row above the mark. If the database has the same
+row, the row is deleted there after its checksum was compared. If the database no longer
+has the row, nothing happens. If the database has a different row, that row stays, and
+the archived row is removed from the lake: its file is rewritten without the row and
+read back.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def rewritten(
     keep: Callable[[pa.RecordBatch], pa.RecordBatch],
     checksum: Callable[[pa.RecordBatch], int],
 ) -> LakeFile:
-    """Write the rows that `keep` selects from a file into a new file beside it. Returns
-    the new file, which no log entry names yet. Raises VerificationRefused if the file,
+    """Write the rows that `keep` selects from a file into a new file, and return the
+    new file. No log entry names it yet. Raises VerificationRefused if the new file,
     when read back, differs from the written rows."""
     path = str(PurePosixPath(file.path).with_name(f"{uuid.uuid4()}-0.parquet"))
     rows = total = 0
@@ -71,14 +71,14 @@ SLICE_BYTES = 8 << 20
 
 @dataclass
 class Settled:
-    """The result of settling: how many rows were deleted from the database, and which
-    rows stay there."""
+    """The result of settling: the number of rows deleted from the database, and the
+    rows that stay there because they differ."""
 
     rows: int = 0
     different: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Return a description of the rows that differ from the lake's."""
+        """Return a text about the rows that differ from the lake's."""
         ids = sorted(self.different)
         listed = ", ".join(map(str, ids[:20])) + (", …" if len(ids) > 20 else "")
         return (
@@ -88,7 +88,7 @@ class Settled:
 
 
 class Settling:
-    """Settles a service's archived rows of one table."""
+    """Settles the archived rows of one table."""
 
     def __init__(
         self, log: BatchLog, ledger: Ledger, on_step: Callable[[str], None]
@@ -97,7 +97,7 @@ class Settling:
         self.place, self.table = log.place, log.table
 
     def settle(self, after: int, until: int) -> Settled:
-        """Settle the rows of the batches above `after` up to `until`."""
+        """Settle the rows of the batches after `after`, up to and including `until`."""
         done = Settled()
         amended: dict[Named, set[Row]] = {}
         for file in self.place.of_batches(self.log.service, after, until):
@@ -135,16 +135,15 @@ class Settling:
     def _rows(
         self, file: Named, after: int, until: int
     ) -> Iterator[tuple[pa.RecordBatch, list[int], list[Column]]]:
-        """Yield the rows of a file in these batches, with their checksums, and with the
-        columns that the checksums cover. These are the columns that the lake has
-        stored."""
+        """Yield the file's rows in these batches, with their checksums and the columns
+        that the checksums cover."""
         path = f"{self.place.root}/{file.path}"
         for batch in rows_of(self.place.files, path):
             for rows, columns in kept_rows(_within(batch, after, until), self.table):
                 yield rows, row_hashes(rows, columns), columns
 
     def _amend(self, amended: dict[Named, set[Row]], after: int, until: int) -> None:
-        """Remove rows from the lake, in one entry of the log."""
+        """Remove these rows from the lake, with one log entry."""
         files = [
             self._without(file, rows, after, until) for file, rows in amended.items()
         ]
@@ -160,7 +159,7 @@ class Settling:
         self.on_step("amended")
 
     def _without(self, file: Named, left: set[Row], after: int, until: int) -> LakeFile:
-        """Rewrite a file without some rows, prove it, and return it."""
+        """Return a verified copy of a file without some rows."""
         return rewritten(
             self.place.files, self.place.root, file,
             lambda batch: _leaving_out(batch, left, after, until),
@@ -171,8 +170,8 @@ class Settling:
 def kept_rows(
     batch: pa.RecordBatch, table: Table
 ) -> Iterator[tuple[pa.RecordBatch, list[Column]]]:
-    """Yield rows with the columns that the lake has stored. A lake without bodies has
-    none of the body's columns, and a file may be older than a column."""
+    """Yield rows with the columns that the lake stored for them. A lake may store no
+    bodies, and a file may be older than a column."""
     if not batch.num_rows:
         return
     there = [one for one in table.columns if one.name in batch.schema.names]

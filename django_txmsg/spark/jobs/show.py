@@ -1,7 +1,7 @@
-"""`show`: prints everything that databases and lake have about a message, in the order
-of time.
+"""`show`: prints everything known about a message from databases and lake, oldest
+first.
 
-Spark is not started, and no body is shown.
+It does not start Spark, and shows no bodies.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ _HEAVY = ("body", "headers", "traceback", "state", "answer", "caller", "baggage"
 
 
 def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Return the steps of the messages that have this id, key or correlation id."""
+    """Return a summary of the events of the messages with this id, key or correlation
+    id."""
     steps = sorted(
         (
             step

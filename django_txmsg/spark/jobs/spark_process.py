@@ -1,4 +1,4 @@
-"""Runs jobs beside `follow`, in a process of its own, because they need a JVM."""
+"""Runs the Spark jobs of `follow` in a separate process, because they need a JVM."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ RUNS = 20
 
 
 class SparkProcess:
-    """Runs one job after the other in a process. The process keeps its Spark session
-    for the next run. If a run fails, the process ends. If its session was not new, the
-    run is tried again in a new process, because a server of Spark Connect ends idle
-    sessions. `settings` are Spark's."""
+    """A process that runs one job after the other in the same Spark session. `settings`
+    are those of Spark.
+
+    The process ends when a run fails. If the session had already been used by another
+    run, the run is tried again in a new process, because a Spark Connect server closes
+    idle sessions.
+    """
 
     def __init__(self, spec: JobSpec, settings: Sequence[tuple[str, str]] = ()) -> None:
         self.spec, self.settings = spec, settings
@@ -38,7 +41,7 @@ class SparkProcess:
         self._read = self._runs = 0
 
     def start(self, job: str, *words: str) -> None:
-        """Start a run of a job, with these arguments of its command line."""
+        """Start a job with these command-line arguments."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self._launch()
@@ -66,8 +69,8 @@ class SparkProcess:
         )  # fmt: skip
 
     def poll(self) -> dict[str, Any] | None:
-        """If the run has ended, return its result: the `job` and its facts, or the
-        `error`. Otherwise return None."""
+        """Return the result of the run if it has ended: the `job` with its facts, or
+        with an `error`. Returns None while it runs."""
         if self._process is None or not self.job:
             return None
         code = self._process.poll()
@@ -89,8 +92,8 @@ class SparkProcess:
         return facts
 
     def _answer(self) -> dict[str, Any] | None:
-        """Return the facts of the run if the process has printed them. They are the
-        next line of JSON."""
+        """Return the facts of the run, which the process prints as one line of JSON.
+        Returns None if it has not printed them yet."""
         assert self._out is not None
         # The process writes where the file's position is: reading must not move it.
         text = os.pread(self._out.fileno(), 1 << 24, self._read)
@@ -112,8 +115,7 @@ class SparkProcess:
         return text.decode(errors="replace").strip()
 
     def stop(self) -> None:
-        """End the process. A run in progress has changed nothing that another run would
-        miss."""
+        """End the process. This is safe during a run: the next run repeats its work."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""`sweep`: removes files of failed attempts, joins small files, drops old days."""
+"""`sweep`: removes files of failed attempts, joins small files, and drops old days."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ SMALL = 64 << 20
 
 
 def join(place: LakeTable, service: str) -> int:
-    """Join a service's small files in one entry of the log. Returns how many. The new
-    file has the same metadata about its rows. Raises VerificationRefused if the written
-    rows differ from the rows that were read."""
+    """Join the small files of a service, with one log entry. Returns the number of
+    joined files. Raises VerificationRefused if the written rows differ from the rows
+    that were read."""
     delta = place.load()
     if delta is None:
         return 0
@@ -58,9 +58,9 @@ def join(place: LakeTable, service: str) -> int:
 
 
 def _groups(place: LakeTable, small: list[Named]) -> Iterator[list[Named]]:
-    """Yield groups of files of one day that have the same columns. An older row must
-    not get a column that was added later, not even with null, because the row's
-    checksum does not cover that column."""
+    """Yield groups of small files to join. The files of a group have the same day and
+    the same columns. An older row must not get a newer column, because its checksum
+    does not cover that column."""
 
     def kind(one: Named) -> tuple[str, tuple[str, ...]]:
         schema = pq.read_schema(f"{place.root}/{one.path}", filesystem=place.files)
@@ -117,7 +117,8 @@ FOR_GOOD = frozenset(["subscriptions"])
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The age of files to remove, and how long the lake keeps which rows."""
+    """The options of `sweep`: the age of files to remove, and how long rows are
+    kept."""
 
     orphans_older_than: dt.timedelta = dt.timedelta(days=1)
     """Longer than any job runs: the log names its files only at its end."""
@@ -130,7 +131,8 @@ class SweepOptions:
 
 @dataclass
 class Swept:
-    """What was removed from one table, or in a dry run would be removed."""
+    """The numbers of removed and joined files of one table. In a dry run, those that
+    would be removed."""
 
     orphans: int = 0
     replaced: int = 0
@@ -141,7 +143,8 @@ class Swept:
 def run_sweep(
     spec: JobSpec, options: SweepOptions, run: Run, bar: Progress | None = None
 ) -> dict[str, Swept]:
-    """Sweep the service's part of each table of the lake, including results."""
+    """Sweep a service's part of each table in the lake, including the tables of
+    results."""
     lake_spec = spec.lake_spec()
     lake = Lake(lake_spec)
     service = spec.service()
@@ -180,7 +183,7 @@ def run_sweep(
 
 @contextmanager
 def _alone(service: SourceSpec, name: str) -> Iterator[None]:
-    """Hold the lock of a table, if that kind of table has a lock."""
+    """Hold the lock of a table while the block runs, if the table has one."""
     if name in TABLES:
         with closing(Ledger(service, TABLES[name])) as ledger, ledger.lock():
             yield
@@ -232,7 +235,7 @@ def _tidy(place: LakeTable, service: str, options: SweepOptions, done: Swept) ->
 
 
 def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Sweep, and report what was removed. Raises PipelineError."""
+    """Sweep, and return a summary of the removed files. Raises PipelineError."""
     options = options_of(SweepOptions, given, compact=not given.no_compact)
     would = "would be " if given.dry_run else ""
     bar = Progress.on_terminal("sweep", quiet=given.json, unit="steps")

@@ -1,5 +1,5 @@
-"""What each service costs: its bytes and files in the lake, their growth, and the time
-of its runs."""
+"""The costs of each service: bytes and files in the lake, growth, and the time of
+runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SHOWN, AVERAGED = 30, 7
 
 
 def usage(log: WholeLog, since: dt.datetime) -> list[dict[str, Any]]:
-    """Return what each service has in the lake, the largest first, with the seconds
-    that its runs since an instant took. `follow` runs all the time: only the runs that
-    it started count."""
+    """Return the usage of each service, the largest first. `seconds` is the total time
+    of its runs since an instant. Runs of `follow` itself do not count, because they
+    never end, but the runs that `follow` starts do."""
     if log.lake is None:
         return []
     found = in_lake(log.lake)
@@ -44,9 +44,9 @@ def usage(log: WholeLog, since: dt.datetime) -> list[dict[str, Any]]:
 def in_lake(lake: Lake) -> list[dict[str, Any]]:
     """Return the bytes and files of each service, from the logs of all tables.
 
-    `growth` has the archived bytes of each of the last SHOWN days up to the newest day
-    that is archived, and `a_day` their average over AVERAGED days: the day is that of
-    the messages, and the rows of the last days are not archived yet.
+    `growth` has the archived bytes of each of SHOWN days, the last of which is the
+    newest archived day. `a_day` is their average over AVERAGED days. A day is that of
+    the messages, so the latest days may not be archived yet.
     """
     services: dict[str, dict[str, Any]] = {}
     days: dict[str, dict[dt.date, int]] = {}

@@ -1,8 +1,8 @@
-"""`verify`: checks that the lake matches its log, has each row once, and has no row
-that is still live.
+"""`verify`: checks that the lake matches its log, contains each row once, and contains
+no row that is also in the database.
 
-It reads every file. The file must exist, must have as many rows as the log says, and
-its batches must have the sums that were proven when they were archived.
+It reads every file. Each file must exist and have as many rows as the log says. Each
+batch must have the checksum that was recorded when it was archived.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SUMS = struct_of(
 
 @dataclass
 class Verified:
-    """The result for a table: what was read, and what is wrong."""
+    """The result for one table: what was read, and the problems."""
 
     files: int = 0
     rows: int = 0
@@ -54,8 +54,8 @@ class Verified:
 
 
 def run_verify(spark: SparkSession, spec: JobSpec, run: Run) -> dict[str, Verified]:
-    """Verify the first service's part of the lake. With a problem the run counts as
-    refused.
+    """Verify the first service's part of the lake. If there is a problem, the run ends
+    as refused.
 
     Raises EnvironmentFault if there is no lake.
     """
@@ -90,8 +90,9 @@ def read_back(
     done: Verified,
     only: Collection[int] | None = None,
 ) -> list[Named]:
-    """Read a service's files, and compare their batches with the log's entries: all, or
-    those in `only`. Returns the files without a problem."""
+    """Read a service's files, and compare the checksums of their batches with the log.
+    With `only`, compare only these batches. Adds problems to `done`. Returns the files
+    that could be read."""
     if not named:
         return []
     task = VerifyTask(lake, table, named)
@@ -129,8 +130,8 @@ def read_back(
 def _entries(
     delta: DeltaTable, service: str
 ) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int] | None]]:
-    """Return the number of rows and the sums of the batches in the log, and the ranges
-    of batches from which rows were removed later."""
+    """Return the number of rows and the checksum of each batch, from the log. Also
+    return the ranges of batches from which rows were removed later."""
     entries: dict[int, tuple[int, int]] = {}
     changed: list[tuple[int, int] | None] = []
     for commit in delta.history():
@@ -149,8 +150,8 @@ def _within(batch: int, ranges: Sequence[tuple[int, int] | None]) -> bool:
 def _look_for_doubles(
     log: WholeLog, table: Table, named: Sequence[Named], done: Verified
 ) -> None:
-    """Check that each row is in the lake only once, and that no row of a settled batch
-    is in the database."""
+    """Check that each row is in the lake only once, and that the database contains no
+    row of a settled batch."""
     place = Lake(log.spec.lake_spec()).table(table.name, table.lake_struct())
     delta = place.load()
     lake_id = str(delta.metadata().id) if delta else ""
@@ -176,14 +177,15 @@ def _look_for_doubles(
 
 @dataclass
 class VerifyTask:
-    """The work of an executor: to read its files, and sum up their batches."""
+    """The function that executors run. It reads files, and sums up the checksums of
+    their batches."""
 
     lake: LakeSpec
     table: Table
     named: Sequence[Named]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read the files with the incoming numbers."""
+        """Read the files with these numbers. Yield the sums of their batches."""
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 try:
@@ -215,7 +217,7 @@ class VerifyTask:
 
 
 def verify_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Verify, and report the problems. Raises PipelineError."""
+    """Verify, and return a summary of the problems. Raises PipelineError."""
     with job_session(given) as spark:
         found = run_verify(spark, spec, run)
     lines = [

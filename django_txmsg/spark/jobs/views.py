@@ -1,8 +1,7 @@
-"""`views`: prints SQL views, for people who query by SQL what `reconcile` has found.
+"""`views`: prints SQL views on the findings of `reconcile`.
 
-A view shows the verdict of the last run that judged the message. In the lake, the
-verdicts are in the journal of findings. In the database, they are in the table of
-findings.
+A view shows the verdict of the last run that judged a message. In the lake, the views
+read the journal of findings. In the database, they read the table of findings.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ _SAME = """f.message_id = i.message_id AND f.destination = i.destination
 
 
 def database_views() -> dict[str, str]:
-    """Return the views of a service's database, on PostgreSQL and on SQLite."""
+    """Return the views for a service's database. They work on PostgreSQL and SQLite."""
     return {
         "txmsg_messages": _LIVE.format(
             cancelled=outbox.CANCELLED.sql("o"),
@@ -129,8 +128,8 @@ def database_views() -> dict[str, str]:
 
 
 def lake_views() -> dict[str, str]:
-    """Return the views of the lake. They read tables that have the same names as in the
-    lake."""
+    """Return the views for the lake. They expect its tables under the names that they
+    have in the lake."""
     names = {one: f"txmsg_lake_{one}" for one in _READ}
     return {
         "txmsg_findings": _FINDINGS.format(**names),
@@ -140,8 +139,9 @@ def lake_views() -> dict[str, str]:
 
 
 def spark_tables(lake: LakeSpec) -> list[str]:
-    """Return the statements that name the lake's tables in a Spark session. Secret
-    options of the store are left out: take them from the environment."""
+    """Return the statements that make the lake's tables available in a Spark session.
+    They contain no secret options of the object store: these come from the
+    environment."""
     options = {"lake": lake.uri, **{
         f"storage.{name}": value
         for name, value in lake.public().storage_options.items()
@@ -155,7 +155,8 @@ def spark_tables(lake: LakeSpec) -> list[str]:
 
 
 def views_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Print the statements that create the views. Raises UsageError without a lake."""
+    """Return a summary with the statements that create the views. Raises UsageError if
+    no lake is specified."""
     if given.of == "database":
         said = [
             statement

@@ -1,4 +1,5 @@
-"""The pipeline's tables, and the marks that it reads PostgreSQL's rows by."""
+"""The tables of the pipeline, and the columns with transaction ids by which it reads
+PostgreSQL."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ STAGED = "ALTER TABLE django_txmsg_stagedmessage SET UNLOGGED"
 
 
 def mark_changes(apps: Any, schema_editor: Any) -> None:
-    """Let the rows of outbox and inbox carry their transactions' ids: PostgreSQL."""
+    """Store in each row of outbox and inbox the ids of the transactions that created
+    and changed it. PostgreSQL only."""
     if schema_editor.connection.vendor == "postgresql":
         schema_editor.execute(STAGED)
         schema_editor.execute(FUNCTION)

@@ -1,7 +1,7 @@
-"""The index that a stream of PostgreSQL's rows reads by.
+"""The index for streams that read from PostgreSQL.
 
-A migration of its own: it is made beside the writers of tables that may be large, which
-PostgreSQL does outside of a transaction alone.
+It is a separate migration, because the tables may be large: the index is created
+concurrently, and PostgreSQL does that only outside a transaction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARKED = ("django_txmsg_outboxmessage", "django_txmsg_inboxmessage")
 
 
 def index_marks(apps: Any, schema_editor: Any) -> None:
-    """Make the indexes. Writers go on meanwhile, where no transaction is open."""
+    """Create the indexes. Outside a transaction, other sessions can write meanwhile."""
     connection = schema_editor.connection
     if connection.vendor != "postgresql":
         return

@@ -1,1 +1,2 @@
-"""The report of `analyze`: one HTML file with plots, and nothing to fetch."""
+"""The report of `analyze`: one HTML file with charts, which loads nothing from the
+network."""

@@ -1,6 +1,6 @@
-"""Plots as inline SVG, drawn from plain numbers. Colours are the page's variables.
+"""Charts as inline SVG. Their colours are CSS variables of the page.
 
-Every mark has a title, which browsers show on hovering and screen readers read.
+Every mark has a title. Browsers show it on hovering, and screen readers read it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 14, 30
 
 @dataclass(frozen=True)
 class Line:
-    """A named series over the chart's instants; None is a gap."""
+    """A named series of values, one for each instant of the chart. None is a gap."""
 
     name: str
     values: Sequence[float | None]
@@ -30,7 +30,7 @@ class Line:
 
 
 def number(value: float) -> str:
-    """Return a count as people read it: 1,234 or 1.2M."""
+    """Return a number as short text: 1,234 or 1.2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             scaled = value / (1e3 if letter == "k" else size)
@@ -39,7 +39,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people read it: 12 ms, 3.4 s, 2 h."""
+    """Return a duration as short text: 12 ms, 3.4 s, 2 h."""
     size = abs(seconds)
     if size < 0.0995:
         return f"{seconds * 1000:.3g} ms"
@@ -56,7 +56,8 @@ def over_time(
     label: str,
     seconds: bool = False,
 ) -> Markup:
-    """Return a chart of `lines` over time. Times in seconds get a logarithmic axis."""
+    """Return a line chart. With `seconds`, the values are durations, and the axis is
+    logarithmic."""
     values = [v for line in lines for v in line.values if v is not None]
     if not instants or not any(values):
         return Markup('<p class="none">Nothing in this time.</p>')
@@ -78,7 +79,7 @@ def over_time(
 
 @dataclass(frozen=True)
 class _Chart:
-    """A chart's instants, axis and size, which give positions."""
+    """The instants, axis and size of a chart. It computes positions."""
 
     instants: Sequence[dt.datetime]
     axis: Sequence[float]
@@ -150,7 +151,8 @@ class _Chart:
         )
 
     def _days(self) -> list[str]:
-        """Mark days, or hours if everything is within two days."""
+        """Return labels for the days, or for hours if the chart covers at most two
+        days."""
         span = self.instants[-1] - self.instants[0]
         room = self.width / 115  # marks that fit
         every = max(1, math.ceil(span / dt.timedelta(hours=1) / room))
@@ -170,8 +172,8 @@ class _Chart:
 
 
 def spread(row: Mapping[str, float], *, least: float, most: float) -> Markup:
-    """Return a bar over the 50th, 95th and 99th percentile of a row, on a logarithmic
-    axis from `least` to `most`."""
+    """Return a bar that shows the 50th, 95th and 99th percentile of a row, on a
+    logarithmic axis from `least` to `most`."""
 
     def place(value: float) -> float:
         bottom = max(least, 1e-6)
@@ -199,8 +201,7 @@ _TIMES = (
 
 
 def _log_axis(values: Sequence[float]) -> list[float]:
-    """Return ticks at usual durations, from below the least value to above the
-    greatest."""
+    """Return ticks at round durations that enclose all values."""
     least = max(min((v for v in values if v > 0), default=0.001), _TIMES[0])
     most = max([*values, least])
     first = max(i for i, tick in enumerate(_TIMES) if tick <= least)

@@ -1,4 +1,4 @@
-"""The report's page: its data, and what the template `report.html` shows of them.
+"""The page of the report: its data, and the values for the template `report.html`.
 
 The page loads nothing from the network.
 """
@@ -155,7 +155,7 @@ def _tiles(found: Findings) -> list[tuple[str, str, str]]:
 
 
 def _facts(found: Findings) -> dict[str, Any]:
-    """Return the most important facts, for a reader who reads nothing else."""
+    """Return the most important facts, for the top of the page."""
     lost = [
         (found.verdicts[kind], word)
         for kind, word in (
@@ -179,8 +179,8 @@ def _facts(found: Findings) -> dict[str, Any]:
 def _highest(
     hours: Sequence[dt.datetime], values: Sequence[float | None]
 ) -> tuple[dt.datetime, float] | None:
-    """Return the first hour with the highest value, and that value; None if no value
-    is above 0."""
+    """Return the first hour with the highest value, and this value. Returns None if no
+    value is above 0."""
     known = [one or 0 for one in values]
     most = max(known, default=0)
     return (hours[known.index(most)], most) if most > 0 else None

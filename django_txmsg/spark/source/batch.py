@@ -1,7 +1,7 @@
-"""Reads a table once: partitions by id, in one snapshot.
+"""Reads a table once, divided into partitions by id.
 
-Without a named snapshot there is one partition, so one statement sees one state. With a
-snapshot, any number of partitions see the same state.
+With a named snapshot, any number of partitions see the same state. Without one, there
+is a single partition, because only a single statement sees one state.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PARTITIONS = 4
 
 
 class Selection:
-    """The columns that Spark requests, in the order and with the nullability that Spark
-    requires."""
+    """The columns that Spark requests, in Spark's order and with Spark's
+    nullability."""
 
     def __init__(self, service: str, table: Table, schema: StructType) -> None:
         known = {one.name: one for one in (*table.columns, *table.live)}
@@ -41,7 +41,7 @@ class Selection:
     def read(
         self, database: Database, where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that `where` selects."""
+        """Yield the rows that the SQL condition `where` selects."""
         wanted = [one for one in self.columns if one is not None]
         projection = wanted or [self.table.column("id")]
         for batch in database.read(self.table, projection, where, snapshot):
@@ -53,22 +53,21 @@ class Selection:
 
 @dataclass
 class IdRange(InputPartition):
-    """The rows of one task: `first <= id < last`."""
+    """A partition with the rows `first <= id < last`."""
 
     first: int
     last: int
 
     @property
     def condition(self) -> str:
-        """The range in SQL."""
+        """The range as an SQL condition."""
         return f"t.id >= {self.first} AND t.id < {self.last}"
 
 
 def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
-    """Split all possible ids of a table into ranges that contain about the same number
-    of existing ids. Ranges of equal width would be uneven, because one row may be much
-    older than all others. Rows that are stored later do not matter, because they are
-    not in the snapshot."""
+    """Divide all possible ids into `count` ranges with about the same number of rows.
+    The existing ids are sampled, because ranges of equal width could have very
+    different numbers of rows."""
     known = sorted(database.sample(table)) if count > 1 else []
     inner = {known[len(known) * part // count] for part in range(1, count) if known}
     edges = [-(2**63), *sorted(inner), 2**63 - 1]
@@ -76,7 +75,7 @@ def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
 
 
 class BatchReader(DataSourceReader):
-    """Reads a table, or its requested columns."""
+    """Reads the requested columns of a table."""
 
     def __init__(
         self,
@@ -98,11 +97,11 @@ class BatchReader(DataSourceReader):
                 self.conditions.append(f"t.{table.clock} {sign} {literal}")
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Cut the ids into ranges of equal work."""
+        """Divide the ids into ranges with about the same number of rows."""
         return id_ranges(self.database, self.table, self.count)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield a partition's rows as batches."""
+        """Yield the rows of a partition."""
         assert isinstance(partition, IdRange)
         where = " AND ".join([partition.condition, *self.conditions])
         yield from self.columns.read(self.database, where, self.snapshot)

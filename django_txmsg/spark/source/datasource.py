@@ -1,13 +1,15 @@
-"""`format("txmsg")`: passes Spark's requests to readers, streams and the writer.
+"""The data source `format("txmsg")`. It creates the readers, streams and the writer
+that Spark requests.
 
-Options: `url`, `service`, `table` (outbox, inbox, attempts, dead_letters),
-`passwordEnv` (the *name* of the environment variable with the password), `partitions`,
-`snapshot` (see `snapshot.snapshot()`), `since` and `until` on the table's clock; for
-streams `follow` (stored or changed), `maxRowsPerBatch` and `stuckAfter` (seconds for
-which it may be blocked); for writes `run` and `rate`.
+Options for all: `url`, `service`, `table` (outbox, inbox, attempts, dead_letters),
+`passwordEnv` (the *name* of the environment variable with the password). For reads:
+`partitions`, `snapshot` (see `snapshot.snapshot()`), and `since` and `until`, which are
+compared with the table's clock. For streams: `follow` (stored or changed),
+`maxRowsPerBatch`, and `stuckAfter` (the seconds for which an open transaction may block
+the stream). For writes: `run` and `rate`.
 
-For a lake: `lake` (its URI), `table` (any of the lake's), and the options of an object
-store as `storage.NAME`, if the environment does not have them.
+For a lake: `lake` (its URI), `table` (any table of the lake), and the options of an
+object store as `storage.NAME`, if the environment does not contain them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .writer import NEEDED, OutboxWriter
 
 
 class TxmsgDataSource(DataSource):
-    """The message log of one service's database, or a table of a lake."""
+    """The message log in a service's database, or a table of a lake."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.options = dict(options)
@@ -44,13 +46,14 @@ class TxmsgDataSource(DataSource):
         return "txmsg"
 
     def schema(self) -> StructType:
-        """Return the schema of the table that is read."""
+        """Return the schema of the table."""
         if "lake" in self.given:
             return lake_table(self.given).struct
         return self.table.struct()
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return a reader of the columns in `schema`, which may be fewer."""
+        """Return a reader of the columns in `schema`. Spark may request fewer columns
+        than the table has."""
         of_lake: type[LakeReader] = LakeReader
         of_log: type[BatchReader] = BatchReader
         pushes = self.given.get("pushdown", "true").lower() != "false"
@@ -63,7 +66,7 @@ class TxmsgDataSource(DataSource):
         return of_log(self.spec, self.table, schema, self.given)
 
     def streamReader(self, schema: StructType) -> LogStream:  # noqa: N802 - Spark's name
-        """Return a reader of the log's new rows."""
+        """Return a reader of new rows."""
         kind: type[LogStream] = WholeStream
         if installed() >= (4, 2):
             from .limited import LimitedStream
@@ -72,7 +75,8 @@ class TxmsgDataSource(DataSource):
         return kind(self.spec, self.table, schema, self.given)
 
     def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
-        """Return a writer into the outbox. It appends, and never overwrites."""
+        """Return a writer that appends to the outbox. Raises UsageError for
+        `overwrite`, and for missing or unknown columns."""
         if overwrite:
             raise UsageError("Messages are added to an outbox: use .mode('append').")
         names = set(schema.fieldNames())
@@ -99,7 +103,7 @@ class TxmsgDataSource(DataSource):
 
     @property
     def spec(self) -> SourceSpec:
-        """The service that the options name."""
+        """The service and its database that the options name."""
         if "url" not in self.given:
             raise UsageError(
                 'format("txmsg") needs the option "url", for example '

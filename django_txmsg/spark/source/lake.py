@@ -1,7 +1,7 @@
-"""Reads a table of a lake as a Spark data source: only the files that its log names.
+"""Reads a table of a lake as a Spark data source: only the files that the log names.
 
-A directory of the lake also contains files of failed attempts, and replaced or erased
-ones: `spark.read.parquet()` would include those.
+The directory also contains files of failed attempts, replaced files and erased ones.
+`spark.read.parquet()` would read these, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STORAGE = "storage."
 
 @dataclass
 class OneFile(InputPartition):
-    """A file of the lake, read by one task."""
+    """A partition: one file of the lake."""
 
     named: Named
 
@@ -47,7 +47,7 @@ class Condition:
 
 
 class LakeReader(DataSourceReader):
-    """Reads the requested columns of the files that the log of a table names."""
+    """Reads the requested columns of a table in the lake."""
 
     def __init__(self, table: LakeTable, schema: StructType) -> None:
         self.table, self.schema = table, schema
@@ -62,7 +62,7 @@ class LakeReader(DataSourceReader):
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield a file's rows as batches."""
+        """Yield the rows of a file."""
         assert isinstance(partition, OneFile)
         rows = LakeRows(self.table.files, self.table.root, self.schema, ())
         yield from rows.of(partition.named)

@@ -1,4 +1,4 @@
-"""A stream with limited micro-batches, by the interface of PySpark 4.2 and newer."""
+"""A stream with micro-batches of limited size. It needs PySpark 4.2 or newer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from .stream import LogStream
 
 
 class LimitedStream(LogStream, SupportsTriggerAvailableNow):
-    """A stream that gets a start and a limit. With `trigger(availableNow=True)` it
-    reads only rows that existed at the beginning."""
+    """A stream to which Spark passes the start and the limit of each micro-batch. With
+    `trigger(availableNow=True)`, it reads only rows that existed when the query
+    started."""
 
     target: dict[str, Any] | None = None
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """Limit a micro-batch to `maxRowsPerBatch`, if given."""
+        """Return the limit `maxRowsPerBatch` if the option is set; otherwise no
+        limit."""
         return ReadMaxRows(self.most) if self.most else ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Fix the end of this run."""
+        """Fix the end of this query."""
         self.target = self.end()
 
     def latestOffset(  # noqa: N802 - Spark's name

@@ -1,7 +1,8 @@
-"""Readers with filter pushdown, to the database or to the selection of a lake's files.
+"""Readers that push filters down: to the database, or to the selection of a lake's
+files.
 
-Filter pushdown needs PySpark 4.1 and an explicit setting, so the readers that support
-it are separate classes, in a separate module. `register()` enables it; the option
+Filter pushdown needs PySpark 4.1 and an explicit setting. So the readers with pushdown
+are separate classes in a separate module. `register()` enables pushdown, and the option
 `pushdown=false` disables it.
 """
 
@@ -34,8 +35,8 @@ class PushingReader(BatchReader):
     """A reader that pushes filters down to the database."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
-        """Keep the filters that the database can apply. Yield the filters that Spark
-        must apply, or apply again."""
+        """Store the filters that the database can apply. Yield those that Spark must
+        apply, perhaps a second time."""
         for one in filters:
             condition = _condition(one, self.table, self.database)
             if condition is not None:
@@ -55,8 +56,8 @@ _SIGNS: dict[type[Filter], str] = {
 
 
 def _condition(one: Filter, table: Table, database: Database) -> str | None:
-    """Return SQL that selects at least the rows of a filter, or None if that is not
-    possible."""
+    """Return an SQL condition for a filter. It selects at least the rows that the
+    filter selects. Returns None if the filter cannot be expressed in SQL."""
     path = getattr(one, "attribute", ())
     column = next((c for c in table.columns if (c.name,) == tuple(path)), None)
     if column is None or column.kind in ("json", "bytes", "double"):
@@ -125,10 +126,11 @@ _COMPARED: dict[type[Filter], Callable[[Any, Any], bool]] = {
 
 
 class PushingLakeReader(LakeReader):
-    """A reader that skips the files of other services and days."""
+    """A reader that skips files of other services and days."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
-        """Use filters on service and day. Spark applies all of them again."""
+        """Store the filters on service and day. Yield all filters, because Spark must
+        apply them to the rows."""
         for one in filters:
             name = ".".join(getattr(one, "attribute", ()))
             value = getattr(one, "value", None)

@@ -1,7 +1,6 @@
-"""Shows one state of a database to many tasks at once. This process holds a transaction
-of PostgreSQL open and exports its snapshot. SQLite cannot export a snapshot, so the
-tasks read a copy of the file.
-"""
+"""Lets many tasks read the same state of a database. On PostgreSQL, this process holds
+a transaction open and exports its snapshot. SQLite cannot export a snapshot, so the
+tasks read a copy of the file."""
 
 from __future__ import annotations
 
@@ -17,11 +16,12 @@ from ..spec import SourceSpec
 
 @contextmanager
 def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
-    """Hold one state of a service's database and yield the options that read it.
+    """Hold a snapshot of a service's database while the block runs. Yield the options
+    that read it.
 
-    Pass them to `spark.read.format("txmsg").options(**options)`, as often and for as
-    many tables as you like, and run the actions inside the block. On PostgreSQL the
-    open transaction keeps vacuum from removing rows that die meanwhile.
+    Pass the options to `spark.read.format("txmsg").options(**options)`, for as many
+    tables as you like. Run the actions inside the block. On PostgreSQL, vacuum cannot
+    remove dead rows while the block runs.
     """
     options = {"service": spec.service, "url": spec.url}
     if spec.password_env:

@@ -1,12 +1,12 @@
-"""Follows the log as it grows, without missing rows that commit late.
+"""Streams new rows of the log. Rows that are committed late are not missed.
 
-An id is assigned before its transaction commits, so reading by id would miss rows. On
-PostgreSQL the offset is a transaction id below which every transaction has ended
-(`pg_snapshot_xmin`), with the identity of the cluster that counts them. On SQLite
-writers take turns, so ids are in the order of commits.
+An id is assigned before its transaction commits, so a stream that reads by id would
+miss rows. On PostgreSQL, the offset is a transaction id below which all transactions
+have ended (`pg_snapshot_xmin`), together with the id of the cluster. On SQLite, only
+one transaction writes at a time, so ids are in the order of commits.
 
-The stream never passes an open transaction. Rows that wait for one are counted and
-reported on the error stream; after `stuckAfter` seconds the stream fails.
+The stream never reads past an open transaction. If rows wait for one, the stream
+reports their number on the error stream. After `stuckAfter` seconds it fails.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ TELL_AFTER = 60.0
 
 @dataclass
 class Stretch(InputPartition):
-    """A part of the log: `first <= position < last`, and of those rows every n-th
-    id."""
+    """A partition with the rows `first <= position < last`."""
 
     first: int
     last: int
 
 
 class LogStream(DataSourceStreamReader):
-    """Rows in the order of the transactions that stored them. With `follow=changed`,
-    rows are in the order of the transactions that last changed them, and a row is read
-    again after each change.
+    """A stream of rows in the order of the transactions that stored them. With
+    `follow=changed`, the order is that of the transactions that last changed them, and
+    a row is read again after each change.
 
     How Spark requests the end of a micro-batch depends on its version: see
     `WholeStream` and `limited.LimitedStream`.
@@ -84,8 +83,8 @@ class LogStream(DataSourceStreamReader):
         self._stood_at = -1
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """Start at the beginning. Raises EnvironmentFault if there are rows that the
-        stream could not see."""
+        """Return the beginning of the log. Raises EnvironmentFault if there are rows
+        that the stream cannot see."""
         if self.postgres:
             self._insist_on_own_rows()
         with closing(connect_plain(self.spec)) as connection:
@@ -94,15 +93,15 @@ class LogStream(DataSourceStreamReader):
     def partitions(
         self, start: dict[str, Any], end: dict[str, Any]
     ) -> Sequence[InputPartition]:
-        """Return one task for each micro-batch: the range is short, and one statement
-        sees one state of the database."""
+        """Return a single partition for each micro-batch. It is small, and a single
+        statement sees one state of the database."""
         self.insist_on_one_cluster(start, end)
         first, last = int(start["position"]), int(end["position"])
         return [Stretch(first, last)] if first < last else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a range. A repeated read gives the same rows, unless some
-        were deleted."""
+        """Yield the rows of a partition. A repeated read yields the same rows, unless
+        some were deleted."""
         assert isinstance(partition, Stretch)
         where = self._between(partition.first, partition.last)
         if self.postgres and partition.first == 0:
@@ -118,8 +117,8 @@ class LogStream(DataSourceStreamReader):
     def insist_on_one_cluster(
         self, start: Mapping[str, Any], end: Mapping[str, Any]
     ) -> None:
-        """Raise EnvironmentFault if a checkpoint counts another cluster's
-        transactions."""
+        """Raise EnvironmentFault if the checkpoint contains a transaction id of another
+        PostgreSQL cluster."""
         if start["cluster"] != end["cluster"]:
             raise EnvironmentFault(
                 f"The stream's checkpoint is of PostgreSQL cluster {start['cluster']}, "
@@ -128,7 +127,8 @@ class LogStream(DataSourceStreamReader):
             )
 
     def end(self) -> dict[str, Any]:
-        """Return how far the stream may read: never past an open transaction."""
+        """Return the position up to which the stream may read. It is before the first
+        row of any open transaction."""
         with closing(connect_plain(self.spec)) as connection:
             if self.postgres:
                 position = connection.value(
@@ -140,8 +140,9 @@ class LogStream(DataSourceStreamReader):
             return {"position": position, "cluster": self._cluster(connection)}
 
     def tell_standstill(self, position: int) -> None:
-        """Check from time to time whether rows wait for an open transaction. Raises
-        EnvironmentFault if the transaction is open for too long."""
+        """Check from time to time whether rows wait for an open transaction, and report
+        it. Raises EnvironmentFault if the transaction is open for longer than
+        `stuckAfter`."""
         if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
@@ -175,9 +176,9 @@ class LogStream(DataSourceStreamReader):
             sys.stderr.flush()
 
     def _insist_on_own_rows(self) -> None:
-        """Raise EnvironmentFault if rows come from a dump. Such rows have transaction
-        ids of another cluster, and this cluster's counter may take months to reach
-        these ids."""
+        """Raise EnvironmentFault if rows were restored from a dump. Their transaction
+        ids belong to another cluster, and this cluster may take months to reach
+        them."""
         name = f"({self.position}::text::bigint)"
         foreign = f"{name} >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
         with closing(connect_plain(self.spec)) as connection:
@@ -199,8 +200,9 @@ class LogStream(DataSourceStreamReader):
         return str(identity)
 
     def after(self, first: int, last: int, rows: int) -> int:
-        """Return the end of a range of whole transactions. The range has at most `rows`
-        rows, unless its first transaction alone has more."""
+        """Return the end of a range that starts at `first`. The range has at most
+        `rows` rows, but never splits a transaction. So it has more rows if its first
+        transaction has more."""
         name = "created_xid::text::bigint" if self.postgres else "id"
         name = name.replace("created_xid", self.position)
         with closing(connect_plain(self.spec)) as connection:
@@ -216,8 +218,8 @@ class LogStream(DataSourceStreamReader):
 
 
 class WholeStream(LogStream):
-    """A stream by the interface of PySpark 4.0 and 4.1, which passes no start and reads
-    everything available."""
+    """A stream for PySpark 4.0 and 4.1. Spark passes no start position, and each
+    micro-batch reads everything available."""
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class WholeStream(LogStream):
         self._reached = -1
 
     def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]  # noqa: N802 - Spark's name
-        """Return how far the stream may read."""
+        """Return the position up to which the stream may read."""
         end = self.end()
         position = int(end["position"])
         if self.postgres and position <= self._reached:

@@ -1,9 +1,9 @@
-"""Writes messages into an outbox with a commit protocol.
+"""Writes a DataFrame into an outbox, as messages.
 
-A message needs an id, a destination and a body. Other values get defaults if they are
-missing or null. Each task stages its rows. The driver merges the rows of the successful
-tasks in one transaction. If a task or the whole run is repeated, each message is still
-stored only once.
+A message needs an id, a destination and a body. Other values have defaults if they are
+missing or null. Each task writes its rows to a staging table. Then the driver moves the
+rows of successful tasks into the outbox in one transaction. If a task or the whole run
+is repeated, each message is still stored only once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ DEFAULTS = {
 
 @dataclass
 class StagedTask(WriterCommitMessage):
-    """The rows that one task attempt has staged."""
+    """The rows that one attempt of a task has written to the staging table."""
 
     brought: Brought
 
 
 class OutboxWriter(DataSourceArrowWriter):
-    """Stores the messages of one run. The run's name makes it idempotent: it becomes
-    the `replay_id` of its rows, unique together with the message id."""
+    """Stores the messages of one run. The name of the run makes it idempotent: it is
+    the `replay_id` of the rows, and unique together with the message id."""
 
     def __init__(self, spec: SourceSpec, options: Mapping[str, str]) -> None:
         run = options.get("run", "")
@@ -54,17 +54,17 @@ class OutboxWriter(DataSourceArrowWriter):
         self.rate = float(options.get("rate", 0))
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedTask:
-        """Write the rows of one attempt of a task to the staging table."""
+        """Write the rows of one task attempt to the staging table."""
         messages = (_complete(batch) for batch in iterator)
         return StagedTask(self._staging().stage(attempt_key(), messages))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Merge the rows of the successful attempts."""
+        """Move the rows of the successful task attempts into the outbox."""
         tasks = [one.brought for one in messages if isinstance(one, StagedTask)]
         self._staging().merge(tasks, rate=self.rate)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Remove what was staged."""
+        """Delete this run's rows from the staging table."""
         self._staging().clear()
 
     def _staging(self) -> Staging:

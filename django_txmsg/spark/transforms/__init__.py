@@ -1,2 +1,2 @@
-"""Pure functions from DataFrames to DataFrames. Each module has the schemas of its
+"""Pure functions from DataFrames to DataFrames. Each module defines the schemas of its
 results."""

@@ -1,7 +1,8 @@
-"""What the report shows: times, throughput, backlog, redeliveries, dead letters.
+"""The data of the report: latencies, throughput, backlog, redeliveries and dead
+letters.
 
-The times of messages are stored as one sketch for each stage and hour, because sketches
-can be merged over hours, days and destinations, and percentiles cannot.
+Latencies are stored as one sketch for each stage and hour. Unlike percentiles, sketches
+can be merged over hours, days and destinations.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MEASURES = {
 
 
 def from_due(received: DataFrame, sent: DataFrame) -> DataFrame:
-    """Return inbox rows in which `created_at` of a delayed message is the instant at
-    which the message was due, because an intended delay does not count as latency."""
+    """Return the inbox rows. For a delayed message, `created_at` is its due time,
+    because an intended delay is not latency."""
     delayed = sent.where(due_at() > sf.col("created_at"))
     due = delayed.groupBy("message_id").agg(sf.min(due_at()).alias("wanted_at"))
     wanted = sf.coalesce("wanted_at", "created_at")
@@ -47,10 +48,10 @@ def from_due(received: DataFrame, sent: DataFrame) -> DataFrame:
 
 
 def stage_latencies(received: DataFrame) -> DataFrame:
-    """Return LATENCY for processed inbox rows, in seconds.
+    """Return LATENCY rows for the processed inbox rows, in seconds.
 
-    If two clocks differ, a time may be negative. Negative times stay in the sketch and
-    are counted separately, so that they are not mistaken for speed.
+    A latency is negative if two clocks differ. Negative values stay in the sketch. They
+    are also counted separately, so that nobody mistakes them for speed.
     """
     processed = received.where("processed_at IS NOT NULL")
     times = sf.array(
@@ -79,7 +80,7 @@ def stage_latencies(received: DataFrame) -> DataFrame:
 
 
 def percentiles(latencies: DataFrame, *by: str) -> DataFrame:
-    """Merge the sketches of LATENCY rows `by` columns and return PERCENTILES."""
+    """Return PERCENTILES: the sketches of LATENCY rows, merged by these columns."""
     merged = latencies.groupBy(*by).agg(
         sf.sum("messages").alias("messages"),
         sf.sum("negative").alias("negative"),
@@ -120,7 +121,8 @@ SENDERS = struct_of("sender string, destination string, messages long, dead long
 
 
 def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
-    """Return THROUGHPUT: how many messages reached each state in each hour."""
+    """Return THROUGHPUT: the number of messages that reached each state in each
+    hour."""
     events = _events(sent, "stored", "created_at")
     for frame, kind, instant in (
         (sent, "dispatched", "dispatched_at"),
@@ -135,9 +137,9 @@ def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
 
 
 def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFrame:
-    """Return BACKLOG: messages that are due and not dispatched at the end of each hour.
-    Messages that were waiting at `since` count from that hour on. Messages that are due
-    after `until` are left out."""
+    """Return BACKLOG: the number of messages at the end of each hour that were due, but
+    not dispatched. Messages that were already waiting at `since` are included. Messages
+    that are due after `until` are not."""
     left = sf.coalesce("dispatched_at", "dead_at")
     start = timestamp(since)
     stored, gone, dead = (sf.col(n) for n in ("created_at", "dispatched_at", "dead_at"))
@@ -164,8 +166,8 @@ def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFram
 
 
 def redeliveries(received: DataFrame) -> DataFrame:
-    """Return REDELIVERIES: for each stage, how many messages it received more than
-    once, how many it tried again, and how many it gave up."""
+    """Return REDELIVERIES: for each stage, the number of messages that were delivered
+    more than once, tried again, or given up."""
     again = (sf.col("deliveries") > 1) | (sf.col("attempts") > 1)
     return received.groupBy(sf.col("service").alias("receiver"), "stage").agg(
         sf.count("*").alias("messages"),
@@ -177,8 +179,8 @@ def redeliveries(received: DataFrame) -> DataFrame:
 
 
 def senders(sent: DataFrame) -> DataFrame:
-    """Return SENDERS: how many messages each sender has sent to each destination.
-    Cancelled messages do not count as failures."""
+    """Return SENDERS: the number of messages from each sender to each destination.
+    Cancelled messages do not count as failed."""
     failed = sf.col("cancelled_at").isNull()
     return sent.groupBy(sf.col("service").alias("sender"), "destination").agg(
         sf.count("*").alias("messages"),
@@ -208,8 +210,9 @@ _UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
 
 
 def with_fingerprint(letters: DataFrame) -> DataFrame:
-    """Add `group`: the fingerprint stored by the service or, if there is none, one made
-    of the exception's class and its message without ids and numbers."""
+    """Add the column `group`. It is the fingerprint that the service has stored. If
+    there is none, it is computed from the exception's class and its message without ids
+    and numbers."""
     masked = sf.regexp_replace("exception", _UUID, "#")
     masked = sf.regexp_replace(masked, r"0x[0-9a-fA-F]+|\d+", "#")
     made = sf.concat(
@@ -221,7 +224,8 @@ def with_fingerprint(letters: DataFrame) -> DataFrame:
 
 
 def groups(letters: DataFrame, *, buckets: int = 24) -> DataFrame:
-    """Return GROUPS; `growth` counts letters in equal parts of the period."""
+    """Return GROUPS. The column `growth` has the number of dead letters in each of
+    `buckets` equal parts of the period."""
     marked = with_fingerprint(letters)
     # Over all groups, so that their small charts share an axis.
     ends = marked.agg(

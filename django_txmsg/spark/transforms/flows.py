@@ -1,5 +1,5 @@
-"""Judges runs of flows: whether each continued, and whether a failed run undid all of
-its work.
+"""Judges runs of flows: whether a run is stuck, and whether a failed run has undone all
+of its work.
 
 A healthy run has no verdict. Its messages are judged like all others.
 """
@@ -35,8 +35,8 @@ REQUEST = struct_of("message_id string, was_sent boolean, processed_at timestamp
 
 
 def judged(runs: DataFrame, by: Judgement) -> DataFrame:
-    """Return the runs that can have a verdict. These are open runs, runs that undo or
-    have undone their work, and runs whose answer was not delivered."""
+    """Return the runs that can have a verdict: open runs, runs that undo or have undone
+    their work, and runs whose answer was not delivered."""
     chosen = runs.where(_undoing() | sf.col("ended_at").isNull() | _undelivered())
     if by.since is not None:
         chosen = chosen.where(sf.col("created_at") >= timestamp(by.since))
@@ -44,7 +44,7 @@ def judged(runs: DataFrame, by: Judgement) -> DataFrame:
 
 
 def requests_of(runs: DataFrame, undos: DataFrame, by: Judgement) -> DataFrame:
-    """Return the ids of the requests that the verdicts depend on."""
+    """Return the message ids of the requests that are needed to judge these runs."""
     waiting = _waits_for("answer") & (sf.col("since") < _stuck_before(by))
     asked = runs.where(waiting).select("request_id")
     undone = _undos_of(runs, undos).select("request_id")
@@ -58,10 +58,10 @@ def flow_verdicts(
     by: Judgement,
     known_from: Mapping[str, dt.datetime],
 ) -> DataFrame:
-    """Return VERDICT rows for runs that `judged()` has chosen.
+    """Return VERDICT rows for the runs that `judged()` returned.
 
-    `requests` are REQUEST rows for `requests_of()`. `known_from` has, for each service,
-    the instant from which on its log has all requests.
+    `requests` are the REQUEST rows for `requests_of()`. `known_from` maps each service
+    to the instant from which its log contains all requests.
     """
     stuck = _stuck_before(by)
     flows = runs.select(sf.col("flow").alias("name")).distinct()
@@ -141,8 +141,7 @@ def flow_verdicts(
 
 
 def _undos_of(runs: DataFrame, undos: DataFrame) -> DataFrame:
-    """Return the undos of runs that undo or have undone their work, each with its
-    flow."""
+    """Return the undos of these runs, each with its flow."""
     failed = runs.where(_undoing()).select("service", "message_id", "flow", "ended_at")
     return undos.join(failed, ["service", "message_id"])
 
@@ -160,7 +159,6 @@ def _waits_for(what: str) -> Column:
 
 
 def _undelivered() -> Column:
-    """Return whether a run has ended with an answer that was never sent to its
-    caller."""
+    """Return whether a run has ended, but its answer was never sent to its caller."""
     answered = sf.col("result").isin("answered", "failed")
     return sf.coalesce(answered & (sf.col("caller") != "{}"), sf.lit(False))

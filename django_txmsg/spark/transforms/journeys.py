@@ -1,9 +1,8 @@
-"""The journey of a message to a consumer: all steps of the message in the logs, merged
-into one row.
+"""Journeys of messages. A journey combines everything that the logs have about one
+message and one consumer.
 
-A step is a row of an outbox or an inbox, or a resolved dead letter. A journey is the
-result of merging steps. Both have the same columns, and the order of merging does not
-matter.
+A step is one row of an outbox or an inbox, or a resolved dead letter. Steps are merged
+into journeys. Both have the same columns, and the order of merging does not matter.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ PROMPT = dt.timedelta(hours=1)
 
 
 def departures(sent: DataFrame) -> DataFrame:
-    """Return JOURNEY: a step for each row of SENT."""
+    """Return JOURNEY: one step for each row of SENT."""
     stored = sf.col("created_at")
     topic = is_topic(sf.col("destination"))
     due = due_at()
@@ -121,16 +120,16 @@ def departures(sent: DataFrame) -> DataFrame:
 
 
 def due_at() -> Column:
-    """Return when a stored message should have left. A failed attempt to send it moves
-    `due_at`, so this is the earliest possible instant."""
+    """Return the earliest time at which a stored message could be sent. A failed
+    attempt changes the column `due_at`."""
     backoffs = sf.coalesce("attempts", sf.lit(0)) * int(_BACKOFF.total_seconds() * 1e6)
     first = sf.timestamp_micros(sf.unix_micros("due_at") - backoffs)
     return sf.greatest("created_at", first)
 
 
 def arrivals(received: DataFrame) -> DataFrame:
-    """Return JOURNEY: a step for each row of RECEIVED. If a message has two such steps
-    at one consumer, the first row was deleted before the message arrived again."""
+    """Return JOURNEY: one step for each row of RECEIVED. A message may have two such
+    steps at one consumer, if its first row was deleted before it arrived again."""
     consumer = sf.concat_ws("/", "service", "stage")
     # A message that waits for another one has no due time of its own.
     due = sf.when(sf.col("waits_for").isNull(), sf.col("due_at"))
@@ -153,10 +152,10 @@ def arrivals(received: DataFrame) -> DataFrame:
 
 
 def resolutions(letters: DataFrame) -> DataFrame:
-    """Return JOURNEY: a step for each row of LETTERS that an operator has resolved, and
-    one for each copy sent in its place. A copy for a stage is parked directly at that
-    stage, so it is in no outbox. A letter without a stage belongs to a message that
-    could not be sent."""
+    """Return JOURNEY: one step for each row of LETTERS that an operator has resolved,
+    and one for each copy that was sent instead. A copy for a stage is parked directly
+    in the inbox, so no outbox contains it. A dead letter without a stage belongs to a
+    message that could not be sent."""
     letters = letters.where("resolved_at IS NOT NULL")
     at_stage = is_topic(sf.col("destination")) & (sf.col("stage") != "")
     consumer = sf.concat_ws("/", "service", "stage")
@@ -187,13 +186,14 @@ def resolutions(letters: DataFrame) -> DataFrame:
 def steps(
     sent: DataFrame, received: DataFrame, letters: DataFrame | None = None
 ) -> DataFrame:
-    """Return JOURNEY: all steps of messages."""
+    """Return JOURNEY: the steps of all these rows."""
     both = departures(sent).unionByName(arrivals(received))
     return both if letters is None else both.unionByName(resolutions(letters))
 
 
 def merged(journeys: DataFrame, *by: str) -> DataFrame:
-    """Merge steps and journeys that have the same key, or the same part of the key."""
+    """Merge steps and journeys with the same key, or with the same values in the
+    columns `by`."""
     by = by or KEY
     # There are few steps of each, in separate files: nothing can be merged before the
     # shuffle, and trying takes longer than shuffling.
@@ -206,20 +206,22 @@ def merged(journeys: DataFrame, *by: str) -> DataFrame:
 
 
 def mark() -> Column:
-    """Return a message's mark. Two messages may have the same mark by chance."""
+    """Return the mark of a message, a short hash of its id. Two messages may have the
+    same mark."""
     return sf.xxhash64("message_id")
 
 
 def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
-    """Return KEPT, from all journeys of each message. Finished is:
+    """Return KEPT rows: journeys with a flag that says whether they are finished. All
+    journeys of a message must be in `journeys`. These are finished:
 
-    - a queue's message that was sent once and processed once, within PROMPT;
-    - a topic's message that was sent once, and processed once within PROMPT by each
-      consumer of EXPECTED that listened when it was sent, and by no other.
+    - a message to a queue that was sent once and processed once, within PROMPT;
+    - a message to a topic that was sent once, and processed once within PROMPT by each
+      consumer of EXPECTED that listened when it was sent, and by no other consumer.
 
     The verdict of a finished journey depends neither on the limit for late messages nor
-    on the time of judgement. For a topic's message it still depends on the listeners,
-    and a later run may find more of them.
+    on the time of the judgement. For a topic, it still depends on the listeners,
+    because a later run may find more of them.
     """
     topic, sending = is_topic(sf.col("destination")), sf.col("pair") == ""
     micros = {name: sf.unix_micros(name) for name in ("stored_at", "due_at")}
@@ -286,7 +288,7 @@ def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
 
 
 def _step(frame: DataFrame, **known: Column) -> DataFrame:
-    """Return JOURNEY. Values that this side of the journey does not have are null;
+    """Return JOURNEY rows with the columns `known`. Other columns are null, and other
     counts are 0."""
     nothing = dict.fromkeys(("sent_us", *_COUNTS), sf.lit(0))
     return frame.select(
@@ -306,5 +308,5 @@ def _one(instant: Column) -> Column:
 
 
 def is_topic(destination: Column) -> Column:
-    """Return whether a destination is a topic; null if it is unknown."""
+    """Return whether a destination is a topic. Null if the destination is null."""
     return destination.startswith(wire.TOPIC_PREFIX)

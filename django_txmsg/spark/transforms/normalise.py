@@ -1,5 +1,5 @@
-"""Merges rows of the lake and of live databases into one log that has each row once.
-Also converts Python's instants into Spark's expressions."""
+"""Merges rows from the lake and from databases into one log with each row once. Also
+converts instants to Spark expressions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pyspark.sql import types as t
 
 
 def timestamp(value: dt.datetime) -> Column:
-    """Return the expression for an aware datetime, whatever the session's time zone."""
+    """Return an expression for an aware datetime. It does not depend on the session's
+    time zone."""
     return sf.timestamp_micros(sf.lit(int(value.timestamp() * 1_000_000)))
 
 
@@ -22,11 +23,11 @@ def whole_log(
 ) -> DataFrame:
     """Return the union of `frames` with the columns of `struct`, each row once.
 
-    While a batch is committed and not yet purged, its rows are both in the lake and in
-    the database. Such a pair has the same service, id and message id. (The row of a
-    message that was processed again has another id.) A single frame is returned as it
-    is, so that conditions on it reach its files. If `twice` is False, the frames have
-    no common row, and are only appended to each other, for the same reason.
+    Between the commit and the purge of a batch, its rows are both in the lake and in
+    the database. These two rows have the same service, id and message id. (If a message
+    is processed again, its new row has another id.) With `twice=False`, the caller
+    knows that no row is in two frames. Then, and for a single frame, duplicates are not
+    removed, so that filters can be pushed down to the files.
     """
     columns = struct.fieldNames()
     keys = ["service", "id", "message_id"] if twice and len(frames) > 1 else []
@@ -42,8 +43,8 @@ def whole_log(
 
 
 def with_cancelled(archived: DataFrame) -> DataFrame:
-    """Return the lake's outbox rows with `cancelled_at`. In files that are older than
-    this column, the beginning of the error shows which rows were cancelled."""
+    """Return the lake's outbox rows with the column `cancelled_at`. In files that are
+    older than this column, cancelled rows are recognised by their error text."""
     by_intent = sf.col("last_error").startswith("cancelled: ")
     known = sf.when(by_intent, sf.col("dead_at"))
     return archived.withColumn("cancelled_at", sf.coalesce("cancelled_at", known))

@@ -1,6 +1,6 @@
-"""Rows for an outbox: replayed messages, and new ones from data.
+"""Rows for an outbox: replayed messages, and new messages from a dataset.
 
-Ids are a function of the run and of the row, so that a repeated run stores nothing.
+Ids are derived from the run and the row. So a repeated run stores nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLACE = re.compile(r"\{([^{}]+)\}")
 
 
 def derived_uuid(name: Column) -> Column:
-    """Return the version 5 UUID of a name in our namespace, as `uuid.uuid5` does."""
+    """Return the version 5 UUID of a name in our namespace, like `uuid.uuid5`."""
     space = sf.unhex(sf.lit(wire.NAMESPACE.hex))
     digest = sf.sha1(sf.concat(space, sf.encode(name, "UTF-8")))
     variant = sf.translate(
@@ -40,10 +40,10 @@ def derived_uuid(name: Column) -> Column:
 def to_outbox_rows(
     archived: DataFrame, *, run: str, mode: Literal["same", "copy"]
 ) -> DataFrame:
-    """Return STAGED rows of outbox rows.
+    """Return STAGED rows from archived outbox rows.
 
-    With the mode `same`, the messages keep their ids, and every inbox that still has an
-    id drops the message. With the mode `copy`, ids are derived from the run and the
+    With the mode `same`, messages keep their ids, so an inbox that still knows an id
+    drops the message. With the mode `copy`, new ids are derived from the run and the
     original ids.
     """
     original = sf.col("message_id")
@@ -77,9 +77,9 @@ def from_dataset(
     """Return STAGED rows: one message for each row of a dataset.
 
     In `destination`, `key`, the headers and the strings of `template`, `{column}` is
-    replaced by a column's value. A string that is only such a reference keeps the
-    value's type. `identity` names the columns that identify a row; without it a row is
-    identified by its content and, among equal rows, its number.
+    replaced by the value of that column. A string that consists only of `{column}`
+    keeps the type of the value. `identity` names the columns that identify a row.
+    Without it, a row is identified by its content. Equal rows are numbered.
     """
     identities = [one for one in identity.split(",") if one]
     for name in identities:
@@ -111,7 +111,7 @@ def from_dataset(
 
 
 def parse_template(text: str) -> Any:
-    """Return a template from its JSON. Raises UsageError."""
+    """Parse a template from JSON. Raises UsageError if it is invalid."""
     try:
         template = json.loads(text)
     except ValueError as error:
@@ -122,7 +122,7 @@ def parse_template(text: str) -> Any:
 
 
 def _built(template: Any, rows: DataFrame) -> Column:
-    """Build a template's value as a column of the same shape."""
+    """Return a column with the template's value for each row."""
     if isinstance(template, dict):
         return sf.struct(*[_built(v, rows).alias(k) for k, v in template.items()])
     if isinstance(template, list):

@@ -1,8 +1,7 @@
-"""Compares what was sent with what was received, per message and consumer.
+"""Judges messages: compares sent with received ones, for each message and consumer.
 
-`reconcile()` judges every pair of a message and a consumer that should have received
-it. A message younger than the horizon is never judged lost, because its rows may not be
-in the logs yet.
+A message that was sent after the horizon is never judged lost, because the logs may not
+have its rows yet.
 """
 
 from __future__ import annotations
@@ -100,19 +99,20 @@ class Judgement:
 
     @property
     def strictest(self) -> dt.timedelta:
-        """The shortest time after which a message is late, at any destination."""
+        """The shortest time after which a message to any destination is late."""
         return min([self.late_after, *(limit for _, limit in self.late_at)])
 
 
 def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame:
-    """Return one VERDICT row for each message and each of its consumers, from all its
-    steps.
+    """Return one VERDICT row for each message and consumer, from all steps of the
+    messages.
 
-    A queue's message has one consumer: if two have processed it, it was processed
-    twice. A topic's message has all consumers of `expected` that listened when it was
-    sent.
+    A message to a queue has one consumer. If two consumers have processed it, it was
+    processed twice. The consumers of a message to a topic are those of `expected` that
+    listened when it was sent.
 
-    Sent and received messages are in one frame, so that Spark shuffles them only once.
+    Sent and received messages are in the same frame, so that Spark shuffles them only
+    once.
     """
     wanted = expected.select(
         sf.col("destination").alias("topic"),
@@ -135,8 +135,7 @@ def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame
 
 
 def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
-    """Return the VERDICT rows of complete journeys: one row for each message and
-    consumer."""
+    """Return one VERDICT row for each message and consumer, from complete journeys."""
     if by.since is not None:
         start = timestamp(by.since)
         # In a form by which Spark skips parts of files.
@@ -192,15 +191,15 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
 
 
 def is_finding(prefix: str) -> list[Column]:
-    """Return the conditions under which a finding equals the one in the columns with
-    this prefix. In those columns, an empty text stands for an unknown value."""
+    """Return the join conditions between a finding and the columns with this prefix. In
+    those columns, an unknown value is "" and not null."""
     return [sf.coalesce(n, sf.lit("")) == sf.col(f"{prefix}{n}") for n in _IDENTITY]
 
 
 def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
-    """Return FINDING rows: each finding with the instant of the first run that found
-    it. KNOWN may have several rows for a finding; a finding without one is from
-    `now`."""
+    """Return FINDING rows: each finding with the time of the run that first found it.
+    KNOWN may have several rows for a finding. A finding that is not in KNOWN was first
+    found `now`."""
     first = known.groupBy(
         *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in _IDENTITY]
     ).agg(
@@ -216,8 +215,8 @@ def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
 
 
 def standing(journal: DataFrame) -> DataFrame:
-    """Return the FINDING rows that are not resolved after a run. The last CHANGE row of
-    such a finding has the change `found`."""
+    """Return the unresolved FINDING rows of a journal. The last CHANGE row of an
+    unresolved finding has the change `found`."""
     last = {
         name: sf.max_by(name, "recorded_at").alias(name)
         for name in CHANGE.fieldNames()
@@ -235,9 +234,9 @@ def changes(
     now: dt.datetime,
     since: dt.datetime | None,
 ) -> DataFrame:
-    """Return CHANGE rows: the new findings of a run, and the findings of earlier runs
-    (`before`) that are resolved now. An earlier finding counts as resolved only if its
-    message was sent at the time `since` or later."""
+    """Return CHANGE rows: findings that are new in this run, and earlier findings
+    (`before`) that are now resolved. With `since`, only findings about messages sent
+    since then can become resolved, because the run has judged only these."""
     same = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
     stood = before.select(*[sf.col(n).alias(f"stood_{n}") for n in _IDENTITY])
     fresh = findings.join(stood, is_finding("stood_"), "left_anti")
@@ -251,8 +250,8 @@ def changes(
 
 
 def outcome(verdicts: DataFrame) -> DataFrame:
-    """Return OUTCOME: verdicts counted by day, destination and kind, and one row for
-    each finding. The whole result of a run comes from one pass over the verdicts."""
+    """Return OUTCOME: the number of verdicts by day, destination and kind, and one row
+    for each finding. So a run needs only one pass over the verdicts."""
     finding = sf.when(
         sf.col("verdict").isin(*FINDINGS), sf.struct(*VERDICT.fieldNames())
     )
@@ -269,7 +268,7 @@ def outcome(verdicts: DataFrame) -> DataFrame:
 
 
 def summary(outcome: DataFrame) -> DataFrame:
-    """Return SUMMARY: verdicts counted per day, destination and kind."""
+    """Return SUMMARY: the number of verdicts by day, destination and kind."""
     return outcome.groupBy("sent_on", "destination", "verdict").agg(
         sf.sum("messages").alias("messages"),
         sf.min("first_sent_at").alias("first_sent_at"),
@@ -283,9 +282,9 @@ def findings(outcome: DataFrame) -> DataFrame:
 
 
 def places(steps: DataFrame) -> DataFrame:
-    """Return PLACE: which consumer has received from which destination and sender, the
-    first and the last message, and the times on the way. A destination from which
-    nothing was received has no receiver."""
+    """Return PLACE: one row for each destination, consumer (of a topic), sender and
+    receiving service. It has the first and the last message, and the times that
+    messages took."""
     listener = sf.when(is_topic(sf.col("destination")), sf.col("consumer"))
     # A copy was made where it was received.
     due = sf.when(sf.col("copied_at").isNull(), sf.col("due_at"))
@@ -312,13 +311,13 @@ def places(steps: DataFrame) -> DataFrame:
 
 
 def service_of(consumer: Column) -> Column:
-    """Return the service that a consumer belongs to."""
+    """Return the service of a consumer."""
     return sf.substring_index(consumer, "/", 1)
 
 
 def fits(column: Column, patterns: Sequence[str]) -> Column:
-    """Return whether a text fits one of some patterns, in which * stands for any
-    characters; False where there is no text."""
+    """Return whether a text matches one of these patterns. * matches any characters.
+    False for null."""
     tests = [
         column.rlike(f"^{re.escape(one).replace(_ANY, '.*')}$") for one in patterns
     ]
@@ -383,9 +382,9 @@ def _verdict(by: Judgement) -> Column:
 
 
 def _is_a_task(by: Judgement) -> Column:
-    """Return a condition, true for a message that went to a Celery worker without an
-    inbox. A worker counts as one without an inbox if no inbox has ever received a task
-    with the message's task name."""
+    """Return whether a message is a task for a Celery worker without an inbox. A worker
+    is assumed to have no inbox if no inbox has received anything from the message's
+    destination."""
     left = [
         (sf.col("sender") == service) & (sf.col("broker") == alias)
         for service, alias in by.task_brokers
@@ -396,7 +395,8 @@ def _is_a_task(by: Judgement) -> Column:
 
 
 def _late(by: Judgement) -> Column:
-    """Return how many microseconds a message to a destination may take."""
+    """Return the time after which a message is late at its destination, in
+    microseconds."""
     limit = sf.lit(int(by.late_after.total_seconds() * 1e6))
     for pattern, least in reversed(by.late_at):
         own = sf.lit(int(least.total_seconds() * 1e6))
@@ -405,7 +405,8 @@ def _late(by: Judgement) -> Column:
 
 
 def _ahead(by: Judgement) -> Column:
-    """Return by how many microseconds the receiver's clock is ahead of the sender's."""
+    """Return how far the receiver's clock is ahead of the sender's clock, in
+    microseconds."""
     ahead = sf.lit(0)
     receiver = service_of(sf.col("consumer"))
     for sender, name, micros in by.clocks:
