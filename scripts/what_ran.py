@@ -27,7 +27,7 @@ TABLE = re.compile(r"(?<=<!-- tested -->\n).*?(?=<!-- end of tested -->)", re.DO
 #: So many failures of a run are printed.
 FAILURES = 20
 
-#: The rows of the table, and the versions that should work besides those that ran.
+#: The rows of the table, and the versions that should also work.
 EXPECTED = {
     "RabbitMQ": "3.11 to 3.13, 4.1, 4.2",
     "ActiveMQ Classic": "5.18, 5.19, 6",

@@ -178,7 +178,7 @@ class RedisSession(Session):
                 pipeline.xadd(stream_of(one.destination), fields)
             if entries:
                 pipeline.xack(self._stream, self._group, *entries)
-                if self._group == WORKERS:  # nobody else's
+                if self._group == WORKERS:  # no other group reads this stream
                     pipeline.xdel(self._stream, *entries)
             pipeline.execute()
         self._held.difference_update(entries)
@@ -197,7 +197,8 @@ class RedisSession(Session):
             if self._group == self._me:
                 self.client.xgroup_destroy(self._stream, self._group)
             elif held:
-                # As if nobody had touched them for long: the next one claims them.
+                # Mark them as idle for a whole lease, so that the next session claims
+                # them.
                 who = (self._stream, self._group, self._me)
                 self.client.xclaim(*who, 0, held, idle=self._lease, justid=True)
         self.client.close()

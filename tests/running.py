@@ -41,7 +41,7 @@ committing = pytest.mark.django_db(
 Handler = Callable[[Message], Any]
 _numbers = itertools.count()
 
-#: Impatient, so that a test waits for nothing; nothing leaves by itself.
+#: Short intervals, so that a test waits little. No message leaves without a relay.
 IMPATIENT: dict[str, Any] = {
     "SERVICE": "tests",
     "BROKERS": {

@@ -16,7 +16,7 @@ from django_txmsg.errors import BrokerError, DestinationUnavailable
 
 #: Destinations with a limit, and for how many messages there is room.
 ROOM: dict[str, int] = {}
-#: How many messages were sent to each destination, those that were refused included.
+#: How many messages were sent to each destination, refused ones included.
 TRIED: Counter[str] = Counter()
 _lock = threading.Lock()
 

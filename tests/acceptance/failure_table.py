@@ -83,15 +83,15 @@ EXPECTED: dict[tuple[str, str], dict[str, list[Outcome]]] = {
     for fault in FAULTS
 }
 
-# Best effort: between the database's commit and the broker's, nobody can help.
+# Best effort cannot prevent a failure between the database's commit and the broker's.
 for fault in FAULTS[:3]:
     EXPECTED["best_effort_1pc", fault]["committed"] = [TWICE]
 for fault in FAULTS[1:3]:
     # The broker was proven alive, and died before its own commit.
     EXPECTED["best_effort_1pc", fault]["broker proven alive"] = [TWICE]
 
-#: (mode, fault, step) → what RabbitMQ may lead to besides: it confirms a COMMIT before
-#: the acknowledgements in it are on its disk.
+#: (mode, fault, step) → an outcome that RabbitMQ permits too. It confirms a COMMIT
+#: before the acknowledgements in it are on its disk.
 ON_RABBITMQ_ALSO = {
     ("best_effort_1pc", "broker killed", "broker committed"): COPIED,
     ("broker_only", "broker killed", "broker committed"): SENT_TWICE,

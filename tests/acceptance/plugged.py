@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-#: Nobody listens there, and nobody may be asked.
+#: No server listens there, and nothing may connect to it.
 NOBODY = "stomp://user:secret@127.0.0.1:1?connect_timeout=1"
 
 FILES = {

@@ -60,7 +60,7 @@ def test_the_docs_show_what_is_expected_here() -> None:
     assert failure_table.PAGE.read_text() == failure_table.page()
 
 
-# On PostgreSQL: with SQLite's one writer, nobody works while another stands still.
+# On PostgreSQL, because SQLite has one writer: if it is stopped, all others wait.
 @committing
 @pytest.mark.postgresql
 @pytest.mark.timeout(240)

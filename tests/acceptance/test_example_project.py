@@ -186,7 +186,7 @@ def test_a_person_sees_an_order_fail_in_the_browser(stand: Stand) -> None:
         chromium.open("/")
         chromium.find("input[name=payment_fails]").click()
         chromium.click("Order")
-        # The page is not loaded again by us: it shows what happens by itself.
+        # The test does not reload the page: the page updates itself.
         assert chromium.find(".steps .dead").text == "Paid"
         assert "the bank does not answer" in chromium.text
         for path in ("/", chromium.driver.current_url.removeprefix(stand.shop.base)):

@@ -287,7 +287,7 @@ def judge(total: int) -> str:
             assert undone == [UNDONE_BY[one] for one in reversed(done)], effects
     assert not Run.objects.filter(ended_at=None).exists()
     assert not FlowUndo.objects.filter(confirmed_at=None).exists()
-    # A request that is refused stays, so that somebody sees why.
+    # A refused request stays as a dead letter, so that an operator sees the reason.
     kept = DeadLetter.objects.filter(resolution="open").exclude(reason="refused")
     assert not kept.exists(), list(kept.values())
     failed = [one for one in found.values() if one[-1] == "False"]

@@ -22,8 +22,8 @@ pytestmark = committing
 
 #: What the next release may add: docs/versions.md.
 COLUMN = "of_the_next_release"
-#: Messages as the release before wrote them, which are never edited: each release adds
-#: a file of its own.
+#: Messages as earlier releases wrote them. They are never edited; each release adds a
+#: file.
 SAMPLES = [
     {**sample, "name": f"{file.stem} {sample['name']}"}
     for file in sorted((Path(__file__).parent / "messages_of").glob("*.json"))

@@ -94,7 +94,7 @@ class Traffic:
 
     def finish(self) -> None:
         """Check that each message was processed once, in the order of its key."""
-        # A killed worker's claim has a lease, whose end nobody waits for here.
+        # The claim of a killed worker has a lease. End it instead of waiting.
         asked(
             lambda: InboxMessage.objects.filter(lease_until__isnull=False).update(
                 lease_until="2000-01-01T00:00:00+00:00"

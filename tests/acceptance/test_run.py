@@ -33,7 +33,7 @@ pytestmark = committing
 
 Manage = Callable[..., ManageProcess]
 
-#: What a killed process had in hand is free again soon.
+#: A short lease: the messages of a killed process are soon due again.
 BROKERS = {"default": {"URL": "database://?poll=0.01&lease=2"}}
 STAGES = """
 import threading
@@ -109,7 +109,7 @@ def test_run_relays_consumes_and_prints_a_line_for_each_message(
     lines = process.succeed().splitlines()
     assert kinds == {"relay", "consumer"}
     assert not Worker.objects.exists()
-    # Nothing twice, be it by a log that nobody has set up.
+    # No line appears twice, although this project does not configure logging.
     assert sum(str(bad.id) in line for line in lines) == 2
     assert sum(str(good.id) in line for line in lines) == 2
     assert DeadLetter.objects.get().message_id == bad.id

@@ -158,7 +158,7 @@ def test_a_paused_stage_is_a_notice_and_no_alarm(
     overdue = viewer.get(f"{URL}inboxmessage/?state=overdue")
     assert not overdue.context["cl"].result_list
 
-    # Another stage's are overdue as ever.
+    # The redeliveries of another stage are still overdue.
     factories.InboxMessageFactory(stage="mail.send", parked=True, due_at=late)
     assert "1 redelivery is overdue" in viewer.get(URL).content.decode()
     assert told()[1] == 1

@@ -14,7 +14,7 @@ from django_txmsg.testing.broker_suite.talk import Talk
 from tests.services import BROKERS, ByAmqp
 from tests.services.stomp_server import ALLOWED, StompServer
 
-#: A broker that somebody else has started: its own versions, in its own container.
+#: The URL of a broker that was started outside the tests, for example in a container.
 ELSEWHERE = os.environ.get("TXMSG_TEST_STOMP_URL", "")
 
 

@@ -17,7 +17,7 @@ from tests.faults import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
-#: What somebody does who has logged in: read the first line, press Redeliver.
+#: A user who has logged in reads the first line, and presses Redeliver.
 PRESS = """
 import re
 from django.contrib.auth.models import User

@@ -151,7 +151,7 @@ def test_a_refused_alert_is_delivered_later_and_its_end_only_after_it(
         loop.tick()
         assert [call["id"] for call in receiver.calls] == [receiver.calls[0]["id"]] * 2
 
-        # An end whose beginning nobody has heard of is not delivered.
+        # If the begin of an alarm was never delivered, its end is not delivered either.
         receiver.answers = [500]
         StageState.objects.pause("orders.place")
         loop.tick()

@@ -406,7 +406,7 @@ def test_subscription_ends_if_its_channel_ends_during_a_send(
     elsewhere = Outgoing(f"{destination}.other", {}, b"y")
     assert session.send([elsewhere]) == [None]
     session.subscribe(destination, prefetch=1)
-    # What nobody has received is acknowledged: RabbitMQ closes the channel for it.
+    # Acknowledging a delivery that was never received: RabbitMQ closes the channel.
     assert isinstance(session, AmqpSession)
     session._link.write(frames.acknowledged(999, CONSUMING))
 

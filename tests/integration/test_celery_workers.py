@@ -336,7 +336,7 @@ def test_a_queue_that_was_deleted_loses_no_task(
             lost = call_and_ship()
             assert lost.dispatched_at is None
             assert "takes 'eu.#' any more" in lost.last_error
-            # Declared anew with the next one.
+            # The next call declares the queue again.
             assert call_and_ship().dispatched_at is not None
             queue(connection.default_channel).delete()
     finally:

@@ -73,7 +73,7 @@ class TestInsideATestCase(TestCase, Declares):
         }
     )
     def test_a_stage_may_call_a_celery_task_which_is_a_row(self) -> None:
-        # What nobody listens to is tests.celery_shop's own broker.
+        # tests.celery_shop sends to a broker on which nothing listens.
         def place(message: Message) -> None:
             add.delay(message.body["one"], 2)
 

@@ -68,7 +68,7 @@ def test_a_header_stomp_cannot_carry_buries_its_message_and_no_other(
             wait_until(lambda: len(bodies) == len(HARMLESS) + 2, deadline=60)
             wait_until(lambda: DeadLetter.objects.count() == 5, deadline=60)
 
-    # What came from elsewhere went round the queue once more, for an id of its own.
+    # Each foreign message went through the queue once more, to get an id.
     assert Counter(bodies) == {"first": 1, b"harmless": len(HARMLESS), "last": 1}
     letters = DeadLetter.objects.order_by("pk")
     assert {letter.reason for letter in letters} == {"malformed_headers"}

@@ -97,7 +97,7 @@ def test_a_message_that_expired_is_taken_in_with_the_broker_s_reason(
         delivery=jms.Delivery(time_to_live=dt.timedelta(milliseconds=1)),
     )
     if isinstance(server, ActiveMQ):
-        # It notices when somebody would read.
+        # ActiveMQ notices that a message has expired when a consumer asks for it.
         assert session.create_consumer(destination).receive(0.5) is None
     with taking_in(server.url(), dead):
         pass

@@ -78,7 +78,7 @@ def test_full_stage_stops_receiving_and_resumes_when_there_is_room(
         with running(stage, concurrency=2, room=limits.Room(stage)) as threads:
             wait_until(full.exists, deadline=60)
             wait_until(lambda: all(thread.dry for thread in threads), deadline=60)
-            # Each of its threads may have had one in hand.
+            # Each of its threads may have been processing one message more.
             assert 8 <= waiting() <= 12
             assert QueueMessage.objects.filter(queue=stage.destination).exists()
             InboxMessage.order.let_go(stage.name, "stuck", link="txmsg-after")

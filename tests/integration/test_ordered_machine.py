@@ -248,7 +248,7 @@ class Life(RuleBasedStateMachine):
             "headers", flat=True)}  # fmt: skip
         for body, headers in before:
             if headers["txmsg-id"] not in left:
-                # What the broker does with what nobody has acknowledged.
+                # A broker redelivers a message that was not acknowledged.
                 put(DESTINATION, bytes(body), dict(headers))
 
     @rule(minutes=st.sampled_from([1, 60]))

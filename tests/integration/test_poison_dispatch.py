@@ -29,7 +29,7 @@ pytestmark = committing
 ATTEMPTS = 3
 Way = Callable[[], object]
 
-#: Each begins anew, as cron and Celery beat do.
+#: Each call starts a new relay, as cron and Celery beat do.
 WAYS: dict[str, Way] = {
     "relay --once": lambda: call_command("relay", "--once", verbosity=0),
     "the Celery task": lambda: tasks.relay_outbox(),

@@ -127,7 +127,7 @@ def test_the_lane_waits_for_a_database_that_refuses_connections(
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        # The first try finds its connection gone, the next ones find nobody.
+        # At the first try the connection is lost. At the next ones no server listens.
         wait_until(lambda: caplog.text.count("retrying to record") >= 3)
         assert not lane.counts["dispatched"]
     finally:

@@ -102,7 +102,8 @@ def test_a_broker_wants_the_password(
         match="Check the URL's port, user, password",
     ):
         factory.create_connection()
-    # One word on it is enough, and what kind of broker it is nobody knows yet.
+    # The exception is enough: no log line repeats it, and none warns about the kind of
+    # broker, which is still unknown.
     assert caplog.messages == []
 
 

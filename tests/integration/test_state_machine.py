@@ -152,7 +152,7 @@ class Life(RuleBasedStateMachine):
         row = QueueMessage.objects.first()
         if row is not None:
             step(self.stage)
-            # What the broker does with a delivery that nobody acknowledged.
+            # A broker redelivers a message that was not acknowledged.
             put(DESTINATION, bytes(row.body), dict(row.headers))
 
     @invariant()

@@ -255,7 +255,7 @@ def test_many_messages_of_a_subscription_are_deleted_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(queue, "REMOVED_TOGETHER", 2)
-    # Dispatched by nobody else, who might have one still in hand.
+    # No relay runs, which might still be sending one of the messages.
     with txmsg(), declared(note, TOPIC) as stage:
         step(stage)
         for number in range(5):

@@ -36,7 +36,7 @@ pytestmark = [committing, pytest.mark.postgresql]
 
 Manage = Callable[..., ManageProcess]
 
-#: As if nobody polled.
+#: Polls so seldom that only a notification can wake a process.
 PATIENT: dict[str, Any] = {
     **IMPATIENT,
     "BROKERS": {"default": {"URL": "database://?poll=600"}},

@@ -146,7 +146,7 @@ class Server:
         cut."""
         if self.process is None:
             return
-        if self.running:  # or else its id may be somebody else's by now
+        if self.running:  # otherwise another process may have its id by now
             leader = psutil.Process(self.process.pid)
             family = [leader, *leader.children(recursive=True)]
             for member in family:

@@ -227,8 +227,8 @@ def test_a_body_changed_behind_our_back_is_never_deleted(
 
     result = archive(spark, log, lake, on_step=tamper)
 
-    # Refused at first; then archived anew, as it is now. (On PostgreSQL by the next
-    # run: the change is younger than this one.)
+    # The changed row is refused at first, and then archived as it is now. On PostgreSQL
+    # only the next run does that, because the change is younger than this run.
     assert "id 3" in result.refused[0]
     archive(spark, log, lake)
     rows = {row["id"]: row["body"] for row in delta_rows(lake).to_pylist()}

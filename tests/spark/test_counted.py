@@ -318,7 +318,7 @@ def test_files_of_a_day_are_joined_when_they_are_a_crowd(
         archive_all(spark, log, lake)
         judged(spark, spec)
         run_sweep(spec, SweepOptions(), Run("sweep", {}))
-        # A sweep does not make one of those that tell of themselves.
+        # A sweep does not compact the files of `journeys`.
         assert sum(files_of(lake).values()) == 4 * (number + 1)
 
     assert sorted(files_of(lake).values()) == [16]

@@ -39,7 +39,7 @@ def log_of_a_person(log: Log) -> uuid.UUID:
         [{"message_id": ann, "key": PERSON, "body": SECRET.encode(),
           "headers": {"from": SECRET}, "last_error": SECRET, "session_id": session}]
     )  # fmt: skip
-    # Two requests, and what they were answered; the second is somebody else's.
+    # Two requests with their responses. The second is another person's.
     log.insert(
         "django_txmsg_idempotencykey",
         [{"caller": "user:1", "key": str(one), "fingerprint": "", "status_code": 201,
@@ -69,7 +69,7 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
         [{"message_id": last, "processed_at": None, "waits_for": before,
           "due_at": LONG_AGO.replace(year=9000), "waits_since": LONG_AGO,
           "after_at": LONG_AGO, "key": PERSON, "body": b"1",
-          # A worker has it in hand, and is about to put it back.
+          # A worker has claimed the row, and is about to release it.
           "lease_until": LONG_AGO.replace(year=9000), "lease_token": uuid.uuid4(),
           "headers": {wire.KEY: PERSON, wire.AFTER: f"{before};at=x", "a": "b"}}]
     )  # fmt: skip

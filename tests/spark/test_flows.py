@@ -199,7 +199,7 @@ def test_what_a_flow_has_lost_is_found(
     answer = QueueMessage.objects.get(queue="acts.trip.steps")
     lost = answer.headers["txmsg-id"]
     answer.delete()
-    # It undoes its work, and nobody takes the undo.
+    # The run undoes its work, and no service receives the undo.
     undoing = waiting("A-5")
     with transaction.atomic():
         cancel(undoing, "sold out")

@@ -337,7 +337,7 @@ def test_the_certificate_of_a_webhook_is_verified(tmp_path: Path, monkeypatch) -
 
 def test_a_webhook_that_never_answers_is_given_up() -> None:
     with receiver() as taking:
-        taking.shutdown()  # listens, and nobody is there
+        taking.shutdown()  # the socket still listens, and nothing answers
         silent = Webhook(taking.url, timeout=0.2)
         assert not silent.post({}, threading.Event())
         threading.Thread(target=taking.serve_forever, args=(0.01,)).start()

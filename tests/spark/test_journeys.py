@@ -346,8 +346,8 @@ def test_a_run_reads_one_version_of_the_journeys(
         assert rows.count() == 5
         assert content(merged(rows.unionByName(pinned.rest()))) == kept
 
-    # A run of fewer services leaves them alone, and one that names another makes them
-    # anew.
+    # A run with fewer services leaves the journeys alone. A run with an additional
+    # service makes them again.
     entries = log_of(lake)
     assert catch_up(spark, alone) == []
     assert log_of(lake) == entries

@@ -465,7 +465,7 @@ def test_what_a_reconciliation_has_found_is_replayed(
     with pytest.raises(UsageError, match="reconcile first"):
         run(spec, *replay)
     first = run(spec, "reconcile", "--grace", "0s")["run"]
-    # What somebody has acknowledged may be as it is, until it is opened again.
+    # An acknowledged finding is not replayed until it is open again.
     known = ("findings", "--message-id", str(ids[1]))
     run(spec, *known, "--acknowledge", "delivered by hand")
     assert run(spec, *replay, "--dry-run")["chosen"] == 1
@@ -478,7 +478,7 @@ def test_what_a_reconciliation_has_found_is_replayed(
         "SELECT message_id FROM django_txmsg_outboxmessage WHERE replay_id <> ''"
     )
     assert {uuid.UUID(str(row[0])) for row in again} == set(ids[:2])
-    # The next run has other findings: what leaves anew is on its way.
+    # The next run no longer finds the replayed messages: they are in flight.
     run(spec, "reconcile", "--grace", "0s", "--dry-run")
     assert run(spec, *replay, "--run", first)["rows"] == 0
     for words, says in (

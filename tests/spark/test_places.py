@@ -84,7 +84,7 @@ def test_a_stage_that_was_renamed_since_ends_where_the_new_one_begins() -> None:
 def test_a_stage_that_is_removed_was_expected_until_now() -> None:
     known = [Listener(TOPIC, "b/s", at(0))]
     assert who(known, [], declared()) == {"b/s": (at(0), NOW)}
-    # Of a service that declares nothing here, nobody knows that.
+    # This service declares no stages here, so a removal cannot be seen.
     assert who(known, [], []) == {"b/s": (at(0), None)}
 
 

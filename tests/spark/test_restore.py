@@ -244,8 +244,8 @@ def test_a_database_restored_from_a_backup_ends_with_each_message_once(
     assert later <= archived
 
     backup.restore()
-    # It knows no more of any archive, has the pending one still, and gives ids anew;
-    # an operator sends one again, and deletes one.
+    # The restored database has no marks of any archive, still has the pending message,
+    # and assigns the same ids again. An operator resends one message and deletes one.
     assert log.count("django_txmsg_archivemark") == 0
     log.execute(
         "UPDATE django_txmsg_outboxmessage SET dispatched_at = NULL WHERE id = 7"

@@ -51,7 +51,7 @@ def test_orphans_go_small_files_join_and_the_rows_stay(
 
     assert (done["orphans"], done["compacted"]) == (1, 3)
     assert not old.exists()
-    # It may yet be named: whoever writes it may be slow.
+    # A slow archive may still name this file in the log.
     assert young.exists()
     assert_moved_once(before, log, lake, set(before))
     # What compaction replaced stays for readers that have begun, and goes in the end.

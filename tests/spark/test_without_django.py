@@ -387,7 +387,7 @@ def test_a_driver_that_runs_in_the_cluster_gets_its_specification_as_text(
         "spark.submit.pyFiles": package,
     }
     del settings["spark.driver.host"]
-    # The standalone cluster starts no Python by itself, but what Spark starts it with.
+    # In cluster mode, Spark's standalone master does not start Python drivers.
     subprocess.run(
         ["spark-submit", "--master", cluster, "--deploy-mode", "cluster",
          *[word for item in settings.items() for word in ("--conf", "=".join(item))],
@@ -457,7 +457,7 @@ def test_a_real_cluster_runs_what_is_printed_with_the_package_as_a_zip(
     # Both workers have run tasks.
     assert all(list((tmp_path / name).glob("app-*")) for name in ("one", "two"))
 
-    # The package is in the zip alone: outside the checkout, and on nobody's path.
+    # The script lies outside the checkout, so that only the zip has the package.
     script = tmp_path / "submitted" / "pipeline.py"
     script.parent.mkdir()
     script.write_text((PACKAGE / "spark" / "__main__.py").read_text())
@@ -471,7 +471,7 @@ def test_a_real_cluster_runs_what_is_printed_with_the_package_as_a_zip(
     assert reconciled["counts"] == {"never_received": 450}
     assert reconciled["exit_code"] == 1
 
-    # Where Spark runs no driver in Python, it says so by itself.
+    # Spark itself refuses a Python driver in this mode.
     refused = subprocess.run(
         ["spark-submit", "--master", cluster, "--deploy-mode", "cluster", script,
          "verify", "--spec", "other.json"],

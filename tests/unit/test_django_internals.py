@@ -68,8 +68,8 @@ VIEW = ("_non_atomic_requests",)
 #: Methods of a queryset, with the parameters that are passed.
 QUERYSET = {"_raw_delete": ("using",)}
 
-#: Undocumented names that are imported where they are needed: an import that fails says
-#: what is missing by itself, and here before a process of that kind is started.
+#: Undocumented names that modules import only when they need them. This test fails
+#: before a user's process would.
 IMPORTED = [
     ("django.contrib.admin.views.main", "ChangeList"),
     ("django.contrib.admin.views.main", "SEARCH_VAR"),

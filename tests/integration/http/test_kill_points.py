@@ -45,7 +45,8 @@ def txmsg(request: pytest.FixtureRequest, destination: str) -> dict[str, Any]:
         server: StompServer = request.getfixturevalue(request.param)
         url = server.url()
     return {
-        # The broker outlives the test: a service of its own has its own destination.
+        # The broker outlives the test. With a new service name, each test has a
+        # destination that no other test uses.
         "SERVICE": destination,
         "BROKERS": {"default": {"URL": url}},
         "RELAY": {"LEASE": 2},
@@ -125,7 +126,7 @@ def test_messages_leave_if_the_web_process_is_killed_after_the_commit(
     if hook == "after_the_commit":
         web.post_and_die("order?number=1")
     else:
-        # Step 5 is in a thread of its own, and the response may be faster.
+        # Step 5 happens in a separate thread, so the response may arrive first.
         with contextlib.suppress(httpx.TransportError):
             web.post("order?number=1")
         wait_until(web.has_died_once)
@@ -323,7 +324,8 @@ def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
         for web in webs.values():
             web.resume()
         numbers = [number for death in deaths for number in death.result(120)]
-        # So does the receiver, with control messages in hand and on their way.
+        # The receiver is stopped too, while it processes control messages and while
+        # others are on their way.
         consumer.process.send_signal(signal.SIGSTOP)
         assert webs[steps[0]].post("order?number=late").status_code == 201
         wait_for_the_database(5)

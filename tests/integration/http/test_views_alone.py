@@ -88,7 +88,7 @@ def late_write(request: HttpRequest) -> HttpResponse:
     RUNS.append(request.GET["number"])
     before = Order.objects.count()
     with contextlib.suppress(TimeoutError):
-        # Once we have the lock, nobody writes.
+        # While this view holds the lock, no other view writes.
         others_have_written(more_than=before, seconds=10 if RUNS == ["0"] else 0.2)
     place(request.GET["number"])
     return HttpResponse(status=201)
@@ -276,7 +276,7 @@ def test_a_view_without_queries_opens_no_connection(
         assert connection.connection is None
     assert ([] if query else ["ran", "ran"]) == HOOKS
     assert not connection.in_atomic_block
-    # And what comes next on this connection is as ever.
+    # The next request on this connection works as usual.
     assert client.post("/order?number=1").status_code == 201
     assert control_messages() == 1
 
