@@ -1,10 +1,10 @@
-"""Every benchmark, and one table of their ratios.
+"""Runs every benchmark, and prints one table of their ratios.
 
     python -m benchmarks [--only NAME,NAME] [--quick] [--write]
 
-A row compares one of our figures with another figure, which is measured alternately in
-the same run. It has the median of the rounds' ratios, and the lowest and the highest
-ratio. The figures mean nothing if other work runs on the machine.
+A row compares one of our figures with another figure. Both are measured alternately in
+the same run. The row has the median, the lowest and the highest ratio of the rounds.
+The figures mean nothing if the machine does other work.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def machine() -> Iterator[str]:
-    """Print the machine, and the versions of what was compared."""
+    """Yield lines about the machine, and the versions of what was compared."""
     about = Path("/proc/cpuinfo")
     model = ""
     if about.exists():
@@ -115,7 +115,7 @@ def machine() -> Iterator[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Return the rows as Markdown."""
+    """Yield the rows as lines of a Markdown table."""
     yield "Measured: the median of what stands on the left, on this machine alone."
     yield ""
     yield "| what | beside | ratio | lowest to highest | goal | measured |"

@@ -1,5 +1,5 @@
-"""Two Celery apps of one project: one of Celery's own class, and one of this package's
-class."""
+"""Two Celery apps of one project: one uses Celery's class, the other the class of this
+package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ours.conf.update(SETTINGS, task_default_queue="bench.after")
 
 
 def charge(order: int) -> int:
-    """Charge an order: insert a row. In the end, an order should have one such row."""
+    """Charge an order: insert a row. At the end, each order should have exactly one
+    such row."""
     from tests.app.models import Effect
 
     Effect.objects.create(name="charge", message_id=str(order))
@@ -31,7 +32,8 @@ def charge(order: int) -> int:
 
 @plain.task(name="charge", shared=False)
 def charge_before(order: int) -> int:
-    """Charge by Celery's default: the task is acknowledged before it is executed."""
+    """Charge an order. This is Celery's default: the task is acknowledged before it is
+    executed."""
     return charge(order)
 
 
@@ -39,18 +41,18 @@ def charge_before(order: int) -> int:
     name="charge_late", shared=False, acks_late=True, reject_on_worker_lost=True
 )
 def charge_late(order: int) -> int:
-    """Charge as Celery's documentation advises: the task is acknowledged after it is
-    executed."""
+    """Charge an order. As Celery's documentation advises, the task is acknowledged
+    after it is executed."""
     return charge(order)
 
 
 @ours.task(name="charge", shared=False)
 def charge_plain(order: int) -> int:
-    """Charge, in a task called through the outbox."""
+    """Charge an order. The task is called through the outbox."""
     return charge(order)
 
 
 @ours.task(name="charge_once", shared=False, base=OnceTask)
 def charge_once(order: int) -> int:
-    """Charge, in an OnceTask called through the outbox."""
+    """Charge an order, with an OnceTask that is called through the outbox."""
     return charge(order)

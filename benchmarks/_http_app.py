@@ -1,4 +1,4 @@
-"""The view of `http_outbox`, behind the middleware that the environment names."""
+"""The view for `benchmarks.http_outbox`. The environment chooses its contender."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _local = threading.local()
 
 
 def place(request: HttpRequest) -> HttpResponse:
-    """Store one row, and send two messages if the contender does."""
+    """Store one row, and do what the contender does to send two messages."""
     Order.objects.create(number=request.GET["number"])
     sends = KIND in ("outbox", "direct")
     for destination in ("bench.pay", "bench.ship") if sends else ():
@@ -81,7 +81,7 @@ def place(request: HttpRequest) -> HttpResponse:
 
 
 def send_directly(destination: str) -> None:
-    """Send with a bare stomp.py, and wait for the receipt."""
+    """Send a message with stomp.py, and wait for its receipt."""
     import stomp
     from stomp.listener import WaitingListener
 

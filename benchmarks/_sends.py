@@ -1,6 +1,6 @@
-"""A service that sends one message after the other until its input ends. Then it prints
-for each message when it was sent, by the monotonic clock, and how long the transaction
-took."""
+"""A service that sends one message after the other until its input ends. Then it
+prints, for each message, when it was sent (monotonic clock) and how long the
+transaction took."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks import stand
 
 
 def main(url: str) -> None:
-    """Send, and print."""
+    """Send messages, then print their times."""
     stand.django(url, {"SERVICE": "bench", "DISPATCH_ON_COMMIT": "off"})
     from django.db import transaction
 

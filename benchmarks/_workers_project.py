@@ -1,5 +1,5 @@
-"""A Django project with one task. BENCH_BACKEND alone chooses the backend, and so the
-settings of each process of `benchmarks.workers`.
+"""A Django project with one task, for `benchmarks.workers`. BENCH_BACKEND chooses the
+task backend, and with it all settings.
 
 Its arguments are `enqueue N`, `alone N SECONDS` (one task at a time, for the latency of
 an idle system), or a command of `manage.py`.
@@ -92,7 +92,7 @@ elif BACKEND == "dramatiq":
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Run the command from the arguments."""
     os.environ["DJANGO_SETTINGS_MODULE"] = "benchmarks._workers_project"
     import django
 

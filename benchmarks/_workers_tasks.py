@@ -1,4 +1,5 @@
-"""The task of `benchmarks.workers`: a row in a transaction, by each backend's API."""
+"""The task of `benchmarks.workers`, for each backend. It inserts a row in a
+transaction."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ RATE = os.environ.get("BENCH_RATE")
 
 
 def insert(number: int) -> None:
-    """Compute, 100,000 steps for each unit of COMPUTE, and insert a row. The database
-    adds the time."""
+    """Compute 100,000 steps for each unit of COMPUTE, then insert a row. The database
+    adds the time to the row."""
     for _ in range(COMPUTE):
         sum(one * one for one in range(100_000))
     with transaction.atomic(), connection.cursor() as cursor:
@@ -25,7 +26,7 @@ def insert(number: int) -> None:
 
 
 def begin(number: int) -> None:
-    """Insert the caller's row, in the caller's transaction."""
+    """Insert a row for the call, in the caller's transaction."""
     with connection.cursor() as cursor:
         cursor.execute("INSERT INTO bench_call (task) VALUES (%s)", [number])
 
@@ -36,7 +37,7 @@ if BACKEND in ("txmsg", "django-tasks-db", "dj-queue", "steady-queue"):
 
     @task
     def effect(number: int) -> None:
-        """Insert the row, as a task."""
+        """The task: insert a row."""
         insert(number)
 
     def call(number: int) -> Any:
@@ -48,11 +49,11 @@ if BACKEND in ("txmsg", "django-tasks-db", "dj-queue", "steady-queue"):
 
         @stage("bench.rated", rate=RATE)
         def rated(message: Message) -> None:
-            """Insert the row, at a stage with a rate."""
+            """The handler of a stage with a rate: insert a row."""
             insert(message.body)
 
         def call(number: int) -> Any:
-            """Send the stage's message."""
+            """Send a message to the stage."""
             return send_message("bench.rated", number)
 
 elif BACKEND == "procrastinate":
@@ -70,7 +71,7 @@ elif BACKEND == "dramatiq":
     actor = dramatiq.actor(insert)
 
     def call(number: int) -> Any:
-        """Send the actor's message once the transaction has committed."""
+        """Send a message to the actor after the transaction has committed."""
         transaction.on_commit(lambda: actor.send(number))
 
 else:
@@ -86,5 +87,5 @@ else:
     celery_task = celery.task(name="effect")(insert)
 
     def call(number: int) -> Any:
-        """Call the task once the transaction has committed."""
+        """Call the task after the transaction has committed."""
         transaction.on_commit(lambda: celery_task.delay(number))

@@ -1,13 +1,14 @@
-"""How long the operator waits: every admin page and command over full tables.
+"""The time that operators wait: every admin page and command, with full tables.
 
     python -m benchmarks.admin_pages [--outbox N] [--inbox N] [--dead N] [--rounds N]
 
-Fills a PostgreSQL (its own, or the one of BENCH_DATABASE_URL), requests each page
-repeatedly as a logged-in operator, runs each command in a process of its own, and
-prints the 50th and 95th percentiles, and the memory that a command adds; then
-redelivers 100,000 dead letters and prints the rate (not with `--pages`). It fails where
-a page or command takes more than 400 ms, a command adds more than 64 MiB, or the rate
-is below 5,000 messages a second.
+Fills a PostgreSQL database (one that it starts, or the one of BENCH_DATABASE_URL).
+Requests each page repeatedly as a logged-in operator, and runs each command in a
+separate process. Prints the 50th and 95th percentiles, and the memory that each command
+adds. Then it redelivers 100,000 dead letters and prints the rate (not with `--pages`).
+
+It fails if a page or command takes more than 400 ms, if a command adds more than 64
+MiB, or if the rate is below 5,000 messages a second.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ FILL_DEAD = f"""
 
 
 def fill(outbox: int, inbox: int, dead: int) -> None:
-    """Fill the tables. Vacuum and analyze them, as PostgreSQL's autovacuum would do."""
+    """Fill the tables. Then vacuum and analyze them, as autovacuum would do."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -92,7 +93,7 @@ def fill(outbox: int, inbox: int, dead: int) -> None:
 
 
 def pages() -> dict[str, str]:
-    """Return the address of every page by its name."""
+    """Return the URL of every page, by its name."""
     from django_txmsg.dead_letters import bulk
     from django_txmsg.models import DeadLetter, OutboxMessage
 
@@ -156,7 +157,7 @@ def pages() -> dict[str, str]:
 
 
 def commands() -> list[list[str]]:
-    """Return the commands that only read."""
+    """Return the commands that change nothing."""
     from django_txmsg.models import DeadLetter
 
     letter = DeadLetter.objects.order_by("pk")[1000]
@@ -182,8 +183,8 @@ def commands() -> list[list[str]]:
 
 
 def run_command(words: list[str]) -> tuple[float, float]:
-    """Run a command in a copy of this process. Returns its seconds, and the MiB that it
-    added."""
+    """Run a command in a forked process. Returns its seconds, and the MiB of memory
+    that it added."""
     from django.core.management import call_command
     from django.db import connections
 
@@ -208,7 +209,7 @@ def run_command(words: list[str]) -> tuple[float, float]:
 
 
 def measure(ask: Callable[[], Any], rounds: int) -> list[float]:
-    """Return the seconds of each round, shortest first."""
+    """Return the duration of each round in seconds, shortest first."""
     taken = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -218,8 +219,7 @@ def measure(ask: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def redelivery_rate(count: int) -> float:
-    """Redeliver the given number of dead letters as `manage.py consume` does; return
-    the rate."""
+    """Redeliver `count` dead letters as `manage.py consume` does. Returns the rate."""
     from django_txmsg.dead_letters import bulk
     from django_txmsg.models import DeadLetter, OutboxMessage
 
@@ -287,7 +287,7 @@ def main() -> int:
 
 
 def measure_pages(client: Any, rounds: int) -> list[str]:
-    """Print the times of each page. Returns the slow ones."""
+    """Print the times of each page. Returns the pages that are too slow."""
     slow = []
     print(f"\nFirst byte, {rounds} rounds (milliseconds)")
     print(f"{'page':34} {'first':>8} {'p50':>8} {'p95':>8}")
@@ -310,7 +310,8 @@ def measure_pages(client: Any, rounds: int) -> list[str]:
 
 
 def measure_commands(rounds: int) -> list[str]:
-    """Print the times and the memory of each command. Returns those above a limit."""
+    """Print the time and the memory of each command. Returns the commands that exceed a
+    limit."""
     slow = []
     print(f"\n{'command':50} {'p50':>8} {'p95':>8} {'MiB':>6}")
     for words in commands():

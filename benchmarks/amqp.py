@@ -1,11 +1,11 @@
-"""RabbitMQ by AMQP and by STOMP, one run, one server: the relay and a stage.
+"""The relay and a stage with RabbitMQ, over AMQP and over STOMP, on the same server.
 
     python -m benchmarks.amqp [--messages 10000] [--rounds 3] [--lanes 4]
 
-The bare producer is py-amqp alone: no database, messages from memory, confirms in a
-window of the same size, over as many connections as the relay has lanes. The second
-bare producer waits for each message's confirm, as py-amqp's own basic_publish_confirm
-does.
+The first bare producer is py-amqp without a database. It sends messages from memory
+over as many connections as the relay has lanes, with the same number of open confirms.
+The second one waits for the confirm of each message, like py-amqp's
+`basic_publish_confirm`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def main() -> None:
 
 
 def store(alias: str, count: int) -> str:
-    """Store messages for a broker, to a new destination whose queue exists."""
+    """Store messages for a broker, to a new destination. Its queue is created first.
+    Returns the destination."""
     from django.db import connection, transaction
 
     from django_txmsg import send_messages
@@ -128,7 +129,7 @@ def store(alias: str, count: int) -> str:
 
 
 def relay(alias: str, count: int) -> float:
-    """Return the rate at which the outbox is emptied."""
+    """Return the rate at which the relay empties the outbox."""
     from django_txmsg.relaying.relay import Relay
 
     destination = store(alias, count)
@@ -140,7 +141,7 @@ def relay(alias: str, count: int) -> float:
 
 
 def drain(alias: str, destination: str, count: int) -> None:
-    """Receive every message, and check that none is missing."""
+    """Receive all messages, and check that none is missing."""
     from django_txmsg.brokers import get_broker
 
     with get_broker(alias).open() as session:
@@ -152,7 +153,7 @@ def drain(alias: str, destination: str, count: int) -> None:
 
 
 def bare(port: int, count: int, lanes: int) -> float:
-    """Return the rate of py-amqp alone with pipelined confirms."""
+    """Return the rate of py-amqp with many open confirms."""
     queue = f"bench.bare.{uuid.uuid4().hex[:8]}"
     with connected(port) as link:
         link.channel().queue_declare(queue, durable=True, auto_delete=False)
@@ -190,7 +191,7 @@ def bare(port: int, count: int, lanes: int) -> float:
 
 
 def waiting(port: int, count: int) -> float:
-    """Return the rate of py-amqp when it waits for each confirm."""
+    """Return the rate of py-amqp if it waits for each confirm."""
     queue = f"bench.bare.{uuid.uuid4().hex[:8]}"
     with connected(port, confirm_publish=True) as link:
         channel = link.channel()
@@ -204,7 +205,7 @@ def waiting(port: int, count: int) -> float:
 
 
 def message() -> amqp.Message:
-    """Return a message like the relay's."""
+    """Return a message like those of the relay."""
     headers = {**HEADERS, "txmsg-id": str(uuid.uuid4())}
     return amqp.Message(
         BODY,
@@ -215,7 +216,7 @@ def message() -> amqp.Message:
 
 
 def connected(port: int, **options: Any) -> amqp.Connection:
-    """Return a connection of plain py-amqp."""
+    """Return a plain py-amqp connection."""
     from tests.services.stomp_server import PASSWORD, USER
 
     return amqp.Connection(f"127.0.0.1:{port}", USER, PASSWORD, **options)

@@ -1,11 +1,12 @@
-"""What becomes of tasks when web processes, workers and the broker are killed.
+"""How many tasks are lost or executed twice when web processes, workers and the broker
+are killed.
 
-python -m benchmarks.celery_killed [--processes 100] [--life 0.3]
+    python -m benchmarks.celery_killed [--processes 100] [--life 0.3]
 
-The benchmark plays a project with Celery alone, and the same project with this package.
+The benchmark runs a project with Celery alone, and the same project with this package.
 Web processes store an order and call a task for it in one transaction, until SIGKILL
-ends them. Meanwhile the worker is killed several times, and RabbitMQ once. In the end
-each order should have been charged once.
+ends them. Meanwhile the worker is killed several times, and RabbitMQ once. At the end,
+each order should have been charged exactly once.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def main() -> None:
 def play(
     app: str, task: str, outbox: bool, rabbitmq: Any, options: Any
 ) -> tuple[int, int, int]:
-    """Return the number of orders, of orders never charged, and of orders charged more
-    than once."""
+    """Run one project. Returns the number of orders, of orders never charged, and of
+    orders charged more than once."""
     from tests.app.models import Effect, Order
 
     Order.objects.all().delete()
@@ -116,7 +117,7 @@ def play(
 
 
 def settle() -> None:
-    """Wait until nothing has happened for ten seconds."""
+    """Wait until no order has been charged for ten seconds."""
     from tests.app.models import Effect
 
     last, since = -1, time.monotonic()
@@ -128,7 +129,7 @@ def settle() -> None:
 
 
 def serve(task: str) -> None:
-    """Do the work of a web process, in a loop."""
+    """Work like a web process: store orders and call the task, in a loop."""
     from django.db import transaction
 
     from benchmarks import _celery_apps
@@ -142,7 +143,7 @@ def serve(task: str) -> None:
 
 
 def in_a_child(work: Callable[[], None]) -> int:
-    """Fork a process that works until it is killed; return its id."""
+    """Fork a process that works until it is killed. Returns its id."""
     from django.db import connections
 
     connections.close_all()
@@ -156,7 +157,7 @@ def in_a_child(work: Callable[[], None]) -> int:
 
 
 def started(*command: str, module: bool = True) -> subprocess.Popen[bytes]:
-    """Start a Python process in its own group."""
+    """Start a Python process in a new process group."""
     return subprocess.Popen(
         [sys.executable, *(["-m"] if module else []), *command],
         start_new_session=True,

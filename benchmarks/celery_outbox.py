@@ -1,11 +1,11 @@
-"""The cost of a task's call through the outbox, and of an OnceTask's work, beside
-Celery.
+"""The cost of calling a Celery task through the outbox, and of executing an OnceTask,
+compared with plain Celery.
 
     python -m benchmarks.celery_outbox [--calls 1000] [--rounds 5]
 
 A call is a transaction that stores an order and calls a task, on PostgreSQL and
-RabbitMQ; nothing is dispatched meanwhile. The work is one execution of a task as in a
-worker's process, without the broker.
+RabbitMQ. No message is dispatched during the measurement. An execution runs the task as
+a worker process does, without the broker.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def main() -> None:
 
 
 def calls(call: Callable[[int], Any], count: int) -> float:
-    """Return the microseconds of a transaction with an order and a call."""
+    """Return the duration of a transaction with an order and a call, in
+    microseconds."""
     from django.db import connection, transaction
 
     from tests.app.models import Order
@@ -97,7 +98,7 @@ def calls(call: Callable[[int], Any], count: int) -> float:
 
 
 def work(task: Any, count: int) -> float:
-    """Return the microseconds of executing a task that stores one row."""
+    """Return the duration of executing a task that stores one row, in microseconds."""
     from celery.app.trace import build_tracer
 
     trace = build_tracer(task.name, task, app=task.app)

@@ -93,7 +93,7 @@ def handler(message: Any) -> None:
 
 
 def three(message: Any) -> None:
-    """Insert one business row, and send three messages, one after the other."""
+    """Insert one business row, and send three messages one by one."""
     from django_txmsg import send_message
 
     handler(message)
@@ -111,7 +111,7 @@ def three_at_once(message: Any) -> None:
 
 
 def loop(count: int) -> float:
-    """Return the rate of the bare loop."""
+    """Return the rate of the bare Django loop."""
     from django.db import transaction
 
     from django_txmsg.models import InboxMessage, OutboxMessage
@@ -144,9 +144,9 @@ def consume(
     empty: bool = True,
     **stage: Any,
 ) -> float:
-    """Return the rate at which `count` waiting messages are consumed. A stage of the
-    destination `beside`, if given, runs at the same time. With `empty`, the tables are
-    emptied first."""
+    """Return the rate at which a stage consumes `count` waiting messages. If `beside`
+    is given, another stage, with this destination, runs at the same time. With `empty`,
+    the tables are emptied first."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing
@@ -196,7 +196,7 @@ def consume(
 
 
 def clean() -> None:
-    """Empty the tables, so that every run begins with the same database."""
+    """Empty the tables, so that every run starts with the same database."""
     from django.db import connection
 
     with connection.cursor() as cursor:

@@ -1,15 +1,16 @@
-"""What the counts of the console cost a relay and a stage.
+"""The cost of the admin's counts for a relay and a stage.
 
     python -m benchmarks.counts [--messages 10000] [--rounds 7]
 
-The work is that of `benchmarks.relay` and `benchmarks.consume`. With the counting
-switched off, the indexes that serve only the counts are dropped before the work, and no
-period is counted. With it, the time in which a worker counts the finished period is
-added to the time of the work, as if both never ran side by side. A worker counts every
-five minutes, whatever the number of messages; here, a period has only those of one run.
+The work is that of `benchmarks.relay` and `benchmarks.consume`, in three ways:
 
-The third contender's counts are also read each second, as by an open overview or a
-scrape. A relay that raises alerts reads them every 15 seconds.
+- switched off: The indexes that serve only the counts are dropped before the work, and
+  no period is counted.
+- kept: The time for counting the finished period is added to the time of the work, as
+  if they never ran in parallel. Here, a period has only the messages of one run. A
+  worker counts every five minutes, whatever the number of messages.
+- kept and read: In addition, the counts are read every second, as by an open overview
+  or by a scrape. A relay that raises alerts reads them every 15 seconds.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def _off(work: Callable[[], float]) -> float:
-    """Return the rate without the indexes of the counts."""
+    """Return the rate of the work without counting, and without the indexes for it."""
     from django.db import connection
 
     consume.clean()
@@ -95,7 +96,8 @@ def _off(work: Callable[[], float]) -> float:
 def _kept(
     work: Callable[[], float], beside: Callable[[], AbstractContextManager[None]]
 ) -> float:
-    """Return the rate at which messages are worked and counted."""
+    """Return the rate of the work, including the time for counting. `beside` runs
+    during the work."""
     from django.db import connection
 
     from django_txmsg.models.fields import clock
@@ -116,7 +118,8 @@ def _kept(
 
 
 def _counted() -> int:
-    """Return how many messages the run has left in the counts: all of them."""
+    """Return the number of messages that were counted in the run. Fails if there is
+    none."""
     from django_txmsg.models import PeriodCount
 
     counts = PeriodCount.objects.filter(series__in=("dispatched", "processed"))
@@ -127,7 +130,7 @@ def _counted() -> int:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Read the counts each second, in a thread, while the block runs."""
+    """Read the counts every second in a thread, while the block runs."""
     from django.db import connections
 
     from django_txmsg.monitoring import status

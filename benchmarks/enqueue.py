@@ -1,4 +1,4 @@
-"""The cost of enqueue(), compared with other packages that keep tasks in the same
+"""The cost of `enqueue()`, compared with other packages that store tasks in the same
 database.
 
     python -m benchmarks.enqueue [--rows 2000] [--rounds 7]
@@ -71,8 +71,8 @@ def main() -> None:
 
 
 def measured(call: Callable[[int], Any], rows: int, alone: bool) -> float:
-    """Return the microseconds of a task, in one transaction or with a commit for
-    each."""
+    """Return the microseconds per task. All calls are in one transaction, or with
+    `alone` each in its own."""
     from django.db import transaction
 
     clean()
@@ -104,7 +104,7 @@ def clean() -> None:
 
 
 def _nothing(n: int, text: str) -> None:
-    """The function of the deferred job, which is never run."""
+    """The function of the deferred job. No worker runs it."""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The cost of flows. Flows of four steps, which send requests to three stages, are
-compared with the same stages chained by hand, with a row for the state.
+"""The cost of flows. A flow of four steps, which sends requests to three stages, is
+compared with the same stages chained by hand. By hand, a row stores the state.
 
-python -m benchmarks.flows [--flows 400] [--rounds 3] [--sizes 1,10,60]
+    python -m benchmarks.flows [--flows 400] [--rounds 3] [--sizes 1,10,60]
 
-Both ways handle seven messages for each flow, and each message inserts one row of the
-application. A size is that of the state, in KiB; a flow's state has at most 64 KiB.
+Both ways process seven messages per flow, and each message inserts one row of the
+application. A size is the size of the state in KiB. The state of a flow has at most 64
+KiB.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ASKED = 3
 
 @dataclass
 class Go:
-    """The start."""
+    """The message that starts a flow."""
 
     number: int
     size: int
@@ -33,7 +34,7 @@ class Go:
 
 @dataclass
 class Ask:
-    """A request; `turn` counts them."""
+    """A request. `turn` is its number."""
 
     number: int
     turn: int
@@ -78,14 +79,14 @@ def main() -> None:
 
 
 def effect(name: str) -> None:
-    """Insert a row of business."""
+    """Insert a row of the application."""
     from tests.app.models import Effect
 
     Effect.objects.create(name=name, message_id="")
 
 
 def declare_flow() -> Any:
-    """Declare the flow, and the stage that answers its requests."""
+    """Declare the flow, and the stages that answer its requests."""
     from django_txmsg import Destination, stage
     from django_txmsg.flows import Flow, Next, step
 
@@ -117,7 +118,7 @@ def declare_flow() -> Any:
 
 
 def declare_hand() -> None:
-    """Declare the same stages, each of which sends the next message."""
+    """Declare the stages of the way by hand. Each sends the next message."""
     from django_txmsg import Destination, stage
     from tests.app.models import Order
 
@@ -150,7 +151,7 @@ def declare_hand() -> None:
 
 
 def flow_rate(flow: Any, count: int, size: int) -> float:
-    """Return the flows that end in a second."""
+    """Return the number of flows that end per second."""
     from django_txmsg.flows import start
     from django_txmsg.models import Run
 
@@ -167,7 +168,7 @@ def flow_rate(flow: Any, count: int, size: int) -> float:
 
 
 def by_hand_rate(count: int, size: int) -> float:
-    """Return the chains that end in a second."""
+    """Return the number of chains that end per second."""
     from django_txmsg import Destination
     from tests.app.models import Effect
 
@@ -189,7 +190,8 @@ def rate(
     send: Callable[[], None],
     ended: Callable[[], int],
 ) -> float:
-    """Store the first messages, then run stages and a relay until all have ended."""
+    """Store the first messages, run the stages and a relay until all have ended, and
+    return the rate."""
     from django.db import transaction
 
     from django_txmsg import stages

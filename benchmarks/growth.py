@@ -1,19 +1,19 @@
-"""The relay, a stage and the pruning beside millions of settled rows.
+"""The relay, a stage and pruning, with millions of settled rows in the tables.
 
     python -m benchmarks.growth [--rows 2000000] [--body 300] [--rounds 5]
 
 Two databases of one server are measured alternately. One is empty before each round.
-The other has ten days of messages in its outbox and as many in its inbox; the oldest
-day is past its retention. The relay's broker accepts everything at once; the embedded
-broker feeds the stage. Then a day is pruned and vacuumed, and the relay is measured
-again.
+The other has ten days of messages in its outbox, and as many in its inbox. The oldest
+day is older than the retention. The relay's broker accepts everything at once, and the
+embedded broker feeds the stage. Then one day is pruned, the tables are vacuumed, and
+the relay is measured again.
 
-Ids made by the package begin with an instant, so their index entries are next to each
-other. Foreign ids may be random. Each of them changes a different index page, and the
-first change of a page after a checkpoint writes the whole page to the log. Half of the
-settled rows have random ids, and the relay is measured with both kinds. Every round
-follows a checkpoint, which is the worst case. Autovacuum is off, because it would run
-during some rounds only. The benchmark times the VACUUM after the pruning.
+Ids made by this package begin with the time, so their index entries are next to each
+other. Ids from other senders may be random. Each random id changes a different index
+page. After a checkpoint, the first change of a page writes the whole page to the log.
+Half of the settled rows have random ids, and the relay is measured with both kinds.
+Every round follows a checkpoint, which is the worst case. Autovacuum is off, because it
+would run only during some rounds. The VACUUM after the pruning is measured, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TABLES = ("django_txmsg_outboxmessage", "django_txmsg_inboxmessage")
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--body", type=int, default=300, help="bytes, of settled rows")
@@ -89,8 +89,8 @@ def main() -> None:
 
 
 def compare(what: str, work: Callable[[], float], rounds: int, goal: str) -> None:
-    """Measure the two databases alternately, print the ratio, and store it for the
-    table of all benchmarks."""
+    """Measure the work on both databases alternately. Print the ratio, and store it for
+    the table of all benchmarks."""
 
     def empty() -> float:
         use("empty")
@@ -112,7 +112,7 @@ def compare(what: str, work: Callable[[], float], rounds: int, goal: str) -> Non
 
 
 def use(database: str) -> None:
-    """Connect to this database from now on, in any thread."""
+    """Use this database from now on, in all threads."""
     from django.db import connections
 
     connections["default"].close()
@@ -129,8 +129,8 @@ def execute(*statements: str) -> None:
 
 
 def relayed(new_id: str) -> float:
-    """Return the rate at which messages with this kind of ids are claimed and
-    settled."""
+    """Return the rate at which a relay claims and settles messages. `new_id` is the SQL
+    for their ids."""
     fill(MESSAGES, dispatched=False, new_id=new_id)
     vacuum()
     return rate(MESSAGES, lane())
@@ -143,7 +143,7 @@ def consumed() -> float:
 
 
 def grow(rows: int, body: int) -> None:
-    """Insert the rows of ten days."""
+    """Insert ten days of settled rows."""
     new, other = NEW_ID.format(at="at"), OTHER_ID
     source = f"""
         (SELECT CASE WHEN number % 2 = 0 THEN {new} ELSE {other} END AS message_id, at
@@ -177,8 +177,8 @@ def grow(rows: int, body: int) -> None:
 
 
 def indexes(table: str) -> tuple[list[str], list[str]]:
-    """Return the statements that drop a table's indexes, and those that create them
-    again."""
+    """Return the statements that drop the indexes of a table, and those that create
+    them again."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -205,7 +205,8 @@ def indexes(table: str) -> tuple[list[str], list[str]]:
 
 
 def prune() -> int:
-    """Delete rows past their retention, as `prune_messages` does."""
+    """Delete the rows that are older than their retention, as `prune_messages` does.
+    Returns their number."""
     from django_txmsg.monitoring import retention
 
     kinds = [kind for kind in retention.kinds() if kind.logged]
@@ -213,13 +214,13 @@ def prune() -> int:
 
 
 def vacuum_all() -> None:
-    """Vacuum all tables, as autovacuum would have done by now."""
+    """Vacuum all tables, as autovacuum would do."""
     execute("VACUUM ANALYZE django_txmsg_inboxmessage")
     vacuum()
 
 
 def size() -> str:
-    """Print the size of the two tables and their indexes."""
+    """Return the size of the two tables and their indexes, as text."""
     from django.db import connection
 
     sizes = []
@@ -236,7 +237,7 @@ def size() -> str:
 
 
 def since(began: float) -> str:
-    """Print the time since then."""
+    """Return the time since `began`, as text."""
     return f"{time.perf_counter() - began:.0f} s"
 
 

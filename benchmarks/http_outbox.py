@@ -1,20 +1,19 @@
-"""The cost of the HTTP outbox for a request with one row and two messages.
+"""The cost of the HTTP outbox for a request that stores one row and two messages.
 
     python -m benchmarks.http_outbox [--seconds 6] [--rounds 5]
         [--apart]  # the broker on a processor of its own
         [--only atomic,outbox,bulk]
 
-gunicorn, PostgreSQL, ActiveMQ and the client that loads them run on this machine.
+gunicorn, PostgreSQL, ActiveMQ and the client run on this machine.
 
-"Two rows more" is the minimum that any outbox does in a request: one INSERT of two rows
-of that size, with no receipt and fewer indexes. "By hand" is the minimum of an outbox
-with control messages: the same INSERT, and one receipt. The rows of "two rows more" and
-"by hand" are never claimed, sent or settled.
+"Two rows more" is the minimum that any outbox must do in a request: one INSERT of two
+rows of that size, without a receipt and with fewer indexes. "By hand" is the minimum of
+an outbox with control messages: the same INSERT, and one receipt. The rows of these two
+contenders are never claimed, sent or settled.
 
-"sustained" includes the time in which the messages reach the broker: the request rate
-at which the outbox does not grow. The messages of one contender are removed from the
-broker before the next contender begins. Otherwise a full heap would slow down the next
-one.
+"Sustained" is the request rate at which the outbox does not grow: it includes the time
+until all messages are dispatched. After each contender, its messages are removed from
+the broker, because a full heap would slow down the next contender.
 """
 
 from __future__ import annotations
@@ -126,7 +125,8 @@ def main() -> None:
 
 @contextmanager
 def serving(kind: str, database: str, broker: str) -> Iterator[int]:
-    """Run gunicorn with two workers of four threads for one contender."""
+    """Run gunicorn with two workers of four threads for one contender, and yield its
+    port."""
     from tests.services import free_port
 
     port = free_port()
@@ -163,8 +163,8 @@ def serving(kind: str, database: str, broker: str) -> Iterator[int]:
 
 
 def load(port: int, seconds: float) -> tuple[int, list[float]]:
-    """Send requests from all clients for that many seconds; return their number and
-    times."""
+    """Send requests from all clients for `seconds`. Returns their number, and the
+    duration of each."""
     latencies: list[float] = []
     errors: list[str] = []
     until = time.perf_counter() + seconds
@@ -191,7 +191,7 @@ def load(port: int, seconds: float) -> tuple[int, list[float]]:
 
 
 def wait_for_dispatch() -> None:
-    """Wait until the outbox has nothing left to send."""
+    """Wait until all messages in the outbox are dispatched."""
     from django_txmsg.models import OutboxMessage
 
     until = time.monotonic() + 60

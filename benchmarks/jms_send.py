@@ -1,8 +1,10 @@
-"""How fast `django_txmsg.jms` sends with proof, beside a bare socket and stomp.py.
+"""How fast `django_txmsg.jms` sends with receipts, compared with a bare socket and
+stomp.py.
 
-Prints a table of messages per second and of ratios. Only the ratios mean something on
-another machine. Every contender sends the same bytes per message. The runs of a round
-follow each other on the same broker, and the queue is emptied after each run.
+Prints a table of messages per second and of ratios. On another machine, only the ratios
+are comparable. Every contender sends the same bytes per message. In each round, the
+contenders use the same broker one after the other. The queue is emptied after each of
+them.
 
     python -m benchmarks.jms_send                    # starts ActiveMQ and RabbitMQ
     TXMSG_BENCH_RABBITMQ=stomp://guest:guest@host:61613 \\
@@ -57,7 +59,8 @@ def _raw_connection(url: str) -> socket.socket:
 
 
 def raw_pipelined(url: str, count: int, window: int = 1000) -> None:
-    """Send over a bare socket: joined frames, a window of open receipts."""
+    """Send over a bare socket. Many frames are written at once, and up to `window`
+    receipts are open."""
     with contextlib.closing(_raw_connection(url)) as connection:
         sent = received = 0
         while received < count:
@@ -74,8 +77,8 @@ def raw_pipelined(url: str, count: int, window: int = 1000) -> None:
 
 
 def raw_transactions(url: str, count: int, per_commit: int = 500) -> None:
-    """Send over a bare socket: joined frames, one COMMIT with a receipt for every
-    500."""
+    """Send over a bare socket, in transactions of `per_commit` messages. Only the
+    COMMIT has a receipt."""
     with contextlib.closing(_raw_connection(url)) as connection:
         for number in range(count // per_commit):
             name = f"transaction:t{number}\n"
@@ -88,7 +91,8 @@ def raw_transactions(url: str, count: int, per_commit: int = 500) -> None:
 
 
 def stomp_one_by_one(url: str, count: int) -> None:
-    """Send by stomp.py, and wait for each message's receipt, as most users do."""
+    """Send with stomp.py, and wait for the receipt of each message, as most users
+    do."""
     import stomp
 
     options = jms.ConnectionFactory(url)
@@ -113,7 +117,7 @@ def stomp_one_by_one(url: str, count: int) -> None:
 
 
 class _Counter:
-    """A completion listener that counts."""
+    """A completion listener that counts the outcomes."""
 
     def __init__(self) -> None:
         self.completed = self.failed = 0
@@ -126,7 +130,8 @@ class _Counter:
 
 
 def send_async(url: str, count: int, window: int = 1000) -> None:
-    """`send_async` with a listener per message, a window of 1,000."""
+    """Send with `send_async` and a completion listener, with up to `window` messages in
+    flight."""
     counter = _Counter()
     with jms.ConnectionFactory(url, max_in_flight=window).create_connection() as link:
         session = link.create_session()
@@ -138,7 +143,7 @@ def send_async(url: str, count: int, window: int = 1000) -> None:
 
 
 def send_batch(url: str, count: int, per_batch: int = 500) -> None:
-    """`send_batch` of 500, as the relay calls it."""
+    """Send with `send_batch`, in batches of `per_batch` messages, as the relay does."""
     with jms.ConnectionFactory(url).create_connection() as link:
         session = link.create_session()
         for _ in range(count // per_batch):
@@ -149,7 +154,7 @@ def send_batch(url: str, count: int, per_batch: int = 500) -> None:
 
 
 def transacted(url: str, count: int, per_commit: int = 500) -> None:
-    """A transacted session, 500 sends per commit."""
+    """Send in a transacted session, with `per_commit` messages in each transaction."""
     with jms.ConnectionFactory(url).create_connection() as link:
         session = link.create_session(transacted=True)
         producer = session.create_producer(QUEUE)
@@ -163,7 +168,7 @@ def transacted(url: str, count: int, per_commit: int = 500) -> None:
 
 
 def drain(url: str, count: int) -> None:
-    """Receive everything from the queue, and check that nothing is missing."""
+    """Receive all messages from the queue, and check that none is missing."""
     with contextlib.closing(_raw_connection(url)) as connection:
         connection.settimeout(30)
         connection.sendall(
@@ -177,7 +182,8 @@ def drain(url: str, count: int) -> None:
 def compare(
     url: str, contenders: dict[str, tuple[Contender, int]], rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Return each contender's median messages and CPU microseconds per message."""
+    """Return, for each contender, the median rate and the median CPU microseconds per
+    message."""
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
         for name, (run, count) in contenders.items():
@@ -196,8 +202,8 @@ def compare(
 
 
 def memory_per_message(count: int = 20_000) -> float:
-    """Return the bytes of memory that one message in flight takes, its 300-byte body
-    included."""
+    """Return the bytes of memory that a message in flight takes, including its 300-byte
+    body."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         threading.Thread(target=_swallow, args=(server,), daemon=True).start()
@@ -228,7 +234,8 @@ def _swallow(server: socket.socket) -> None:
 
 @contextlib.contextmanager
 def brokers() -> Iterator[tuple[str | None, str | None]]:
-    """Return the brokers' URLs, from the environment or of servers started here."""
+    """Yield the URLs of ActiveMQ and RabbitMQ, from the environment or of servers
+    started here."""
     names = ("TXMSG_BENCH_ACTIVEMQ", "TXMSG_BENCH_RABBITMQ")
     activemq, rabbitmq = (os.environ.get(name) for name in names)
     with contextlib.ExitStack() as stack:
@@ -244,14 +251,14 @@ def brokers() -> Iterator[tuple[str | None, str | None]]:
 
 
 def report(title: str, results: dict[str, tuple[float, float]]) -> None:
-    """Print one broker's rows."""
+    """Print the results of one broker."""
     print(f"\n{title:<44}{'msg/s':>10}{'CPU us/msg':>12}")
     for name, (rate, cpu) in results.items():
         print(f"{name:<44}{rate:>10,.0f}{cpu:>12.0f}")
 
 
 def ratio(text: str, value: float, goal: float) -> None:
-    """Print one ratio and its goal."""
+    """Print a ratio and its goal."""
     met = value >= goal
     print(f"  {text:<58}{value:>7.2f}   goal {goal:g}  {'met' if met else 'MISSED'}")
     ours, _, other = text.partition(" / ")

@@ -1,15 +1,15 @@
-"""What limits a stage: its process, its rate, the service that it calls, and other
-tenants.
+"""Stages under limits: of their process, their rate, the service that they call, and
+other tenants.
 
     python -m benchmarks.limits [--part PART] [--rounds 3]
 
-Parts, each within two minutes on a quiet machine:
+Each part takes at most two minutes on a quiet machine:
 
 - processes: a handler that computes, in one process and in two
-- rate: a stage with a rate that is not reached, beside the stage without one
-- window: the most effects in any minute of two processes, beside the rate
+- rate: a stage whose rate is never reached, compared with the stage without a rate
+- window: the most effects of two processes in any minute, compared with the rate
 - calls: 100 HTTP calls of one second each, by coroutines, with concurrency=100
-- tenants: the latency of a small tenant alone, and beside one with 100,000 messages
+- tenants: the latency of a small tenant alone, and while another has 100,000 messages
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def processes(options: argparse.Namespace) -> None:
-    """Compare one process with two, by a handler that computes for some 10 ms."""
+    """Compare one process with two. The handler computes for about 10 ms."""
     count = max(50, options.messages // 4)
     environment = {"BENCH_COMPUTE": "2", "BENCH_URL": URL}
     benches = {
@@ -80,7 +80,8 @@ def processes(options: argparse.Namespace) -> None:
 
 
 def rate(options: argparse.Namespace) -> None:
-    """Compare a stage with the same stage and a rate that is not reached."""
+    """Compare a stage whose rate is never reached with the same stage without a
+    rate."""
     from django_txmsg.envelope.stage_options import Rate
 
     from .consume import consume
@@ -103,8 +104,8 @@ def rate(options: argparse.Namespace) -> None:
 
 
 def window(options: argparse.Namespace) -> None:
-    """Run two processes with more work than the rate allows. Find the minute with the
-    most effects."""
+    """Run two processes with more work than the rate allows. Measure the largest number
+    of effects in any minute."""
     environment = {"BENCH_RATE": f"{RATE}/m", "BENCH_URL": URL}
     worker = Contender("txmsg", [*RUN, "--processes", "2"], environment)
     minute = min(60.0, options.seconds * 0.75)
@@ -120,10 +121,10 @@ def window(options: argparse.Namespace) -> None:
 
 
 class Rated(Bench):
-    """Two processes of a stage with a rate."""
+    """Two processes that run a stage with a rate."""
 
     def most(self, seconds: float, width: float) -> int:
-        """Return the most effects in any `width` seconds of a run."""
+        """Return the largest number of effects in any `width` seconds of a run."""
         self._project("enqueue", str(int(RATE / 60 * seconds * 1.1)))
         with self._worker():
             self._wait_for(1, 60)
@@ -136,8 +137,8 @@ class Rated(Bench):
 
 
 def calls(options: argparse.Namespace) -> None:
-    """Measure the time from the commit of the messages to the commit of the last
-    answer."""
+    """Measure the time from the commit of all messages until the last one is
+    processed."""
     embedded()
     import httpx
 
@@ -175,7 +176,7 @@ def calls(options: argparse.Namespace) -> None:
 
 
 def tenants(options: argparse.Namespace) -> None:
-    """Compare the small tenant's latencies, alone and beside the large one."""
+    """Compare the latencies of a small tenant, alone and with a large tenant."""
     embedded()
     alone, beside = [], []
     for _ in range(min(2, options.rounds)):
@@ -191,7 +192,8 @@ def tenants(options: argparse.Namespace) -> None:
 
 
 def latency(many: int) -> tuple[float, float]:
-    """Return percentiles of the time from a small tenant's call to its commit."""
+    """Return percentiles of the time from a small tenant's call until its effect is
+    committed. The large tenant has `many` waiting messages."""
     from django.db import connection, transaction
 
     from django_txmsg import Message, send_message
@@ -223,7 +225,7 @@ def latency(many: int) -> tuple[float, float]:
 
 
 def pile_up(stage: Any, many: int) -> None:
-    """Let that many messages of the large tenant wait for its next slots."""
+    """Store `many` messages of the large tenant that wait for their slots."""
     from django.db import connection, transaction
 
     from django_txmsg import send_message
@@ -259,7 +261,7 @@ def pile_up(stage: Any, many: int) -> None:
 
 
 def embedded() -> None:
-    """Set up Django with the embedded broker, and persistent connections."""
+    """Set up Django with the embedded broker and persistent connections."""
     stand.django(
         f"{stand.postgresql()}?conn_max_age=600",
         {"SERVICE": "bench", "BROKERS": {"default": {"URL": URL}}},
@@ -267,7 +269,7 @@ def embedded() -> None:
 
 
 def send(stage: Any, count: int) -> None:
-    """Store messages for a stage, and commit."""
+    """Store messages for a stage in one transaction."""
     from django.db import transaction
 
     from django_txmsg import send_messages
@@ -279,14 +281,15 @@ def send(stage: Any, count: int) -> None:
 
 
 def wait(condition: Callable[[], bool]) -> None:
-    """Wait until the condition is true. Checks rarely, to disturb no measurement."""
+    """Wait until the condition is true. It is checked rarely, because checks would
+    disturb the measurement."""
     while not condition():
         time.sleep(0.02)
 
 
 @contextmanager
 def consuming(handler: Any, **options: Any) -> Iterator[Any]:
-    """Run a stage of `handler` for the duration of the block."""
+    """Run a stage with this handler while the block runs."""
     from django_txmsg import stages
     from django_txmsg.consuming.consumer import Consumer
 
@@ -310,8 +313,8 @@ def consuming(handler: Any, **options: Any) -> Iterator[Any]:
 
 @contextmanager
 def answering() -> Iterator[tuple[str, list[float]]]:
-    """Serve HTTP in a separate thread; each answer takes one second. Yields the address
-    and the instants of the requests."""
+    """Run an HTTP server in a thread that answers each request after one second. Yields
+    its address, and the list of the requests' times."""
     asked: list[float] = []
 
     async def answer(reader: Any, writer: Any) -> None:

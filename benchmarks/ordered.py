@@ -1,4 +1,5 @@
-"""The cost of order: ordered stages beside unordered ones, and links at the relay.
+"""The cost of order: ordered stages compared with unordered ones, and links between the
+messages of a key in the relay.
 
     python -m benchmarks.ordered [--messages 3000] [--rounds 3] [--followers 1000000]
         [--only keys|relay|followers]
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def keys(options: argparse.Namespace) -> None:
-    """Compare ordered with unordered stages, by the number of keys."""
+    """Compare ordered stages with unordered ones, for several numbers of keys."""
     count = options.messages
     for threads in (1, 4):
         base = f"unordered, 100,000 keys, {threads} threads"
@@ -65,7 +66,8 @@ def keys(options: argparse.Namespace) -> None:
 
 
 def relay(options: argparse.Namespace) -> None:
-    """Measure the relay with and without links for messages with keys."""
+    """Compare the relay for messages with keys, with and without links, and for
+    messages without keys."""
     count = 3 * options.messages
     base = "no keys"
     contenders = {
@@ -80,7 +82,7 @@ def relay(options: argparse.Namespace) -> None:
 
 
 def followers(options: argparse.Namespace) -> None:
-    """Measure how a million messages behind a blocked one slow down other keys."""
+    """Measure how much a million messages behind a blocked one slow down other keys."""
     count, many = options.messages, options.followers
     base = "alone"
     behind = f"beside {many:,} that wait"
@@ -104,8 +106,8 @@ def followers(options: argparse.Namespace) -> None:
 def consume(
     count: int, keys: int, ordered: Any, concurrency: int, stage: str = ""
 ) -> float:
-    """Return the rate at which `count` messages of the given number of keys are
-    consumed, by a stage of that name if messages already wait there."""
+    """Return the rate at which `count` messages with `keys` different keys are
+    consumed. `stage` names a stage at which other messages already wait."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing
@@ -156,16 +158,15 @@ def consume(
 
 
 def done(stage: str) -> int:
-    """Return how many messages are processed. Messages that wait are handled twice."""
+    """Return the number of processed messages, by their effects."""
     from tests.app.models import Effect
 
     return Effect.objects.count()
 
 
 def hold(stage: str, count: int) -> None:
-    """Create another inbox, in which the given number of messages wait behind a blocked
-    one. It is made once for all rounds, because making it takes longer than the
-    rounds."""
+    """Create a second inbox table, in which `count` messages wait behind a blocked one.
+    It is created once, because that takes longer than all rounds."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -193,7 +194,7 @@ def hold(stage: str, count: int) -> None:
 
 @contextmanager
 def exchanged() -> Iterator[None]:
-    """Use that inbox instead of the empty one while the block runs."""
+    """Use the second inbox table, instead of the empty one, while the block runs."""
     from django.db import connection
 
     clean()
@@ -211,7 +212,8 @@ def exchanged() -> Iterator[None]:
 
 
 def ship(count: int, keys: int, linked: bool) -> float:
-    """Return the rate at which an outbox with that many keys is emptied."""
+    """Return the rate at which the relay empties an outbox with `keys` different
+    keys."""
     from django.conf import settings
     from django.db import connection, transaction
     from django.test import override_settings

@@ -1,9 +1,9 @@
-"""The part of the benchmark for django-outbox-pattern, run in an environment with that
-package.
+"""The part of the benchmark that runs in an environment with django-outbox-pattern.
 
-`relay` stores PEER_COUNT messages of 300 bytes, and times the publish command until the
-last row is marked. `consume` sends that many messages to a queue, and times the
-subscriber until its callback has saved the last one. Both print messages per second.
+`relay` stores PEER_COUNT messages of 300 bytes, and measures the publish command until
+the last row is marked as sent. `consume` sends as many messages to a queue, and
+measures the subscriber until its callback has saved the last one. Both print messages
+per second.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ TEXT = "x" * 285
 
 
 def relay() -> float:
-    """Return the rate of the package's publish command."""
+    """Return the rate of the peer's publish command."""
     Published.objects.bulk_create(
         [Published(destination=QUEUE, body={"text": TEXT}) for _ in range(COUNT)],
         batch_size=1000,
@@ -74,8 +74,8 @@ def relay() -> float:
 
 
 def consume() -> float:
-    """Return the rate of the package's subscriber, with the same handler as ours: an
-    inbox row, a business row, an outgoing message."""
+    """Return the rate of the peer's subscriber. Its handler does the same as ours: it
+    stores an inbox row, a business row and an outgoing message."""
     with connection.cursor() as cursor:
         cursor.execute("CREATE TABLE IF NOT EXISTS effect (id bigserial, name text)")
     done, finished = 0, threading.Event()

@@ -1,11 +1,11 @@
-"""The cost of the pipeline's columns, triggers and index for a project that has them.
+"""The cost of the pipeline's columns, triggers and index for relay and consume.
 
     python -m benchmarks.pipeline_app [--messages 10000] [--rounds 7]
 
-Relay and consume run alternately with and without `django_txmsg.spark` in the database.
-The benchmark measures messages a second, and PostgreSQL's processor time for each
-message. A third figure hardly depends on other work on the machine: the processor time
-of one connection that stores messages and writes each of them twice, like a relay.
+Relay and consume run alternately with and without the tables of `django_txmsg.spark`.
+The benchmark measures messages per second, and PostgreSQL's processor time per message.
+A third figure hardly depends on other work on the machine: the processor time of one
+connection that stores messages, and updates each of them twice, like a relay.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def main() -> None:
 
 
 def one_connection(count: int) -> float:
-    """Return the processor time for storing a message, claiming and settling it."""
+    """Return the processor time to store, claim and settle a message, in
+    microseconds."""
     from django.db import connection, transaction
 
     from django_txmsg import send_messages
@@ -100,13 +101,15 @@ def one_connection(count: int) -> float:
 
 
 def seconds_of(file: Path, fields: slice) -> float:
-    """Return the processor time of a process, from its `stat` file."""
+    """Return the processor time in these fields of a process's `stat` file, in
+    seconds."""
     after = file.read_text().rpartition(")")[2].split()
     return sum(map(int, after[fields])) / os.sysconf("SC_CLK_TCK")
 
 
 def postgres_seconds() -> float:
-    """Return the processor time of all server processes so far, ended ones included."""
+    """Return the processor time of all server processes so far, in seconds. Ended
+    processes are included."""
     used = 0.0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -116,7 +119,7 @@ def postgres_seconds() -> float:
 
 
 def install(present: bool) -> None:
-    """Add the app's columns to outbox and inbox, or remove them."""
+    """Add the columns of `django_txmsg.spark` to outbox and inbox, or remove them."""
     from django.core.management import call_command
     from django.db import connection
 

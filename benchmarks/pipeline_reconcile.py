@@ -1,4 +1,4 @@
-"""The cost of `reconcile`: over everything at once, with journeys, and on the next
+"""The cost of `reconcile`: for a whole lake, with existing journeys, and after a new
 day."""
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _BEGUN = 1_767_268_800_000_000
 def measure(
     spark: SparkSession, messages: int, day: int, count: int
 ) -> list[tuple[str, str, str, str, str]]:
-    """Judge messages that are all in the lake, and then days with `day` more messages
-    each. Return the lines of the table. Each run reads the empty databases and the
-    lake, counts the verdicts, and compares its findings with the known ones."""
+    """Measure `reconcile` for a lake with `messages` messages from each service, and
+    then after each of `count` days with `day` more messages. Returns the lines of the
+    table. Each run reads the empty databases and the lake, counts the verdicts, and
+    compares its findings with those of earlier runs."""
     directory = tempfile.mkdtemp(prefix="txmsg-bench-reconcile-")
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
@@ -98,7 +99,8 @@ def measure(
 
 
 def _judged(runs: SparkProcess, counts: dict[str, int] | None, *words: str) -> float:
-    """Return how many seconds a run took. Checks that it counted these verdicts."""
+    """Return the duration of a run in seconds. Fails if its verdicts differ from
+    `counts`."""
     started = time.monotonic()
     runs.start("reconcile", "--grace", "0s", *words)
     while (facts := runs.poll()) is None:
@@ -123,8 +125,8 @@ def fill_lake(
     day: int,
 ) -> None:
     """Archive messages with these numbers as one settled batch. Two services have sent
-    them to each other, `day` a day: one in twenty to a topic. One in a thousand, to a
-    queue, is lost."""
+    them to each other, `day` messages a day. One in twenty goes to a topic. One in a
+    thousand, to a queue, is lost."""
     ids = spark.range(numbers.start, numbers.stop)
     ids = ids.withColumn("h", sf.md5(sf.col("id").cast("string")))
     ids = ids.withColumn("batch_id", sf.lit(batch).cast("long"))

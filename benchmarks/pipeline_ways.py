@@ -1,5 +1,4 @@
-"""A filled message log, and several ways to write it into one Parquet file for each
-day."""
+"""Fills a message log, and writes it into one Parquet file per day in several ways."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ DUCKDB_TYPES = {
 
 
 def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
-    """Warm up each way, then run them alternately; return the medians."""
+    """Run each way once to warm up, then run them alternately. Returns their median
+    durations."""
     for name, way in ways.items():
         print(f"  warm-up {name}: {way():.1f} s", flush=True)
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -51,8 +51,8 @@ def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
 
 
 def fill(url: str, rows: int) -> None:
-    """Store settled rows of four days with bodies of 288 bytes, if they are not there
-    yet."""
+    """Store settled rows of four days with bodies of 288 bytes, unless they are already
+    there."""
     with psycopg.connect(url, autocommit=True) as connection:
         there = connection.execute(
             "SELECT count(dispatched_at) FROM django_txmsg_outboxmessage"
@@ -77,19 +77,19 @@ def fill(url: str, rows: int) -> None:
 
 
 def as_text(column: Column) -> str:
-    """Return PostgreSQL's expression for values that CSV and JDBC cannot carry as
-    bytes."""
+    """Return an SQL expression for a column that CSV and JDBC can transfer. Bytes are
+    converted to text."""
     casts = {"uuid": "::text", "xid": "::text::bigint", "json": "::text"}
     return f'{column.sql}{casts.get(column.kind, "")} AS "{column.name}"'
 
 
 def parent_of(pid: int) -> int:
-    """Return a process's parent."""
+    """Return the id of a process's parent."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def family(pid: int) -> set[int]:
-    """Return a process and all its descendants."""
+    """Return the ids of a process and of all its descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -102,8 +102,8 @@ def family(pid: int) -> set[int]:
 
 
 def peak() -> float:
-    """Return the peak resident memory of Spark's JVM, which is driver and executors in
-    one, heap and everything else included."""
+    """Return the peak resident memory of Spark's JVM in GiB. This JVM is both driver
+    and executor."""
     for pid in family(os.getpid()):
         status = Path(f"/proc/{pid}/status").read_text()
         if status.startswith("Name:\tjava"):
@@ -120,7 +120,7 @@ def pin(pids: set[int], cores: set[int]) -> None:
 
 
 class Bench:
-    """A filled database, a session, and the ways to compare."""
+    """A filled database, a Spark session, and the ways to compare."""
 
     def __init__(self, spark: SparkSession, url: str, rows: int) -> None:
         self.spark, self.url, self.rows = spark, url, rows
@@ -129,7 +129,7 @@ class Bench:
         self.write = 0.0
 
     def lake(self) -> LakeSpec:
-        """Return a new lake, after removing the previous one, also from the
+        """Return a new lake. The previous one is removed, with its marks in the
         database."""
         with psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute("DELETE FROM django_txmsg_archivemark")
@@ -138,14 +138,15 @@ class Bench:
         return Lake(LakeSpec(f"{self.directory}/lake"), create=True).spec
 
     def archiver(self, **options: Any) -> Archiver:
-        """Return an archiver of the outbox into a new lake."""
+        """Return an archiver that moves the outbox into a new lake."""
         return Archiver(
             self.spark, self.source, self.lake(), OUTBOX,
             ArchiveOptions(WEEK, vacuum=False, **options),
         )  # fmt: skip
 
     def on_one_core(self) -> float:
-        """Run the write step while Spark, its workers and PostgreSQL share one core."""
+        """Measure the write step while Spark, its workers and PostgreSQL share one
+        core."""
         with psycopg.connect(self.url) as connection:
             servers = family(parent_of(connection.info.backend_pid))
         pids = servers | family(os.getpid())
@@ -157,7 +158,8 @@ class Bench:
             pin(family(os.getpid()) | pids, everywhere)
 
     def write_step(self, tasks: int = 0) -> float:
-        """Write all rows as `archive` does, by day, without proof, log or purge."""
+        """Measure how `archive` writes all rows, without proof, log entries and
+        deletes."""
         archiver = self.archiver()
         now, horizon = archiver.ledger.clock()
         ledger, after = archiver.ledger, 0
@@ -176,7 +178,8 @@ class Bench:
         return spent
 
     def copy_step(self) -> float:
-        """Use one process: COPY as CSV, parsed by Arrow, written by day."""
+        """Measure one process that reads the rows with COPY as CSV, parses them with
+        Arrow, and writes a file per day."""
         lake = self.lake()
         names = [one.name for one in OUTBOX.columns]
         types = {one.name: one.arrow.type for one in OUTBOX.columns}
@@ -219,7 +222,8 @@ class Bench:
         return time.monotonic() - started
 
     def archive_step(self, spark: SparkSession | None, **options: Any) -> float:
-        """Fill the table, then archive all of it: files, proof, log and deletes."""
+        """Fill the table, then measure a whole archive: files, proof, log entries and
+        deletes."""
         fill(self.url, self.rows)
         archiver = Archiver(
             spark,
@@ -237,14 +241,15 @@ class Bench:
         return spent
 
     def duckdb_step(self) -> float:
-        """Fill the table, then move all of it with DuckDB, as one would by hand.
+        """Fill the table, then measure how DuckDB moves all rows, as one would do it by
+        hand.
 
         One transaction (REPEATABLE READ) copies the settled rows as CSV into a file.
-        DuckDB reads that file, on all cores, and writes Parquet by day, with the
-        compression that the lake has. Then the transaction deletes the same rows. It
-        compares the three counts, and no contents: no file is read back, and no log
-        says which files are complete. If it is killed before its commit, the next run
-        writes the rows a second time.
+        DuckDB reads that file on all cores, and writes Parquet files by day, with the
+        compression of the lake. Then the transaction deletes the same rows. Three
+        counts are compared, but no contents: no file is read back, and no log says
+        which files are complete. If it is killed before the commit, the next run writes
+        the rows a second time.
         """
         import duckdb
 
@@ -282,7 +287,8 @@ class Bench:
         return time.monotonic() - started
 
     def jdbc_step(self) -> float:
-        """Use `spark.read.jdbc` with as many partitions; Spark writes by day."""
+        """Measure `spark.read.jdbc`. It has as many partitions as `archive` has
+        batches, and Spark writes a file per day."""
         target = f"{self.lake().uri}/jdbc"
         asked = ", ".join(as_text(one) for one in OUTBOX.columns)
         user, _, place = self.url.partition("://")[2].rpartition("@")

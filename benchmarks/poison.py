@@ -1,6 +1,7 @@
-"""The cost of poison messages: 1,000 that always fail, in front of good ones.
+"""The cost of poison messages: 1,000 messages that always fail, stored before the good
+ones.
 
-python -m benchmarks.poison [--good 10000] [--poison 1000] [--rounds 3]
+    python -m benchmarks.poison [--good 10000] [--poison 1000] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def handler(message: Any) -> None:
-    """Fail for poison messages; insert a business row for the others."""
+    """Fail for a poison message. Insert a business row for other messages."""
     from tests.app.models import Effect
 
     if message.body["poison"]:
@@ -57,8 +58,8 @@ def handler(message: Any) -> None:
 
 
 def consume(good: int, poison: int) -> float:
-    """Return the rate of the good messages, from the first to the last, while the
-    poison messages are redelivered."""
+    """Return the rate of the good messages while the poison messages are
+    redelivered."""
     from django_txmsg import signals, wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing

@@ -2,10 +2,10 @@
 
     python -m benchmarks.refused [--messages 20000] [--rounds 3]
 
-A relay runs. In each round it gets messages for a destination that works: alone, and
-while another destination with 500 waiting messages is full, or forbidden. The
-measurement starts when the relay has met the refusal, so that it includes the first
-trials, which follow each other quickly.
+In each round, a running relay gets messages for a working destination. The rounds
+differ in another destination, for which 500 messages wait: there is none, it is full,
+or it is forbidden. The measurement starts after the first refusal, so it includes the
+first trials, which are frequent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def main() -> None:
     rabbitmq = services.shared(services.RabbitMQ)
 
     class Roomy(services.SmallActiveMQ):
-        """A broker that refuses for a full queue, but whose store is never full."""
+        """A broker that refuses messages for a full queue, but whose store is never
+        full."""
 
         store, journal = "4 gb", ""
 
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def rate(broker: Any, way: Way, count: int) -> float:
-    """Return the rate of messages to a destination that works, in this state of another
+    """Return the rate of messages to the working destination. `way` prepares the other
     one."""
     from django.db import connection
     from django.test import override_settings
@@ -102,7 +103,7 @@ def rate(broker: Any, way: Way, count: int) -> float:
 
 
 def store(destination: str, count: int, body: str) -> float:
-    """Store messages in one transaction, and return when it had committed."""
+    """Store messages in one transaction. Returns the time of its commit."""
     from django.db import transaction
 
     from django_txmsg import send_messages
@@ -117,7 +118,7 @@ def store(destination: str, count: int, body: str) -> float:
 
 
 def waits(destination: str) -> bool:
-    """Return whether a message to this destination is not dispatched yet."""
+    """Return whether any message to this destination is not dispatched yet."""
     from django_txmsg.models import OutboxMessage
 
     rows = OutboxMessage.objects.filter(dispatched_at=None, destination=destination)
@@ -125,7 +126,7 @@ def waits(destination: str) -> bool:
 
 
 def dispatched(destination: str) -> int:
-    """Return how many messages to this destination are dispatched."""
+    """Return the number of dispatched messages to this destination."""
     from django_txmsg.models import OutboxMessage
 
     rows = OutboxMessage.objects.exclude(dispatched_at=None)
@@ -133,7 +134,7 @@ def dispatched(destination: str) -> int:
 
 
 def met() -> None:
-    """Wait until the relay has met the refusal."""
+    """Wait until the broker has refused a message of the relay."""
     from django_txmsg.runtime import breaker
 
     end = time.monotonic() + 60
@@ -144,13 +145,13 @@ def met() -> None:
 
 @contextmanager
 def nothing(broker: Any, user: str) -> Iterator[tuple[str, str]]:
-    """Yield the broker's URL, and no destination that refuses."""
+    """Yield the broker's URL, without a destination that refuses."""
     yield broker.url(), ""
 
 
 @contextmanager
 def full(broker: Any, user: str) -> Iterator[tuple[str, str]]:
-    """Yield the URL, and a queue of RabbitMQ that takes three messages."""
+    """Yield the broker's URL, and a RabbitMQ queue that takes only three messages."""
     queue = f"bench.full.{user}"
     broker.control("set_policy", user, f"^{queue}$", _FULL, "--apply-to", "queues")
     yield broker.url(), queue
@@ -159,7 +160,7 @@ def full(broker: Any, user: str) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def forbidden(broker: Any, user: str) -> Iterator[tuple[str, str]]:
-    """Yield the URL of a user who may not write to a queue, and that queue."""
+    """Yield a URL with a user who may not write to a queue, and that queue."""
     from tests.services.stomp_server import PASSWORD
 
     some = "^(bench[.]free.*|amq[.]default)$"
@@ -171,14 +172,14 @@ def forbidden(broker: Any, user: str) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def full_memory(broker: Any, user: str) -> Iterator[tuple[str, str]]:
-    """Yield the URL, and a queue of ActiveMQ that has little memory."""
+    """Yield the broker's URL, and an ActiveMQ queue with little memory."""
     from tests.services.activemq import CRAMPED
 
     yield broker.url(), f"{CRAMPED}bench.{user}"
 
 
 def drain(url: str, destination: str, count: int) -> None:
-    """Receive every message, and check that none is missing."""
+    """Receive all messages, and check that none is missing."""
     from django.test import override_settings
 
     from django_txmsg.brokers import get_broker

@@ -8,13 +8,13 @@ for each.
 
 The bare producer sends the same bytes from memory, in the same batches, over the same
 number of connections and with the same client. It uses neither Django nor the database.
-Before anything is measured, both send some rounds alternately, because a JVM compiles
-for minutes, on the processors that the contenders need, and the broker is faster after
-that.
+Before the measurement, both send some rounds alternately: a JVM compiles for minutes,
+uses the contenders' processors for it, and is faster afterwards.
 
-The peer runs in a separate environment that is created on demand; it neither makes its
-messages persistent nor asks for receipts. With several processes, a line shows which
-programs used the processors. If no processor is idle, a second relay cannot be faster.
+The peer runs in a separate environment, which is created on demand. It neither makes
+its messages persistent nor requests receipts. With several processes, a line shows
+which programs used the processors. If no processor is idle, a second relay cannot be
+faster.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def store(count: int) -> str:
 
 
 def relay(broker: Any, count: int) -> float:
-    """Return the rate at which the outbox is emptied."""
+    """Return the rate at which the relay empties the outbox."""
     from django_txmsg.relaying.relay import Relay
 
     destination = store(count)
@@ -138,7 +138,8 @@ def relay(broker: Any, count: int) -> float:
 
 
 def processes(broker: Any, count: int, number: int, database: str) -> float:
-    """Return the rate of that many relays side by side, which are already running."""
+    """Return the rate of `number` relay processes together. Their start is not
+    measured."""
     destination = store(count)
     url = broker.url()
     seconds = together(
@@ -155,7 +156,8 @@ def processes(broker: Any, count: int, number: int, database: str) -> float:
 
 
 def bare_processes(url: str, count: int, activemq: bool) -> float:
-    """Return the rate of two bare producers side by side: the broker's limit."""
+    """Return the rate of two bare producers together. This is the limit of the
+    broker."""
     destination = f"bench.bare.{uuid.uuid4().hex[:8]}"
     seconds = together(
         2,
@@ -168,8 +170,8 @@ def bare_processes(url: str, count: int, activemq: bool) -> float:
 
 
 def together(number: int, code: str) -> float:
-    """Start processes that define `work()`, release them together, and return the
-    seconds until the last one has ended."""
+    """Start processes that define `work()`, and let all of them call it at the same
+    time. Returns the seconds until the last one has ended."""
     running = [
         subprocess.Popen(
             [
@@ -249,7 +251,7 @@ def produce(url: str, destination: str, count: int, activemq: bool) -> None:
 
 
 def drain(url: str, destination: str, count: int) -> None:
-    """Receive every message, and check that none is missing."""
+    """Receive all messages, and check that none is missing."""
     from django_txmsg import jms
 
     with (

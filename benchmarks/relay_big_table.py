@@ -1,12 +1,12 @@
-"""The relay on tables that have grown, and under an old snapshot that stays open.
+"""The relay on tables that have grown, and while an old snapshot stays open.
 
     python -m benchmarks.relay_big_table            all of these
     python -m benchmarks.relay_big_table grown  [--dispatched 2000000]
     python -m benchmarks.relay_big_table pinned [--messages 200000]
     python -m benchmarks.relay_big_table waiting [--delayed 200000 --parked 100000]
 
-The broker is a session that answers every batch with a receipt at once, so that only
-the database's part is measured.
+The broker is simulated: it confirms every batch at once, so that only the database's
+part is measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHER_ID = "gen_random_uuid()"
 
 
 def main() -> None:
-    """Run and print the measurements that were asked for."""
+    """Run the chosen measurements, and print them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", nargs="?", choices=["grown", "pinned", "waiting"])
     parser.add_argument("--dispatched", type=int, default=2_000_000)
@@ -62,7 +62,7 @@ def empty() -> None:
 
 
 def lane() -> Any:
-    """Return a lane whose broker accepts everything at once."""
+    """Return a lane whose simulated broker accepts everything at once."""
     from django_txmsg.brokers.base import Outgoing
     from django_txmsg.relaying.lane import Lane
 
@@ -84,7 +84,7 @@ def fill(
     due: str = "clock_timestamp()",
     new_id: str = NEW_ID,
 ) -> None:
-    """Insert as many rows as the package would leave after years of use."""
+    """Insert `count` rows into the outbox, with dispatched or pending messages."""
     from django.db import connection
 
     message_id = new_id.format(at="clock_timestamp()")
@@ -106,7 +106,7 @@ def fill(
 
 
 def vacuum() -> None:
-    """Update the statistics, as autovacuum would."""
+    """Vacuum and analyze the outbox, as autovacuum would."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -115,7 +115,7 @@ def vacuum() -> None:
 
 
 def rate(count: int, working: Any) -> float:
-    """Return the rate of the next `count` messages."""
+    """Return the rate at which the lane `working` dispatches `count` messages."""
     began, done = time.perf_counter(), 0
     while done < count:
         claimed = working.dispatch()
@@ -160,7 +160,8 @@ def grown(dispatched: int, pending: int) -> None:
 
 
 def pinned(database: str, count: int) -> None:
-    """Relay under an old snapshot, and compare the last messages with the first."""
+    """Relay while an old snapshot is open, and compare the rate of the last messages
+    with that of the first."""
     import psycopg
 
     fill(count, dispatched=False)
@@ -182,7 +183,7 @@ def pinned(database: str, count: int) -> None:
 
 
 def waiting(dispatched: int, delayed: int, parked: int) -> None:
-    """Look for due messages beside many rows that are not due yet."""
+    """Measure the search for due messages among many rows that are not due yet."""
     import statistics
     import uuid
     from collections.abc import Callable

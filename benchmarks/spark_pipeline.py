@@ -1,13 +1,14 @@
-"""Compares the pipeline with plain ways of doing the same, alternately on one database.
+"""Compares the pipeline with simpler ways to do the same. They run alternately on one
+database.
 
     python benchmarks/spark_pipeline.py [--rows 2000000] [--turns 3] [--only archive,…]
 
-JDBC is measured if Debian's `libpostgresql-jdbc-java` is installed. The start-up of the
-JVM is printed, and part of no figure. Each way is warmed up once before it is measured.
-With `--database URL`, the log stays in that database for the next run. `reconcile`
-makes a lake with `--messages` messages from each of two services to the other, and then
-adds days of `--day` messages. `--only instead` needs DuckDB (`pip install duckdb`);
-take `--rows 400000` for it.
+JDBC is measured only if Debian's `libpostgresql-jdbc-java` is installed. The start-up
+time of the JVM is printed, but no figure includes it. Each way runs once to warm up.
+With `--database URL`, the message log stays in that database for the next run.
+`reconcile` creates a lake with `--messages` messages from each of two services to the
+other, and then adds days of `--day` messages. `--only instead` needs DuckDB (`pip
+install duckdb`); use `--rows 400000` for it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ LINES: list[tuple[str, str, str, str, str]] = []
 
 
 def measure_write(bench: Bench, count: int) -> None:
-    """Compare the write step with two tasks a core with COPY in one process, with JDBC,
-    with one task, and with one core."""
+    """Compare the write step of `archive`, in four tasks, with COPY in one process,
+    with JDBC, with the default number of tasks, and with a single core."""
     ways: dict[str, Callable[[], float]] = {
         "archive": lambda: bench.write_step(4), "copy": bench.copy_step,
         "one task": bench.write_step, "one core": bench.on_one_core,
@@ -70,7 +71,7 @@ def measure_write(bench: Bench, count: int) -> None:
 
 
 def measure_archive(bench: Bench) -> None:
-    """Measure all of `archive`, and the time of its steps."""
+    """Measure a whole archive, and each of its steps."""
     if not bench.write:
         bench.write_step()
         bench.write = bench.write_step()
@@ -90,8 +91,8 @@ def measure_archive(bench: Bench) -> None:
 
 
 def measure_instead(bench: Bench, count: int) -> None:
-    """Compare all of `archive`, in one process and with Spark, with what one would do
-    instead: COPY, DuckDB's Parquet, DELETE."""
+    """Compare a whole archive, in one process and with Spark, with a way by hand: COPY,
+    Parquet by DuckDB, DELETE."""
     found = turns(
         {
             "archive": lambda: bench.archive_step(None),
@@ -112,8 +113,8 @@ def measure_instead(bench: Bench, count: int) -> None:
 
 
 def measure_replay(bench: Bench, count: int) -> None:
-    """Compare `replay` with one process that copies into staging and merges in the same
-    way."""
+    """Compare `replay` with one process that copies the rows into the staging table and
+    merges them in the same way."""
     from django_txmsg.spark.schemas import STAGED
     from django_txmsg.spark.staging import Staging
 
@@ -171,8 +172,8 @@ def measure_replay(bench: Bench, count: int) -> None:
 
 
 def measure_latency(bench: Bench) -> None:
-    """Measure a transaction with one send_message(), beside an archive, and beside one
-    process that only reads the same table."""
+    """Measure a transaction with one `send_message()` while an archive runs, and while
+    a process only reads the same table."""
     spans: dict[str, list[tuple[float, float]]] = {"alone": []}
 
     def during(name: str, work: Callable[[], Any]) -> None:
@@ -216,7 +217,7 @@ def measure_latency(bench: Bench) -> None:
 
 
 def read_all(bench: Bench) -> None:
-    """Read the whole outbox repeatedly for a while, and discard it."""
+    """Read the whole outbox repeatedly for a while, and discard the rows."""
     sql = f"COPY (SELECT * FROM {OUTBOX.relation}) TO STDOUT (FORMAT binary)"
     with psycopg.connect(bench.url) as connection, connection.cursor() as cursor:
         until = time.monotonic() + 5
@@ -237,7 +238,7 @@ def print_table() -> None:
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Run the measurements, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--turns", type=int, default=3)

@@ -1,4 +1,4 @@
-"""The stage of `benchmarks.limits`, where Django looks for it."""
+"""The stage of `benchmarks.limits`. Django finds it in this module."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The base of every benchmark: real servers, a Django project, a table of ratios.
+"""What all benchmarks share: real servers, a Django project, and a table of ratios.
 
-Absolute figures depend on the machine and on the hour. So our code and a competitor run
-alternately in the same run. Quote only the ratio of their medians.
+Absolute figures depend on the machine and on the time of day. So our code and a
+competitor run alternately in the same run. Quote only the ratio of their medians.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def postgresql(name: str = "bench") -> str:
-    """Start a separate PostgreSQL, and return the URL of an empty database."""
+    """Start a PostgreSQL server, and return the URL of an empty database."""
     from tests import services
 
     return services.shared(services.PostgreSQL).create_database(name)
@@ -39,8 +39,8 @@ def django(
     apps: Sequence[str] = (),
     **more: Any,
 ) -> None:
-    """Set up Django in this process on an empty database, with further apps and
-    settings, and migrate it."""
+    """Set up Django in this process with these settings and additional apps, and
+    migrate the empty database."""
     import environ
     from django.conf import settings
     from django.core.management import call_command
@@ -77,8 +77,8 @@ def django(
 
 
 def peer(mode: str, broker_url: str, count: int) -> float:
-    """Return the rate of django-outbox-pattern 3.2.1, in a separate environment that is
-    created on demand."""
+    """Return the rate of django-outbox-pattern 3.2.1. It runs in a separate
+    environment, which is created on demand."""
     home = Path(tempfile.gettempdir()) / "txmsg-bench-peer"
     python = home / "bin" / "python"
     if not python.exists():
@@ -105,7 +105,8 @@ def peer(mode: str, broker_url: str, count: int) -> float:
 
 
 def servers() -> list[str]:
-    """Return the servers' names and versions, if Debian's packages have them."""
+    """Return the names and versions of the servers. Only servers from Debian's packages
+    are found."""
     names = ["activemq", "postgresql", "rabbitmq-server"]
     query = ["dpkg-query", "-W", "-f", "${Package} ${Version}\n", *names]
     try:
@@ -117,7 +118,7 @@ def servers() -> list[str]:
 def turns(
     contenders: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run the contenders alternately, and return the figures of each."""
+    """Run the contenders alternately. Returns the figures of each."""
     figures: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, run in contenders.items():
@@ -131,9 +132,8 @@ def turns(
 
 
 def set_apart(server: int) -> None:
-    """Give one processor to a server's process, as if the server had a separate
-    machine. This process, and processes that it starts later, get the other
-    processors."""
+    """Reserve one processor for a server process, as if the server had its own machine.
+    This process, and the processes that it starts later, use the other processors."""
     own, *others = sorted(os.sched_getaffinity(0))
     for thread in os.listdir(f"/proc/{server}/task"):
         os.sched_setaffinity(int(thread), {own})
@@ -141,8 +141,8 @@ def set_apart(server: int) -> None:
 
 
 def processor_time() -> Counter[str]:
-    """Return the processor time used so far by each program, and the idle time, in
-    ticks (Linux)."""
+    """Return the processor time that each program has used so far, and the idle time,
+    in ticks. Linux only."""
     idle = Path("/proc/stat").read_text().split(maxsplit=6)[4:6]
     used = Counter({"idle": sum(map(int, idle))})
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -155,7 +155,8 @@ def processor_time() -> Counter[str]:
 
 
 def shares(before: Counter[str], after: Counter[str]) -> str:
-    """Return each program's share of the processors between two measurements."""
+    """Return each program's share of the processor time between two measurements, as
+    text."""
     spent = {name: after[name] - before[name] for name in after}
     total = sum(spent.values()) or 1
     largest = sorted(spent.items(), key=lambda item: -item[1])[:4]
@@ -169,8 +170,8 @@ def table(
     unit: str = "messages/s",
     goals: Mapping[str, float] | None = None,
 ) -> None:
-    """Print medians, spread, and each contender's ratio to `against` in the same round.
-    A goal is a minimum for a rate, and a maximum for a time."""
+    """Print the median and the range of each contender, and its ratio to `against` in
+    the same rounds. A goal is a minimum for a rate, and a maximum for a time."""
     base = figures[against]
     goals = goals or {}
     print(f"\n{title} ({unit}; median of {len(base)} runs)")
@@ -195,8 +196,8 @@ def note(
     goal: str = "",
     measured: str = "",
 ) -> None:
-    """Keep a row for the table of all benchmarks, if one is being made. `measured` is
-    the median with its unit."""
+    """Store a row for the table of all benchmarks, if that table is being made.
+    `measured` is the median with its unit."""
     file = os.environ.get(ROWS)
     if file:
         row = {

@@ -1,6 +1,7 @@
-"""The cost of storing a message, beside `Model.objects.create` of a row of that size.
+"""The cost of storing a message, compared with `Model.objects.create()` of a row of the
+same size.
 
-python -m benchmarks.store [--rows 2000] [--rounds 5]
+    python -m benchmarks.store [--rows 2000] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
 
 
 def create(rows: int) -> float:
-    """Return the microseconds per row of a plain model of the same size."""
+    """Return the microseconds per row for a plain model of the same size."""
     from django.db import transaction
 
     from tests.app.models import Order
@@ -52,7 +53,7 @@ def create(rows: int) -> float:
 
 
 def one_by_one(rows: int) -> float:
-    """Return the microseconds per message of send_message()."""
+    """Return the microseconds per message for `send_message()`."""
     from django.db import transaction
 
     from django_txmsg import send_message
@@ -66,7 +67,7 @@ def one_by_one(rows: int) -> float:
 
 
 def in_bulk(rows: int) -> float:
-    """Return the microseconds per message of send_messages() with 1,000 messages."""
+    """Return the microseconds per message for `send_messages()` with 1,000 messages."""
     from django.db import transaction
 
     from django_txmsg import send_messages

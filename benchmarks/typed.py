@@ -1,5 +1,4 @@
-"""The cost of types: a typed stage and a typed send, compared with the same with plain
-dicts.
+"""The cost of types: a typed stage and a typed send, compared with plain dicts.
 
 python -m benchmarks.typed [--messages 3000] [--rounds 3]
 """
@@ -85,7 +84,8 @@ def order() -> Order:
 
 
 def plain_order() -> dict[str, Any]:
-    """Return the same order as a dict: a sender builds a body in either case."""
+    """Return the same order as a new dict. A sender has to build the body in both
+    cases."""
     lines = [{"item": one["item"], "amount": one["amount"]} for one in LINES]
     return {"number": "A-1", "text": "x" * 100, "lines": lines, "currency": "EUR"}
 
@@ -107,7 +107,7 @@ def plain(message: Any) -> None:
 
 
 def typed(order: Order, message: Any) -> None:
-    """Do the same with typed bodies."""
+    """Insert one business row, and send one message, with typed bodies."""
     from django_txmsg import send_message
     from tests.app.models import Effect
 
@@ -116,7 +116,7 @@ def typed(order: Order, message: Any) -> None:
 
 
 def send(count: int, body: Callable[[], object]) -> float:
-    """Return the rate of sends, ten to a transaction."""
+    """Return the rate of sends, with ten messages per transaction."""
     from django.db import transaction
 
     from django_txmsg import send_message

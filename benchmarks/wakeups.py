@@ -1,12 +1,12 @@
-"""Measures how soon another process wakes up, and what an idle process and
-notifications cost.
+"""Measures how soon another process wakes up after a commit, and the cost of idle
+processes and of notifications.
 
     python -m benchmarks.wakeups [--messages 200] [--part latency|idle|commits]
 
-All processes use one PostgreSQL and `database://`, with NOTIFY and by polling. It
-measures the time from the commit to the handler of an idle `run`, and to the dispatch
-by a `relay`; the transactions a second of an idle process; and the commits a second of
-32 clients.
+All processes use one PostgreSQL and `database://`, with NOTIFY and with polling. There
+are three parts: the time from the commit to the handler in an idle `run`, and to the
+dispatch by an idle `relay`; the transactions per second of an idle process; and the
+commits per second of 32 clients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ CLIENTS, PROCESSES = 32, 2
 
 
 def main() -> None:
-    """Measure and print, or be one of the processes."""
+    """Run the measurements. With `--role`, act as one of the processes that they
+    start."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=200)
     parser.add_argument("--part", choices=["latency", "idle", "commits"])
@@ -52,12 +53,12 @@ def main() -> None:
 
 
 def settings(*, notify: bool, **more: Any) -> dict[str, Any]:
-    """Return TXMSG for all processes."""
+    """Return the TXMSG settings of all processes."""
     return {"SERVICE": "bench", "NOTIFY": notify, **more}
 
 
 def start(role: str, url: str, *, notify: bool = True) -> subprocess.Popen[str]:
-    """Start one of the processes, and return when it is ready."""
+    """Start one of the processes, and wait until it is ready."""
     command = [sys.executable, "-m", "benchmarks.wakeups", "--role", role, "--url", url]
     process = subprocess.Popen(
         [*command, *([] if notify else ["--silent"])],
@@ -77,7 +78,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def latency(url: str, count: int) -> None:
-    """Measure the time from the commit to the work in another process."""
+    """Measure the time from a commit until another process handles or dispatches the
+    message."""
     from django.conf import settings as django_settings
 
     for role, what in (("run", "handler"), ("relay", "dispatch by a relay")):
@@ -102,7 +104,7 @@ def latency(url: str, count: int) -> None:
 
 
 def measured(process: subprocess.Popen[str], count: int) -> list[float]:
-    """Return the milliseconds of each message."""
+    """Return the milliseconds that each message took."""
     from django.db import transaction
 
     from django_txmsg import send_message
@@ -123,7 +125,7 @@ def measured(process: subprocess.Popen[str], count: int) -> list[float]:
 
 
 def idle(url: str) -> None:
-    """Count the transactions of an idle process at the server."""
+    """Count the transactions that an idle process causes."""
     import psycopg
 
     def count() -> int:
@@ -179,7 +181,7 @@ def commits(url: str, rounds: int) -> None:
 
 
 def play(role: str, url: str, notify: bool) -> None:
-    """Run one of the processes."""
+    """Act as one of the processes."""
     stand.django(url, settings(notify=notify, DISPATCH_ON_COMMIT="off"))
     from django.core.management import call_command
 

@@ -1,16 +1,20 @@
-"""Runs the same task, one row in a transaction, on each backend. Settings alone choose
-the backend.
+"""Runs the same task, which inserts one row in a transaction, on several task backends.
 
     python -m benchmarks.workers [--tasks 1000] [--rounds 2] [--only NAME,NAME]
 
-For each backend it measures the rate of the middle 80 % of the effects, by the
-database's clock, with persistent connections and without; the rate of enqueueing in a
-transaction with a row; the latency of an idle system; the processor time of a task; and
-the tasks that did not run within 90 seconds, or ran twice, after a SIGKILL of the
-worker. Everything runs in a separate environment, which is created on demand.
+For each backend it measures:
 
-Each figure is kept in a file as soon as it is measured: `--keep FILE` goes on where an
-earlier run with the same file ended.
+- the rate of the middle 80 % of the effects, by the database's clock, with and without
+  persistent connections;
+- the rate of enqueueing, in a transaction with a row;
+- the latency of an idle system;
+- the processor time per task;
+- the number of tasks that did not run within 90 seconds after a SIGKILL of the worker,
+  and of those that ran twice.
+
+Everything runs in a separate environment, which is created on demand. Each figure is
+stored in a file at once. With `--keep FILE`, a new run continues where an earlier run
+with the same file ended.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Contender:
-    """A backend: its environment, and the command of its worker."""
+    """A backend, with its environment variables and the command of its worker."""
 
     backend: str
     worker: list[str]
@@ -96,8 +100,8 @@ def contenders(amqp: str) -> dict[str, Contender]:
 
 
 def main() -> int:
-    """Measure each contender in turns, and print the table. Return 1 if a figure could
-    not be measured."""
+    """Measure all contenders alternately, and print the table. Returns 1 if a figure
+    could not be measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -142,7 +146,7 @@ def main() -> int:
 
 
 class Figures:
-    """The measured figures, in a file with one JSON document for each step of a
+    """The measured figures. A file stores one line of JSON for each step of a
     contender."""
 
     def __init__(self, keep: str) -> None:
@@ -156,8 +160,8 @@ class Figures:
     def add(
         self, name: str, step: str, measure: Callable[[], dict[str, float]]
     ) -> None:
-        """Measure a step, unless the file already has its figures. If the step fails,
-        report that and continue."""
+        """Measure a step, unless the file already has its figures. A failed step is
+        reported and skipped."""
         if (name, step) in self._steps:
             return
         began = time.monotonic()
@@ -177,8 +181,8 @@ class Figures:
         print(f"  {step}: {name}: {said} {took}", file=sys.stderr, flush=True)
 
     def table(self, names: list[str]) -> None:
-        """Print one row for each contender: the medians of its figures, and by what
-        factor the first contender's rate is higher."""
+        """Print one row for each contender: the medians of its figures, and the ratio
+        of the first contender's rate to its own."""
         ours = self._all(names[0], "rate")
         print(f"\nworkers: medians; {len(ours)} rounds")
         print(f"{'':27}" + "".join(f"{title:>9}" for _, title, _ in COLUMNS), end="")
@@ -226,7 +230,7 @@ class Figures:
 
 
 class Bench:
-    """A contender with a database of its own."""
+    """A contender with a separate database."""
 
     def __init__(self, name: str, given: Contender, python: str, amqp: str) -> None:
         self._given, self._python = given, python
@@ -255,8 +259,8 @@ class Bench:
         self._project("migrate", "--verbosity", "0")
 
     def rate(self, tasks: int, max_age: int = 600) -> dict[str, float]:
-        """Return the rates of enqueueing and of the worker, with the seconds that a
-        connection may live."""
+        """Return the rate of enqueueing and the rate of the worker. `max_age` is the
+        number of seconds for which a connection is kept."""
         self._environment["BENCH_MAX_AGE"] = str(max_age)
         try:
             self._empty()
@@ -282,7 +286,8 @@ class Bench:
         return found
 
     def latency(self, count: int) -> dict[str, float]:
-        """Return percentiles of the time from a call to its effect, one at a time."""
+        """Return percentiles of the time from a call to its effect. Only one task runs
+        at a time."""
         with self._worker():
             self._empty()
             self._project("enqueue", "1")
@@ -301,8 +306,9 @@ class Bench:
         }
 
     def killed(self, count: int) -> Iterator[dict[str, float]]:
-        """Kill the worker in the middle of its tasks, and start another worker. When
-        resumed, wait until the tasks are done, and yield the counts."""
+        """Kill the worker in the middle of its tasks, start another one, and yield.
+        After that, wait for the remaining tasks, and yield the numbers of lost and
+        doubled ones."""
         self._empty()
         self._project("enqueue", str(count))
         with self._worker():
@@ -319,7 +325,8 @@ class Bench:
 
     @contextlib.contextmanager
     def _worker(self) -> Iterator[psutil.Process]:
-        """Run the worker; at the end it is killed, with everything it started."""
+        """Run the worker while the block runs. At the end, kill it with all processes
+        that it started."""
         command = [self._python, "-m", *self._given.worker]
         worker = subprocess.Popen(
             command, env=self._environment, cwd=ROOT, start_new_session=True
@@ -359,7 +366,7 @@ class Bench:
 
 
 def processor_time(worker: psutil.Process) -> float:
-    """Return the seconds of processor time of a worker and its children."""
+    """Return the processor time of a worker and its children, in seconds."""
     total = 0.0
     for one in [worker, *worker.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
@@ -369,7 +376,7 @@ def processor_time(worker: psutil.Process) -> float:
 
 
 def versions(python: str) -> str:
-    """Return the versions of that Python, of Django and of the peers."""
+    """Return the versions of this Python and of its installed packages."""
     names = [one.partition("[")[0] for one in ["django", *PEERS, *NEW_PEERS]]
     code = (
         "import sys; from importlib.metadata import distributions as all; "
@@ -382,7 +389,7 @@ def versions(python: str) -> str:
 
 
 def newest() -> str:
-    """Return the newest Python that every backend supports and that starts here."""
+    """Return the newest installed Python that every backend supports."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     for version in ("3.13", "3.12"):
         found = [shutil.which(f"python{version}")]
@@ -394,8 +401,9 @@ def newest() -> str:
 
 
 def environment(base: str) -> tuple[str, list[str]]:
-    """Create an environment with the Python `base`, this package and its peers. Returns
-    the environment's Python, and the peers for which `base` is too old."""
+    """Create a virtual environment with the Python `base`, this package and the other
+    backends. Returns the environment's Python, and the backends for which `base` is too
+    old."""
     code = (
         "import sys; print('%d.%d' % sys.version_info[:2], sys.version_info < (3, 12))"
     )

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """`make demo`: orders travel through the example project, and one of them fails.
 
-Starts the web server, `relay` and `consume` as separate processes, on a new SQLite file
-and the embedded broker. Places orders over HTTP, waits until each expected event has
-happened, and prints it. The exit code is 1 if one did not happen.
+Starts the web server, `relay` and `consume` as separate processes, with a new SQLite
+file and the embedded broker. Places orders over HTTP, waits for each expected event,
+and prints it. The exit code is 1 if an expected event does not happen.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ T = TypeVar("T")
 
 
 class Failed(Exception):
-    """Something that must happen in the demo did not happen."""
+    """An expected event did not happen, or an unexpected one did."""
 
 
 def main() -> int:
-    """Run the demo, or print what went wrong."""
+    """Run the demo. If it fails, print the reason and return 1."""
     signal.signal(signal.SIGTERM, _end)
     began = time.monotonic()
     environment = {
@@ -143,8 +143,8 @@ def tell(environment: dict[str, str], stack: ExitStack) -> None:
 def tell_flow(
     environment: dict[str, str], shop: Shop, processes: list[Process]
 ) -> None:
-    """Check out three orders: a cheap one, an expensive one that is approved, and an
-    expensive one that is not approved in time."""
+    """Place three orders through the flow: a cheap one, an expensive one that is
+    approved, and an expensive one that nobody approves in time."""
     small, approved, left = (
         shop.check_out("Box of tea", quantity) for quantity in (2, 30, 40)
     )
@@ -182,7 +182,7 @@ def tell_flow(
 
 
 class Run(NamedTuple):
-    """A checkout."""
+    """The order number and the run id of a checkout."""
 
     number: str
     run_id: str
@@ -201,8 +201,8 @@ class Shop:
         )
 
     def answers(self) -> bool:
-        """Return whether the server answers. This also loads the form, and stores its
-        token."""
+        """Return whether the server answers. The request also stores the CSRF token in
+        a cookie."""
         try:
             return bool(self._open("/").status == 200)
         except urllib.error.HTTPError as error:
@@ -223,22 +223,22 @@ class Shop:
         return number
 
     def check_out(self, item: str, quantity: int) -> Run:
-        """Place an order by the flow."""
+        """Place an order through the flow."""
         return Run(**self._post("/checkout/", item=item, quantity=str(quantity)))
 
     def approve(self, number: str) -> None:
-        """Approve an order, as a person of the staff."""
+        """Approve an expensive order, as the shop's staff would."""
         self._post(f"/orders/{number}/approve/")
 
     def run(self, run: Run, *, seconds: float = 0) -> dict[str, Any]:
-        """Return the JSON of a checkout's run, when it has ended or after some
-        seconds."""
+        """Return the run of a checkout as JSON. Waits up to `seconds` for its end."""
         with self._open(f"/runs/{run.run_id}/?wait={seconds}") as answer:
             found: dict[str, Any] = json.load(answer)
         return found
 
     def over(self, number: str, arrives: bool) -> dict[str, Any] | None:
-        """Return the JSON of an order once it has reached its expected end."""
+        """Return the order as JSON if it has ended as expected; None if it has not
+        ended yet. Raises Failed if it has ended otherwise."""
         with self._open(f"/orders/{number}.json") as answer:
             order: dict[str, Any] = json.load(answer)
         dead = any(hop["state"] == "dead" for hop in order["hops"])
@@ -267,7 +267,7 @@ class Shop:
 
 
 class Process:
-    """A command of the project, in a process of its own."""
+    """A running command of the project, in a separate process."""
 
     def __init__(self, environment: dict[str, str], log: Path, *command: str) -> None:
         self.name, self._log = log.stem, log
@@ -285,22 +285,22 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Return whether the process runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def said(self) -> str:
-        """Return its output so far."""
+        """Return the output of the process so far."""
         return self._log.read_text(errors="replace")
 
     def ask_to_stop(self) -> None:
-        """Ask the process to finish the messages in progress, and to end."""
+        """Send SIGTERM: the process finishes the messages in progress, and ends."""
         if self.alive and not self._asked:
             self._process.terminate()
         self._asked = True
 
     def stop(self) -> int:
-        """Wait until the process has ended; kill it if it does not end. Return the exit
-        code."""
+        """Wait until the process has ended, and return its exit code. Kill it if that
+        takes longer than ten seconds."""
         self.ask_to_stop()
         try:
             self._process.wait(10)
@@ -313,7 +313,7 @@ class Process:
 def process(
     environment: dict[str, str], logs: Path, name: str, *arguments: str
 ) -> Iterator[Process]:
-    """Run a command of the project for the duration of the block."""
+    """Run a command of the project while the block runs."""
     started = Process(environment, logs / f"{name}.log", *arguments)
     try:
         yield started
@@ -336,7 +336,8 @@ def command(environment: dict[str, str], *arguments: str) -> str:
 
 
 def wait(condition: Callable[[], T | None], what: str, processes: list[Process]) -> T:
-    """Return the condition's first true value. Raises Failed after a time-out."""
+    """Wait until the condition returns a value, and return the value. Raises Failed
+    after a time-out, or if a process has ended."""
     deadline = time.monotonic() + PATIENCE
     pause = threading.Event()
     while True:
@@ -352,7 +353,7 @@ def wait(condition: Callable[[], T | None], what: str, processes: list[Process])
 
 
 def show(order: dict[str, Any]) -> None:
-    """Print one order's messages, hop by hop."""
+    """Print the messages of an order, one per line."""
     end = "arrived" if order["status"] == "shipped" else "in the dead letters"
     colour = "32" if order["status"] == "shipped" else "31"
     what = f"{order['number']}, {order['item']} ({order['quantity']})"
@@ -408,7 +409,7 @@ def say(text: str, colour: str = "") -> None:
 
 
 def indented(text: str) -> str:
-    """Return lines, indented below their heading."""
+    """Return a text with each line indented."""
     return "".join(f"   {line}\n" for line in text.rstrip().splitlines())
 
 

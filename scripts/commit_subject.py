@@ -1,7 +1,7 @@
-"""Refuses a commit whose subject is not `scope: imperative`, or too long (72
-characters).
+"""Refuses a commit if its subject is not `scope: imperative`, or has more than 72
+characters.
 
-scripts/commit_subject.py .git/COMMIT_EDITMSG
+    scripts/commit_subject.py .git/COMMIT_EDITMSG
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STATEMENT = re.compile(
 
 
 def complaint(subject: str) -> str:
-    """Return what is wrong with a subject, or an empty text."""
+    """Return the problem with a subject, or ""."""
     if len(subject) > 72:
         return f"has {len(subject)} characters; at most 72"
     if not ALLOWED.match(subject):

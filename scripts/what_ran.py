@@ -50,7 +50,7 @@ Tested = dict[str, dict[str, dict[str, Any]]]
 
 
 def main(arguments: list[str]) -> int:
-    """Print or write; return the exit code."""
+    """Print the results, or write them with `--write`. Returns the exit code."""
     paths = sorted(RESULTS.glob("*.json"), key=lambda path: path.stat().st_mtime)
     runs = {path.stem: json.loads(path.read_text()) for path in paths}
     if not arguments:
@@ -65,8 +65,8 @@ def main(arguments: list[str]) -> int:
 
 
 def closing(name: str, run: dict[str, Any]) -> str:
-    """Return how a run ended, with a line for each failure, and for each test that
-    failed once."""
+    """Return a text about one run: its counts, its failures, and the tests that failed
+    only once."""
     counts = Counter(outcome for outcome, *_ in run["tests"].values())
     ended = [f"{counts[one]} {one}" for one in ("passed", "failed", "skipped")]
     lines = [f"{name}: {', '.join(ended)}; exit code {run['exit']}"]
@@ -78,9 +78,8 @@ def closing(name: str, run: dict[str, Any]) -> str:
 
 
 def present(run: dict[str, Any], checkout: Path) -> dict[str, Any]:
-    """Return the run without the tests that the checkout no longer has. If a test was
-    renamed after its run, its old name does not count.
-    """
+    """Return a run without the tests that the checkout no longer contains, such as
+    renamed ones."""
     return {
         **run,
         "tests": {
@@ -90,8 +89,8 @@ def present(run: dict[str, Any], checkout: Path) -> dict[str, Any]:
 
 
 def there(test: str, checkout: Path) -> bool:
-    """Return whether the test's file exists, and contains the name of its function or
-    class."""
+    """Return whether the checkout contains a test: its file exists and contains the
+    name of its function or class."""
     file, _, name = test.partition("::")
     words = _words(checkout / file)
     # A module that could not be imported has no name in it.
@@ -100,14 +99,13 @@ def there(test: str, checkout: Path) -> bool:
 
 @cache
 def _words(file: Path) -> frozenset[str]:
-    """Return the words in a file; none if the file does not exist."""
+    """Return all words in a file. Empty if the file does not exist."""
     return frozenset(re.findall(r"\w+", file.read_text()) if file.is_file() else ())
 
 
 def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
     """Return the known results, updated with those of these runs. If a test ran twice
-    on a version and a database, the later run counts.
-    """
+    with the same version and database, the later result counts."""
     ended: dict[tuple[str, str], dict[tuple[str, str], str]] = defaultdict(dict)
     for run in runs:
         for test, (outcome, *used) in run["tests"].items():
@@ -126,7 +124,7 @@ def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
 def places(
     run: dict[str, Any], test: str, used: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each row of the table, with a version, in which a test counts."""
+    """Yield the row and the version under which the table counts this test."""
     yield "Python with Django", f"{run['python']} with {run['django']}"
     for server in used:
         # A worker that crashed has not recorded its servers' versions.
@@ -137,7 +135,7 @@ def places(
 
 
 def write(tested: Tested) -> None:
-    """Write the known results, and the table in the pages."""
+    """Write the known results to their file, and update the tables in the pages."""
     TESTED.write_text(json.dumps(tested, indent=2, sort_keys=True) + "\n")
     for page in PAGES:
         page.write_text(TABLE.sub(lambda _: table(tested), page.read_text()))
@@ -156,13 +154,13 @@ def table(tested: Tested) -> str:
 
 
 def cell(version: str, ended: dict[str, Any]) -> str:
-    """Return how the tests on one version ended."""
+    """Return the results of the tests on one version, as text."""
     failed = f", **{ended['failed']} failed**" if ended["failed"] else ""
     return f"{version}: {ended['passed']:,}{failed}"
 
 
 def order(version: str) -> list[int]:
-    """Sort 3.9 before 3.10."""
+    """Return a sort key for a version, so that 3.9 comes before 3.10."""
     return [int(number) for number in re.findall(r"\d+", version)]
 
 

@@ -1,4 +1,5 @@
-"""A checkout: payment, stock, and a person's approval of expensive orders."""
+"""The flow of a checkout: payment, reservation of the goods, and approval of expensive
+orders by a person."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ Answer = Accepted | Refused
 class Checkout(
     Flow[PlaceOrder, Answer], name="orders.checkout", within=timedelta(minutes=5)
 ):
-    """An order's flow. Each step is one transaction; between two steps no process
+    """The flow of an order. Each step is one transaction. Between two steps, no process
     waits."""
 
     order: str = ""
@@ -81,7 +82,8 @@ class Checkout(
 
     @step
     def reserved(self, kept: Reserved) -> Next[Answer]:
-        """Accept the order, or wait two days for a person's approval."""
+        """Accept a cheap order. For an expensive one, wait up to two days for a
+        person's approval."""
         self.shelf = kept.shelf
         if Order.objects.get(number=self.order).total <= APPROVED_UP_TO:
             return self.approved(True)
@@ -93,7 +95,7 @@ class Checkout(
 
     @step
     def approved(self, yes: bool) -> Next[Answer]:
-        """End the flow: payment and reservation stay."""
+        """End the flow: accept the order, or refuse it."""
         if not yes:
             return self._refused("a person has refused it")
         self._close(Order.Status.ACCEPTED)
@@ -101,7 +103,7 @@ class Checkout(
 
     @step
     def expired(self, why: TimedOut | Dead) -> Next[Answer]:
-        """Fail: payment and reservation are undone, newest first."""
+        """Refuse the order, because nobody has approved it."""
         return self._refused("nobody has approved it")
 
     def _refused(self, why: str) -> Next[Answer]:

@@ -1,4 +1,4 @@
-"""The order form, with the switch that makes the payment fail."""
+"""The order form. A checkbox makes the payment fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shop's products, and its orders."""
+"""The shop's products, its orders, and the approvals that they wait for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def new_number() -> str:
 
 
 class Order(models.Model):
-    """One order. It commits together with the message that requests its payment."""
+    """One order. The transaction that stores it also stores the message that requests
+    its payment."""
 
     class Status(models.TextChoices):
         PLACED = "placed", "placed"
@@ -46,8 +47,8 @@ class Order(models.Model):
 
 
 class Approval(models.Model):
-    """An order that waits for a person's approval. Anyone who has the token can
-    continue its flow."""
+    """An order that waits for approval. Anyone who has the token can continue its
+    flow."""
 
     order = models.CharField(max_length=16, unique=True)
     token = models.CharField(max_length=80)

@@ -1,4 +1,4 @@
-"""The stage of orders: it records that a parcel is on its way."""
+"""The stage of orders. It records that a parcel is on its way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .models import Order
 
 @stage(order_shipped)
 def note_shipment(parcel: Shipped) -> None:
-    """Close the order."""
+    """Record that the order was shipped."""
     Order.objects.filter(number=parcel.order).update(
         status=Order.Status.SHIPPED, tracking_code=parcel.tracking_code
     )

@@ -1,6 +1,7 @@
-"""The way of an order's messages, read from the outbox, the inbox and the dead letters.
+"""The messages of an order and their states, from the outbox, the inbox and the dead
+letters.
 
-All of them carry the order's number as their correlation id.
+All of these messages have the order's number as their correlation id.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 
 @dataclass(frozen=True)
 class Hop:
-    """One message on its way from its sender's outbox to its receiver's inbox."""
+    """One message, with its way from the sender's outbox to the receiver's inbox."""
 
     id: str
     destination: str
@@ -30,7 +31,7 @@ class Hop:
 
     @property
     def state(self) -> str:
-        """The latest event."""
+        """The name of the latest event."""
         if self.dead:
             return "dead"
         if self.processed:
@@ -43,12 +44,12 @@ class Hop:
         return "stored"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values and the state."""
+        """Return the fields and the state as a dict."""
         return asdict(self) | {"state": self.state}
 
 
 def trail(number: str) -> list[Hop]:
-    """Return the hops of an order's messages, in the order they were stored."""
+    """Return the messages of an order, in the order in which they were stored."""
     inbox = {
         row.message_id: row
         for row in InboxMessage.objects.filter(correlation_id=number)
@@ -82,7 +83,8 @@ def trail(number: str) -> list[Hop]:
 
 
 def _sent_by(taken: InboxMessage | None, rows: list[OutboxMessage]) -> tuple[str, ...]:
-    """Return the destinations to which the receiver of a message has sent messages."""
+    """Return the destinations of the messages that the receiver sent while it processed
+    a message."""
     if taken is None:
         return ()
     session = wire.session_id(conf.get().SERVICE, taken.message_id, taken.stage)

@@ -1,4 +1,4 @@
-"""Placing an order, and seeing where it is."""
+"""The views of the shop: they place orders, and show the state of an order."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ STEPS = {
 
 @require_http_methods(["GET", "POST"])
 def shop(request: HttpRequest) -> HttpResponse:
-    """Show the form and the latest orders; place an order.
+    """Show the form and the latest orders (GET), or place an order (POST).
 
-    OutboxMiddleware has opened the transaction: order and message commit together.
+    OutboxMiddleware has opened a transaction, so the order and its message are
+    committed together.
     """
     form = OrderForm(request.POST or None)
     if request.method == "POST" and form.is_valid():
@@ -47,7 +48,7 @@ def shop(request: HttpRequest) -> HttpResponse:
 
 @require_GET
 def order(request: HttpRequest, number: str) -> HttpResponse:
-    """Show one order and the way of its messages; the page refreshes itself."""
+    """Show an order and the states of its messages. The page reloads automatically."""
     found = get_object_or_404(Order, number=number)
     hops = trail(number)
     steps = [("Ordered", "processed"), *_steps(hops)]
@@ -58,7 +59,7 @@ def order(request: HttpRequest, number: str) -> HttpResponse:
 
 @require_GET
 def order_json(request: HttpRequest, number: str) -> JsonResponse:
-    """Return the same facts as JSON."""
+    """Return the data of the order's page as JSON."""
     found = get_object_or_404(Order, number=number)
     return JsonResponse(
         {
@@ -74,7 +75,7 @@ def order_json(request: HttpRequest, number: str) -> JsonResponse:
 
 @require_POST
 def checkout(request: HttpRequest) -> JsonResponse:
-    """Place an order by a flow. Order and run commit together."""
+    """Place an order through the flow. The order and the run are committed together."""
     form = OrderForm(request.POST)
     if not form.is_valid():
         return JsonResponse({"errors": form.errors}, status=400)
@@ -85,7 +86,8 @@ def checkout(request: HttpRequest) -> JsonResponse:
 
 @require_POST
 def approve(request: HttpRequest, number: str) -> JsonResponse:
-    """Approve an expensive order. A real shop would do this on a page for its staff."""
+    """Approve an expensive order. In a real shop, this would be a page for the
+    staff."""
     found = get_object_or_404(Approval, order=number)
     try:
         resume(found.token, True)

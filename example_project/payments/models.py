@@ -1,4 +1,4 @@
-"""The payments. They refer to an order only by its number."""
+"""The payments. They know an order only by its number."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from django.db import models
 
 
 class Payment(models.Model):
-    """The payment for one order. Its number is not unique, so that a double charge
-    would be visible."""
+    """The payment for an order. The order's number is not unique here, so that a double
+    charge would be visible."""
 
     order = models.CharField(max_length=16, db_index=True)
     amount = models.DecimalField(max_digits=9, decimal_places=2)

@@ -1,4 +1,4 @@
-"""The stages of payments: they charge the customer, and request the parcel."""
+"""The stages of payments. They charge the customer, and request the parcel."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class GatewayDown(Exception):
     redelivery=RedeliveryPolicy(max_redeliveries=2, initial_delay=0.3, jitter=0),
 )
 def charge(payment: Charge) -> None:
-    """Take the payment. The payment, the inbox row and the next message are one
-    transaction."""
+    """Store the payment and request the parcel. The payment, the inbox row and the next
+    message are committed in one transaction."""
     order = payment.order
     Payment.objects.create(order=order, amount=payment.amount)
     if payment.fails:
@@ -34,12 +34,13 @@ def charge(payment: Charge) -> None:
 
 @stage(take_payment)
 def take(asked: Take) -> Taken:
-    """Take the payment of a checkout. The flow gets the returned value."""
+    """Store the payment of a checkout. The flow receives the returned value."""
     Payment.objects.create(order=asked.order, amount=asked.amount)
     return Taken(asked.order)
 
 
 @stage(refund_payment, undoes=take_payment)
 def refund(asked: Take) -> None:
-    """Refund a payment, once, and only if that request has taken it."""
+    """Refund the payment of a checkout. `undoes` ensures that a refund happens at most
+    once, and only if `take` took the payment."""
     Payment.objects.create(order=asked.order, amount=-asked.amount)

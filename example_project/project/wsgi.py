@@ -1,4 +1,4 @@
-"""The application for `gunicorn project.wsgi`."""
+"""The WSGI application, for `gunicorn project.wsgi`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parcels sent."""
+"""The parcels, and the reserved goods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Parcel(models.Model):
 
 
 class Reservation(models.Model):
-    """Goods that are kept for one checkout."""
+    """The reserved goods of one checkout."""
 
     order = models.CharField(max_length=16, db_index=True)
     item = models.CharField(max_length=80)

@@ -1,4 +1,5 @@
-"""The stages of shipping: they send the parcel, and report that it is sent."""
+"""The stages of shipping. They reserve goods, send parcels, and report each sent
+parcel."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .models import Parcel, Reservation
 
 @stage(ship_parcel)
 def ship(asked: Ship, message: Message) -> None:
-    """Send the parcel."""
+    """Store the parcel of an order, and report it."""
     order = asked.order
     # Made from the message's id, the code is the same in every attempt.
     parcel = Parcel.objects.create(
@@ -39,5 +40,5 @@ def reserve(asked: Reserve) -> Reserved:
 
 @stage(release_goods, undoes=reserve_goods)
 def release(asked: Reserve) -> None:
-    """Put the goods back."""
+    """Cancel the reservation of the goods."""
     Reservation.objects.filter(order=asked.order).delete()
