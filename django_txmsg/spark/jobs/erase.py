@@ -118,8 +118,8 @@ def erase_rows(
 
 
 def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> int:
-    """Delete the relay's records of these keys, or count them in a dry run. The order
-    of later messages with these keys starts anew."""
+    """Delete the relay's records of these keys, or count them in a dry run. After that,
+    a later message with such a key has no predecessor."""
     verb = "SELECT count(*)" if dry_run else "DELETE"
     found = 0
     with closing(connect_plain(source)) as connection:
