@@ -1,4 +1,5 @@
-"""The view for `benchmarks.http_outbox`. The environment chooses its contender."""
+"""The view for `benchmarks.http_outbox`. An environment variable chooses how it stores
+and sends."""
 
 from __future__ import annotations
 

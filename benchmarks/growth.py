@@ -10,10 +10,11 @@ the relay is measured again.
 
 Ids made by this package begin with the time, so their index entries are next to each
 other. Ids from other senders may be random. Each random id changes a different index
-page. After a checkpoint, the first change of a page writes the whole page to the log.
-Half of the settled rows have random ids, and the relay is measured with both kinds.
-Every round follows a checkpoint, which is the worst case. Autovacuum is off, because it
-would run only during some rounds. The VACUUM after the pruning is measured, too.
+page. After a checkpoint, the first change of a page writes the whole page to the
+write-ahead log. Half of the settled rows have random ids, and the relay is measured
+with both kinds. Every round follows a checkpoint, which is the worst case. Autovacuum
+is off, because it would run only during some rounds. The VACUUM after the pruning is
+measured, too.
 """
 
 from __future__ import annotations

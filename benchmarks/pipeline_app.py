@@ -1,8 +1,9 @@
-"""The cost of the pipeline's columns, triggers and index for relay and consume.
+"""The cost for relay and consume of the columns, triggers and index that the pipeline
+adds.
 
     python -m benchmarks.pipeline_app [--messages 10000] [--rounds 7]
 
-Relay and consume run alternately with and without the tables of `django_txmsg.spark`.
+Relay and consume run alternately with and without `django_txmsg.spark` in the database.
 The benchmark measures messages per second, and PostgreSQL's processor time per message.
 A third figure hardly depends on other work on the machine: the processor time of one
 connection that stores messages, and updates each of them twice, like a relay.

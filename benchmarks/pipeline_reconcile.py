@@ -1,5 +1,5 @@
-"""The cost of `reconcile`: for a whole lake, with existing journeys, and after a new
-day."""
+"""The cost of `reconcile`: for a whole lake, for a lake with existing journeys, and
+after a day of new messages."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class SourceFilter(admin.SimpleListFilter):
         return [("page", "a page"), ("command", "a command")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
+        """Select the actions of the chosen source."""
         commands = {"by__startswith": "command: "}
         if self.value() == "command":
             return queryset.filter(**commands)

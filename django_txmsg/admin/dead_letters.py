@@ -53,7 +53,7 @@ class DeadFilter(CountingFilter):
     def queryset(
         self, request: HttpRequest, queryset: QuerySet[DeadLetter]
     ) -> QuerySet[DeadLetter]:
-        """Narrow the list."""
+        """Select the dead letters with the chosen value."""
         if self.value() is None:
             return queryset
         return queryset.filter(**{str(self.parameter_name): self.value()})
@@ -118,7 +118,7 @@ class AgainFilter(admin.SimpleListFilter):
     def queryset(
         self, request: HttpRequest, queryset: QuerySet[DeadLetter]
     ) -> QuerySet[DeadLetter]:
-        """Narrow the list."""
+        """If chosen, select the dead letters that died more than once."""
         return queryset.filter(deaths__gt=1) if self.value() else queryset
 
 

@@ -41,7 +41,7 @@ class CountingFilter(admin.SimpleListFilter):
         return bool(self.lookup_choices) or self.value() is not None
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
+        """Select the rows with the chosen value."""
         value = self.value()
         if not value:
             return queryset

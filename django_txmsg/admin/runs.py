@@ -81,7 +81,7 @@ class StepFilter(admin.SimpleListFilter):
         ]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
+        """Select the runs whose next step is the chosen one."""
         return queryset.filter(step=self.value()) if self.value() else queryset
 
 

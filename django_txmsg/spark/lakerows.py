@@ -32,7 +32,8 @@ class LakeRows:
     work: Sequence[Named]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of the files with these numbers."""
+        """Yield the rows of files. The input contains the indexes of the files in
+        `work`."""
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 yield from self.of(self.work[number])

@@ -451,8 +451,8 @@ def _engine(
 
 
 def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
-    """Return whether to delete one wave while the next one is written. The default is
-    to do so if the writers run on other machines."""
+    """Return whether one wave is deleted while the next one is written. By default,
+    this is so only if the writers run on other machines."""
     if given.overlap is not None:
         return bool(given.overlap)
     return spark is not None and not on_one_machine(spark)

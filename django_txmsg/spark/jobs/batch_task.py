@@ -52,7 +52,8 @@ class BatchTask:
     prove: bool = True
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Archive the batches with these numbers. Yield their manifest rows."""
+        """Archive batches. The input contains their indexes in `work`. Yield their
+        manifest rows."""
         with self.database.connected() as reader:
             for numbers in batches:
                 for number in numbers.column(0).to_pylist():

@@ -469,8 +469,8 @@ class EraseTask:
     dry_run: bool
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Check the files with these numbers, and rewrite them if necessary. Yield the
-        new files."""
+        """Check files, and rewrite them if necessary. The input contains the indexes of
+        the files. Yield the new files."""
         place = place_of(self.lake)
         root, names = f"{place.root}/{self.name}", _IDS.get(self.name, _ID)
         for numbers in batches:

@@ -450,8 +450,9 @@ class Journeys:
         return {one.service: known.get(one.service, 0) for one in self.log.live}
 
     def concerned(self, marks: Marks | None, crowd: int = 0) -> list[Named]:
-        """Return the files that may contain journeys of the marked messages. For each
-        day, finished and open journeys are in separate files."""
+        """Return the files that may contain journeys of the marked messages. If a day
+        has at least `crowd` files of one kind (finished or open journeys), these are
+        returned, too."""
         if marks is None:
             return self.named
         hit = set()

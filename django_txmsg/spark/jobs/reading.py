@@ -57,7 +57,8 @@ class LiveTask:
     work: Sequence[tuple[Live, str]]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of the parts with these numbers."""
+        """Yield the rows of parts. The input contains the indexes of the parts in
+        `work`."""
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 live, where = self.work[number]

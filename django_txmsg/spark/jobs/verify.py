@@ -185,7 +185,8 @@ class VerifyTask:
     named: Sequence[Named]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read the files with these numbers. Yield the sums of their batches."""
+        """Read files, and yield the sums of their batches. The input contains the
+        indexes of the files."""
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 try:

@@ -1,7 +1,7 @@
 """Reads a table once, divided into partitions by id.
 
 With a named snapshot, any number of partitions see the same state. Without one, there
-is a single partition, because only a single statement sees one state.
+is a single partition, because two statements could see different states.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ TELL_AFTER = 60.0
 
 @dataclass
 class Stretch(InputPartition):
-    """A partition with the rows `first <= position < last`."""
+    """A partition with the rows `first <= position < last`. The position is a
+    transaction id on PostgreSQL, and the row's id on SQLite."""
 
     first: int
     last: int
