@@ -46,6 +46,13 @@ return (light + 0.05) / (dark + 0.05);
 """
 
 
+#: Roles that a screen reader announces by a name.
+_NAMED = {
+    *("button", "link", "textbox", "searchbox", "combobox", "checkbox", "radio"),
+    *("image", "img", "SvgRoot", "graphics-document", "spinbutton", "progressbar"),
+}
+
+
 def missing() -> str:
     """Return what must be installed to drive a browser; "" if nothing is missing."""
     if _program("chromium") and _program("chromedriver"):
@@ -92,6 +99,37 @@ class Browser:
             lambda: next(iter(self.driver.find_elements(By.CSS_SELECTOR, css)), None),
             message=f"an element {css} at {self.driver.current_url}",
         )
+
+    def unreadable(self) -> list[str]:
+        """Return what a screen reader cannot announce: controls and drawings without a
+        name, tables without headers, and headings below a level that is missing."""
+        tree = self.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+        nodes = {one["nodeId"]: one for one in tree}
+
+        def within(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            """Yield a node and the nodes in it, in the order of the page."""
+            yield node
+            for child in node.get("childIds", ()):
+                if child in nodes:
+                    yield from within(nodes[child])
+
+        def role(node: dict[str, Any]) -> str:
+            return "" if node["ignored"] else str(node["role"]["value"])
+
+        found, level = [], 0
+        for node in within(tree[0]):
+            name = node.get("name", {}).get("value", "").strip()
+            if role(node) in _NAMED and not name:
+                found.append(f"{role(node)} without a name")
+            if role(node) == "table" and "columnheader" not in map(role, within(node)):
+                found.append(f"table {name!r} without headers")
+            if role(node) == "heading":
+                about = {one["name"]: one["value"] for one in node["properties"]}
+                depth = about["level"]["value"]
+                if depth > level + 1:
+                    found.append(f"heading {name!r}: level {depth} after {level}")
+                level = depth
+        return found
 
     def click(self, text: str) -> None:
         """Click the link or button with this text."""

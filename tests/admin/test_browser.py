@@ -178,6 +178,7 @@ def test_every_page_in_light_dark_and_at_phone_width(
             assert heading, path
             assert not walker.overflows(), f"{path} scrolls sideways{suffix}"
             assert walker.errors() == [], path
+            assert walker.unreadable() == [], path
             for text in walker.driver.find_elements(By.CSS_SELECTOR, READ)[:40]:
                 assert walker.contrast(text) >= 4.5, f"{path}{suffix}: {text.text}"
             for link in walker.driver.find_elements(By.CSS_SELECTOR, IN_TEXT):
