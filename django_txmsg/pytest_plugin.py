@@ -1,8 +1,8 @@
-"""Fixtures for projects under pytest; tests use no broker unless they ask for one.
+"""Fixtures for projects that use pytest. Tests use no broker unless they request one.
 
-pytest finds this module by its entry point. The plugin only wraps
-`django_txmsg.testing`. It imports nothing of Django before a test runs, and does
-nothing if the app is not installed.
+pytest finds this module by its entry point. The fixtures wrap `django_txmsg.testing`.
+The plugin imports nothing of Django before a test runs. If the app is not installed,
+the plugin has no effect.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class SentMessages(UserList["Message"]):
-    """The messages stored so far, in order. Call it with a destination to get the
-    messages to that destination."""
+    """The messages stored so far, in order. Call the list with a destination to get
+    only the messages to that destination."""
 
     def __call__(self, destination: str) -> list[Message]:
         """Return the messages to one destination."""
@@ -50,15 +50,15 @@ class Txmsg:
 
     @property
     def sent(self) -> SentMessages:
-        """The messages stored so far, dispatched or not: `txmsg.sent`, or those to one
-        destination: `txmsg.sent("orders.place")`."""
+        """The messages stored so far, dispatched or not. `txmsg.sent("orders.place")`
+        returns only the messages to one destination."""
         from .testing import outbox_messages
 
         return SentMessages(outbox_messages())
 
     def drain(self, *stages: str, **options: Any) -> Drained:
-        """Relay and process messages until none is left:
-        `django_txmsg.testing.drain()`."""
+        """Call `django_txmsg.testing.drain()`, which relays and processes messages
+        until none is left."""
         from .testing import drain
 
         return drain(*stages, **options)
@@ -66,7 +66,7 @@ class Txmsg:
 
 @pytest.fixture
 def txmsg(request: pytest.FixtureRequest) -> Txmsg:
-    """Gives a test the database, the messages that it has `sent`, and `drain()`."""
+    """Gives a test access to the database, and an object with `sent` and `drain()`."""
     if not request.config.pluginmanager.hasplugin("django"):
         raise pytest.UsageError(
             "The fixture txmsg needs pytest-django: pip install pytest-django"
@@ -78,8 +78,8 @@ def txmsg(request: pytest.FixtureRequest) -> Txmsg:
 @pytest.fixture
 def scripted_broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
     """A STOMP broker that follows a script. During the test it is TXMSG's default
-    broker. It imitates ActiveMQ Classic, or the profile given as its indirect
-    parameter.
+    broker. It imitates ActiveMQ Classic. For another broker, give its profile as the
+    fixture's indirect parameter.
     """
     from .testing import CLASSIC, ScriptedBroker
 
@@ -98,8 +98,8 @@ def scripted_broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _txmsg_without_brokers() -> Iterator[Any]:
-    """Use the embedded broker for the whole test run, including set-ups of classes.
-    Yields two values of TXMSG: the project's own, and the one with the embedded
+    """Use the embedded broker for the whole test session, including the set-up of test
+    classes. Yields two values of TXMSG: the project's, and a copy with the embedded
     broker."""
     if not _installed() or not _sound():
         yield None, None  # a project may be set up by its first test
@@ -149,7 +149,7 @@ def _installed() -> bool:
 
 
 def _sound() -> bool:
-    """Return whether TXMSG is valid. A test class may override it with an invalid
+    """Return whether TXMSG is valid. A test class may override TXMSG with an invalid
     value."""
     from . import conf
 

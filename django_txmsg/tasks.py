@@ -1,6 +1,8 @@
-"""Hop 3 for users of Celery beat: tasks that do the work of the commands.
-`autodiscover_tasks()` finds these tasks. They may overlap, and may run while `manage.py
-relay` runs: no message is claimed twice. See docs/how-to/celery.md.
+"""Celery tasks that do the work of `manage.py relay` and `manage.py prune_messages`.
+
+`autodiscover_tasks()` finds these tasks, and Celery beat can run them. Executions may
+overlap, also with `manage.py relay`: no message is claimed twice. See
+docs/how-to/celery.md.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ def relay_outbox(
 
     `databases` defaults to those that the settings and the stages name. A broker that
     is down, or a destination that takes no messages, is logged and listed under
-    "unavailable". The messages of that broker or destination wait for the next run, and
-    all others are sent.
+    "unavailable". Its messages wait for the next execution. All other messages are
+    sent.
     """
     using = databases or with_tables()
     # One worker row for all runs: it becomes silent when beat stops.

@@ -1,9 +1,8 @@
-"""Brokers by alias: `get_broker("default")` creates the broker that TXMSG["BROKERS"]
-names.
+"""Creates the brokers of TXMSG["BROKERS"]: `get_broker("default")` returns the broker
+with that alias.
 
-To use a broker of your own, set `"BACKEND"` to the dotted path of a class. The class
-must be a subclass of `Broker`, open `Session`s, and pass
-`django_txmsg.testing.broker_suite`.
+To use a broker of your own, set `"BACKEND"` to the dotted path of a subclass of
+`Broker`. The subclass must pass `django_txmsg.testing.broker_suite`.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A built-in broker: its class path, URL schemes and client library. Nothing is
-    imported yet."""
+    """A built-in broker: its class path, URL schemes and client library, none of which
+    is imported yet."""
 
     #: Its class, below this package.
     path: str
@@ -92,7 +91,8 @@ def get_broker(alias: str = "default") -> Broker:
 
 
 def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
-    """Return the Broker of an entry of TXMSG["BROKERS"]. Raises ConfigurationError."""
+    """Return the Broker for an entry of TXMSG["BROKERS"]. Raises ConfigurationError if
+    the entry is not usable."""
     url = entry.get("URL", "")
     path = entry.get("BACKEND")
     if path is None:
@@ -141,7 +141,8 @@ def make_broker(alias: str, url: str) -> Broker:
 
 
 def without_client(url: str) -> BuiltIn | None:
-    """Return the built-in broker of a URL if its client is not installed, else None."""
+    """Return the built-in broker for a URL if its client library is not installed, else
+    None."""
     found = BY_SCHEME.get(url.partition("://")[0].lower())
     absent = found and found.module and find_spec(found.module) is None
     return found if absent else None

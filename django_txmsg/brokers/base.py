@@ -71,16 +71,16 @@ class Session(abc.ABC):
         isolate: bool = False,
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
-        """Send a batch of messages in the fastest way that proves that each message is
-        stored.
+        """Send a batch of messages as fast as possible, and wait for the receipt of
+        each message.
 
         Returns one outcome for each message: None (a receipt came), DispatchRejected
         (the broker never takes this message), DestinationUnavailable (the destination
         takes no messages now), DispatchUnknown (no answer), or DispatchHeld (an earlier
         message of its key is not stored). `isolate` sends one message at a time, to
         find the message on which a broker closes the connection. `timeout`, in seconds,
-        limits how long each step waits for receipts, if the broker sends receipts. The
-        default for `timeout` comes from the URL.
+        limits each wait for receipts, if the broker sends receipts. The default for
+        `timeout` comes from the URL.
         """
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
@@ -101,8 +101,8 @@ class Session(abc.ABC):
         """Return the next delivery, or None if no message arrives within `timeout`
         seconds. Return None while `prefetch` deliveries are unacknowledged.
 
-        Minutes may pass between two calls, while a handler runs. The session must keep
-        its deliveries during that time.
+        Minutes may pass between two calls while a handler runs. During that time the
+        broker must not give the session's deliveries to another consumer.
         """
 
     @abc.abstractmethod
@@ -110,8 +110,8 @@ class Session(abc.ABC):
         """Acknowledge deliveries without waiting for a receipt. If an acknowledgement
         is lost, the only consequence is a duplicate.
 
-        A transacted session acknowledges in a separate transaction, so call ack() there
-        only while no message is enlisted.
+        A transacted session acknowledges in a separate transaction. So do not call
+        ack() between enlist() and commit() or rollback().
         """
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
@@ -145,8 +145,9 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def rollback(self) -> None:
-        """Discard the messages that the open transaction has sent. Deliveries stay
-        unacknowledged. The caller can acknowledge them, also in another transaction."""
+        """Discard the messages that were enlisted in the open transaction. Deliveries
+        stay unacknowledged. The caller can acknowledge them later, with or without a
+        transaction."""
 
     @abc.abstractmethod
     def ping(self) -> None:
@@ -173,8 +174,8 @@ class Broker(abc.ABC):
     """The address of a message server, under an alias.
 
     A broker is thread-safe. It holds no connection and no other object that is unsafe
-    after a fork. Many sessions can be open at once. The attributes declare the
-    abilities of the broker. A subclass sets them in its body or in `__init__`.
+    after a fork. Many sessions can be open at once. A subclass sets the attributes,
+    which declare the broker's abilities, in its body or in `__init__`.
     """
 
     #: The alias of the Django database in which it stores its messages, or None for a
@@ -190,9 +191,9 @@ class Broker(abc.ABC):
     tls_scheme: str = ""
 
     def __init__(self, alias: str, url: str) -> None:
-        """`url` comes from TXMSG["BROKERS"], and is "" without a URL there. The
-        constructor must not connect, import a client or raise. The method check()
-        reports errors."""
+        """`url` comes from TXMSG["BROKERS"], and is "" if none is set there. The
+        constructor must not connect, import a client library or raise. The method
+        check() reports errors of the URL."""
         self.alias = alias
         self._url = url
 
@@ -245,20 +246,21 @@ LONGEST_GROUP = 1.0
 
 
 def acknowledges_now(gathered: int, *, prefetch: int, since: float) -> bool:
-    """Return whether a consumer that last acknowledged at the instant `since` must now
-    send the acknowledgements that it has gathered.
+    """Return whether a consumer must now send the acknowledgements that it has
+    gathered. `since` is the monotonic time of its last acknowledgement.
 
-    A busy consumer acknowledges in groups; a crash then causes more duplicates. A slow
-    consumer acknowledges at once, because some brokers close the connection of a
-    consumer that holds a delivery for too long.
+    A busy consumer acknowledges in groups. The price is more duplicates after a crash.
+    A slow consumer acknowledges each delivery at once, because some brokers close the
+    connection of a consumer that holds a delivery for too long.
     """
     slow = time.monotonic() - since > LONGEST_GROUP
     return slow or gathered * 2 >= prefetch
 
 
 def insist(error: BrokerError | None) -> None:
-    """Raise the outcome of a message that must be stored before its delivery is
-    acknowledged: a refusal as it is, everything else as BrokerUnavailable."""
+    """Raise an error if a message was not stored. DispatchRejected and
+    DestinationUnavailable are raised unchanged, any other error as
+    BrokerUnavailable."""
     if isinstance(error, DispatchRejected | DestinationUnavailable):
         raise error
     if error is not None:

@@ -1,8 +1,7 @@
-"""Hop 4 for Celery: sends task messages to the broker from which Celery's workers
-receive.
+"""Hop 4 for Celery: sends task messages to the broker of a Celery app.
 
-The URL `celery://module:app` names a Celery app. kombu sends the messages to the broker
-of that app. Only Celery's workers receive from this broker.
+The URL `celery://module:app` names the app. kombu sends the messages. Celery's workers
+receive them, and no stage can.
 """
 
 from __future__ import annotations
@@ -131,9 +130,9 @@ class CelerySession(Session):
         return outcomes
 
     def _declared(self, outgoing: Outgoing) -> Publication:
-        """Return the publication of a message, after declaring its queue. Raises
-        BrokerError if the message cannot be published. Also raises the errors of the
-        transport."""
+        """Declare a message's queue, and return the message's publication. Raises
+        BrokerError if the message cannot be published. Raises the errors of kombu's
+        transport, too."""
         publication = _publication(outgoing)
         for entity in publication.entities():
             try:
@@ -261,15 +260,15 @@ def _publication(outgoing: Outgoing) -> Publication:
 
 
 def ends(connection: Any, *, channels: bool) -> tuple[type[BaseException], ...]:
-    """Return the exception classes after which a connection, or its channel, is
-    unusable."""
+    """Return the exception classes that mean that a connection is unusable. With
+    `channels`, include those that mean that only its channel is unusable."""
     more = connection.channel_errors if channels else ()
     return (*connection.connection_errors, *more, OSError)
 
 
 def _full(error: Exception) -> DispatchUnknown | None:
     """Return a DispatchUnknown if the error means that Redis accepts no messages at
-    all. Return None if Redis refuses only this message."""
+    all, else None."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ in _FULL or str(error).startswith(("MISCONF", "OOM")):
         return DispatchUnknown(text, written=False)
@@ -288,8 +287,8 @@ def send_only() -> NoReturn:
 
 
 def load_app(url: str) -> Any:
-    """Import and return the app that a celery:// URL names. Raises
-    ConfigurationError."""
+    """Import and return the app that a celery:// URL names. Raises ConfigurationError
+    if that fails."""
     path = split_url(url).netloc
     module, _, name = path.partition(":")
     try:
@@ -331,7 +330,8 @@ class CeleryBroker(Broker):
 
     @property
     def app(self) -> Any:
-        """The app that the URL names. Raises ConfigurationError."""
+        """The app that the URL names. Raises ConfigurationError if the app cannot be
+        imported."""
         return load_app(self._url)
 
     def open(

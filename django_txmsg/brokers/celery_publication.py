@@ -1,9 +1,9 @@
 """Hops 2 and 4 for Celery: stores the arguments of one `producer.publish()` call as
 text.
 
-The process that calls a task prepares the task's message. A row of the outbox stores
-the message, and the relay passes the message unchanged to kombu. The body of the
-message is the body of the row. The row's header `celery` holds all other arguments.
+The process that calls a task creates the task's message and stores it in the outbox.
+The relay passes the message unchanged to kombu. The body of the row is the body of the
+message. The row's header `celery` holds all other arguments.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _KINDS: dict[str, Any] = {"exchange": Exchange, "queue": Queue, "binding": bindi
 @dataclass(slots=True)
 class Publication:
     """One message in the form in which kombu sends it. `declare` lists the queues and
-    exchanges to declare first, as text. `then` lists further messages to send
-    afterwards, such as an event."""
+    exchanges to declare first, as text. `then` lists messages to send after this
+    message, such as an event."""
 
     body: bytes
     content_type: str
@@ -50,8 +50,8 @@ class Publication:
 
     @classmethod
     def make(cls, body: Any, given: Mapping[str, Any]) -> Publication:
-        """Return the message that `publish(body, **given)` would send, serialized and
-        compressed.
+        """Serialize and compress the body, and return the message that `publish(body,
+        **given)` would send.
 
         Raises kombu's EncodeError for arguments that the serializer cannot write.
         """
@@ -90,9 +90,9 @@ class Publication:
 
     @classmethod
     def read(cls, text: str, body: bytes, content_type: str) -> Publication:
-        """Return the publication from the result of `text()`, the body and its content
-        type. Raises ValueError, KeyError or TypeError if the text does not come from
-        `text()`."""
+        """Make a publication from the result of `text()`, the body and its content
+        type. Raises ValueError, KeyError or TypeError if `text()` cannot have returned
+        the text."""
         return cls._from(json.loads(text), body, content_type)
 
     def _fields(self) -> dict[str, Any]:
@@ -123,9 +123,9 @@ class Publication:
 
     @property
     def has_a_queue(self) -> bool:
-        """Whether the publication names a queue. If that queue is missing, publishing
-        must fail, because the message would be lost. A message to a plain exchange may
-        reach no queue."""
+        """Whether the publication names a queue. If so, publishing must fail if the
+        queue is missing, because the message would be lost. Otherwise the exchange may
+        deliver the message to no queue."""
         return not self.exchange or any(
             isinstance(one, Queue) for one in self.entities()
         )

@@ -1,5 +1,4 @@
-"""Converts messages that are sent to JMS clients on ActiveMQ or received from Java
-programs.
+"""Converts messages for Java programs that use JMS on ActiveMQ, and messages from them.
 
 ActiveMQ turns a SEND with a content-length into a BytesMessage, unless a header
 requests a TextMessage. The method `getText()` of a TextMessage throws on characters
@@ -51,8 +50,9 @@ def text_for_java(content_type: str, body: bytes) -> bytes | None:
 def from_java(
     headers: Mapping[str, str], body: bytes
 ) -> tuple[Mapping[str, str], bytes]:
-    """Return the original headers and body of a received message. The copies of headers
-    without hyphens are removed. Java's surrogate pairs become single characters."""
+    """Return the original headers and body of a received message. The copies that
+    `for_java()` has added are removed. Java's surrogate pairs become single
+    characters."""
     if KIND in headers or not wire.TWIN_NAMES.isdisjoint(headers):
         given = headers
         headers = {
@@ -80,8 +80,7 @@ def _is_text(content_type: str) -> bool:
 
 
 def _is_utf8(body: bytes) -> bool:
-    """Return whether a body is valid UTF-8 without NUL, whatever its content type
-    says."""
+    """Return whether a body is valid UTF-8 without NUL."""
     if b"\x00" in body:
         return False
     try:

@@ -39,7 +39,8 @@ NACK = (
 
 
 def by_amqp(code: int, text: str) -> BrokerError:
-    """Return the outcome of a message on which RabbitMQ has closed the channel."""
+    """Return the outcome of a message, after RabbitMQ has closed the channel because of
+    it. `code` and `text` are RabbitMQ's reason."""
     of_a_queue = code == _PRECONDITION_FAILED and _OF_A_QUEUE.search(text)
     if code in _CODES or of_a_queue:
         return DestinationUnavailable(text)

@@ -51,8 +51,8 @@ class Heads:
     """Encodes the frames of one batch. Header lines that several messages share are
     encoded once.
 
-    The client encodes one message of each kind, which becomes a template. The frames of
-    similar messages fill their own values into the template.
+    The jms client encodes the first message of each kind with placeholders. The result
+    is a template, which is filled with the values of each similar message.
     """
 
     def __init__(
@@ -68,9 +68,8 @@ class Heads:
         self._mark = uuid.uuid4().hex
 
     def item(self, one: Outgoing) -> Item:
-        """Return the encoded frame of a message. If no template fits, return its
-        destination and the message instead: the session then checks and encodes the
-        message."""
+        """Return the encoded frame of a message. If no template fits, return the
+        destination and the message. The session then checks and encodes the message."""
         try:
             encoded = self._encoded(one)
         except (AttributeError, TypeError, UnicodeEncodeError):  # a header is not text
@@ -240,8 +239,8 @@ class StompBroker(Broker):
 
 
 class StompSession(Session):
-    """One connection with one jms session. `another` opens a second StompSession on
-    another connection."""
+    """One connection with one jms session. `another` opens a second StompSession, with
+    its own connection."""
 
     def __init__(
         self,
@@ -380,9 +379,9 @@ class StompSession(Session):
         return self._session.link.dialect.message_ids_stay
 
     def _broker_id(self, message: jms.Message) -> str:
-        """Return an id of the message that stays the same at a redelivery, if possible.
-        If the broker's own id may change, use the sender's AMQP id with a digest of the
-        content, because a sender may use the same id for two messages."""
+        """Return an id of the message that a redelivery also has, if possible. If the
+        broker's id may change, use the sender's AMQP id with a digest of the content: a
+        sender may use the same id for two messages."""
         headers = message.raw_headers
         given = headers.get("amqp-message-id")
         if self._ids_stay or given is None:
@@ -400,9 +399,9 @@ class StompSession(Session):
         self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
-        """Send the copy on another connection. A broker may close the connection on
-        which it refuses a message, and would then redeliver the messages of this
-        session."""
+        """Send the copy on another connection. If the broker refuses the copy, it may
+        close that connection. Closing this session's connection would make the broker
+        redeliver this session's messages."""
         error: BrokerError | None = None
         for _ in range(HANG_UPS):
             session, self._beside = self._beside or self._another(), None

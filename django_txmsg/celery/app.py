@@ -1,5 +1,7 @@
-"""The Celery app and its task classes. Every call of a task ends in the app's
-`send_task()`, even if the task is not registered in this process."""
+"""The Celery app and its task classes.
+
+Every call of a task leads to the app's `send_task()`, even if the task is not
+registered in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ log = logging.getLogger("django_txmsg.celery")
 
 
 class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without type hints
-    """A task whose calls inside a transaction are sent if the transaction commits.
+    """A task whose calls inside a transaction are sent only if the transaction commits.
 
     Use this class for apps that keep Celery's own class, with
     `task_cls="django_txmsg.celery:TransactionalTask"`. In such an app, `send_task()`
@@ -35,8 +37,8 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         connection: Any = None,
         **options: Any,
     ) -> Any:
-        """Call the task like Celery does, but store a row of the outbox if a
-        transaction is open.
+        """Call the task as in Celery. If a transaction is open, store the call in the
+        outbox instead of sending it.
 
         `using` names the transaction's database. Raises TransactionRequired and
         DuplicateMessage like `send_message()`.
@@ -65,14 +67,14 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         )
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Call the task. The task's message is sent after the commit, and survives a
-        crash."""
+        """Call the task. Its message is stored in the outbox and sent after the commit,
+        even after a crash."""
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
         """Call the task like `delay_on_commit()`, with the arguments of
-        `apply_async()`. If no row can be stored (in another database's transaction, or
-        with `task_always_eager`), Celery's own method runs."""
+        `apply_async()`. In another database's transaction, or with `task_always_eager`,
+        no row can be stored. Celery's own method runs then."""
         eager = self._get_app().conf.task_always_eager
         if eager or not (stores(kwargs.get("using")) or requires(self._get_app())):
             super().apply_async_on_commit(*args, **kwargs)
@@ -85,9 +87,9 @@ class OnceTask(TransactionalTask):
 
     One transaction contains the work of the task, the record that the task is done, and
     the tasks and messages that it sends. The transaction is on the database that
-    `using` names, by default the router's database. A redelivery returns the result of
-    the first delivery, so that a chain continues. The task must be fast, because the
-    transaction is open while the task runs.
+    `using` names, by default the router's database. A redelivery returns the stored
+    result, so that a chain continues. The task must be fast, because the transaction is
+    open while the task runs.
     """
 
     #: Acknowledged after the commit, so that a worker that dies leaves the message with
@@ -130,9 +132,9 @@ class OnceTask(TransactionalTask):
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Retry like Celery does, and always raise Retry, even with `throw=False`, so
-        that the work is rolled back before the retry. Raises InvalidMessage for a
-        connection to another broker than the app's."""
+        """Retry as in Celery, but raise Retry even with `throw=False`. So the work is
+        rolled back before the retry. Raises InvalidMessage for a connection to another
+        broker than the app's."""
         leads = (options.get(name) for name in ("connection", "producer", "publisher"))
         refuse_another_broker(self._get_app(), self.name, *leads)
         return super().retry(args, kwargs, exc, True, *rest, **options)
@@ -164,8 +166,8 @@ class Celery(celery.Celery):  # type: ignore[misc]  # published without type hin
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Send a task like Celery does, but store a row of the outbox if a transaction
-        is open.
+        """Send a task as in Celery. If a transaction is open, store the task's message
+        in the outbox instead of sending it.
 
         `using` names the transaction's database. Raises TransactionRequired and
         DuplicateMessage like `send_message()`.

@@ -3,8 +3,9 @@ outbox.
 
 Celery creates the message as usual, with its routing, canvas and ids. A replacement for
 kombu's producer keeps the message that Celery would publish. The call contacts neither
-the broker nor the result backend. Messages that continue a running task are sent to the
-broker instead of being stored, because a failing task would roll back their rows.
+the broker nor the result backend. A message that continues the running task, such as a
+retry, is not stored, because a failing task would roll back its row. It goes directly
+to the broker.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from ..dead_letters import masking
 
 @dataclass
 class Run:
-    """One execution of a task. The messages in `later` are sent to the broker after the
-    end of the task's transaction. When the execution has `ended`, further calls are
-    sent at once."""
+    """One execution of a task. The messages in `later` are sent to the broker when the
+    task's transaction has ended. After the execution has `ended`, calls are sent at
+    once."""
 
     later: list[Publication] = field(default_factory=list)
     ended: bool = False
@@ -66,7 +67,7 @@ def enter(run: Run | None) -> None:
 
 
 def without_asking(app: Any) -> None:
-    """Let this thread contact the app's result backend only when a caller waits for a
+    """Make this thread contact the app's result backend only when a caller waits for a
     result."""
     backend = app.backend
     if getattr(backend, "is_async", False) and not hasattr(backend, "txmsg"):
@@ -74,7 +75,7 @@ def without_asking(app: Any) -> None:
 
 
 class _Patience:
-    """Replaces four methods of a result backend, so that the call of a task does not
+    """Replaces four methods of a result backend, so that calling a task does not
     contact the backend."""
 
     def __init__(self, backend: Any) -> None:
@@ -89,13 +90,13 @@ class _Patience:
         backend.iter_native = self.iter_native
 
     def on_task_call(self, producer: Any, task_id: str) -> Any:
-        """Do nothing if the task's message is kept for the outbox. Otherwise call the
-        backend's own method."""
+        """Call the backend's own method, unless the task's message is kept for the
+        outbox."""
         return {} if hasattr(producer, "published") else self._call(producer, task_id)
 
     def add_pending_result(self, result: Any, **options: Any) -> Any:
-        """Watch a result. Celery calls this for each result of a group. Inside a
-        transaction, the backend is contacted only when a caller waits for a result."""
+        """Watch a result, for each result of a group. Inside a transaction, postpone
+        this until a caller waits for a result."""
         if not any(map(in_block, connections.all(initialized_only=True))):
             return self._add(result, **options)
         number, results = id(result), self._results
@@ -104,12 +105,12 @@ class _Patience:
         return result
 
     def wait_for_pending(self, result: Any, **options: Any) -> Any:
-        """Contact the backend, because a caller waits for a result."""
+        """Watch the postponed results, and wait for a result."""
         self._catch_up()
         return self._wait(result, **options)
 
     def iter_native(self, result: Any, **options: Any) -> Any:
-        """Contact the backend, because a caller waits for a group's results."""
+        """Watch the postponed results, and wait for a group's results."""
         self._catch_up()
         return self._iterate(result, **options)
 
@@ -132,8 +133,8 @@ _NOTHING = dict.fromkeys(("callbacks", "errbacks", "chain", "chord"))
 # to monitors. The arguments themselves are in the body, which is masked where it is
 # shown.
 def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
-    """Return Celery's options that replace the displayed arguments of a call by masked
-    texts. Return no options if the settings have no mask."""
+    """Return the options with which Celery displays masked texts instead of a call's
+    arguments. Return no options if the settings have no mask."""
     if conf.get().MASK is None:
         return {}
     args, kwargs = arguments
@@ -168,8 +169,7 @@ class StoringProducer:
 
     @property
     def connection(self) -> StoringProducer:
-        """Return this object in place of a connection, which Celery needs only to
-        translate errors."""
+        """Return this object. Celery uses the connection only to translate errors."""
         return self
 
     def _reraise_as_library_errors(self) -> Any:
@@ -177,8 +177,7 @@ class StoringProducer:
 
 
 def stands_in(producer: Any) -> bool:
-    """Return whether the producer only keeps messages, so that the caller's connection
-    is unused."""
+    """Return whether the producer is a `StoringProducer`, which uses no connection."""
     return isinstance(producer, StoringProducer)
 
 
@@ -197,8 +196,9 @@ def call(
     """Call `send(task_id, producer)`, and return its result. If a transaction is open,
     store the message that `send` publishes.
 
-    `leads` are the caller's own connections and producers. Raises InvalidMessage if a
-    message to store would go to another broker than the app's.
+    `leads` are the connections and producers that the caller has passed. Raises
+    InvalidMessage if one of them leads to another broker than the app's, unless the
+    message is sent at once.
     """
     if stands_in(producer) or not apps.models_ready:
         return send(task_id, producer)
@@ -260,15 +260,17 @@ def _has_its_own(producer: Any) -> bool:
 
 
 def in_worker(app: Any) -> bool:
-    """Return whether a task is running in this thread, or this process is a worker.
-    After a hard time limit, the main process of a worker calls the task's links."""
+    """Return whether this process is a worker, or a task is running in this thread.
+
+    The main process of a worker runs no tasks, but calls the links of a task that has
+    exceeded its hard time limit."""
     worker = getattr(app.loader, "worker_initialized", False)
     return bool(worker) or get_current_worker_task() is not None
 
 
 def _continues(task_id: str | None, nesting: int) -> bool:
-    """Return whether a call continues the running task. This is true for a retry, for a
-    replacement, and for a call after the end of the task's execution."""
+    """Return whether a call continues the running task. True for a retry, for a
+    replacement, and for any call after the end of the task's transaction."""
     run = current_run()
     if run is not None and run.ended:
         return True
@@ -283,8 +285,8 @@ def _continues(task_id: str | None, nesting: int) -> bool:
 def _send_later(
     send: Send, app: Any, task_id: str | None, run: Run, masked: dict[str, str]
 ) -> Any:
-    """Keep the message of a call, to send it after the end of the OnceTask's
-    transaction. Return the result of `send`."""
+    """Call `send`, and keep its message in `run.later` instead of sending it. Return
+    the result of `send`."""
     stand_in = StoringProducer()
     without_asking(app)
     result = send(task_id, stand_in, **masked)
@@ -293,8 +295,8 @@ def _send_later(
 
 
 def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
-    """Raise InvalidMessage if a connection, or the connection of a producer, leads to
-    another broker than the app's. A row can name only the app."""
+    """Raise InvalidMessage if one of these connections or producers leads to another
+    broker than the app's. A row of the outbox can only name the app."""
     given = [one for one in leads if one is not None]
     if not given:
         return
@@ -317,7 +319,8 @@ def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
 
 
 def _place(connection: kombu.Connection) -> tuple[Any, ...]:
-    """Return the parts of a URL that identify a broker, without the user."""
+    """Return the parts of a connection's URL that identify the broker. The user is not
+    included."""
     info = connection.info()
     place = [info[key] for key in ("transport", "hostname", "port", "virtual_host")]
     if "redis" in place[0]:
@@ -326,8 +329,8 @@ def _place(connection: kombu.Connection) -> tuple[Any, ...]:
 
 
 def _derived(current: Scope) -> uuid.UUID:
-    """Return the id of a task that a stage or a OnceTask calls. The id is the same in
-    each run of the stage or OnceTask."""
+    """Return the id of a task that a stage or a OnceTask calls. Each attempt of the
+    stage or OnceTask gives the same id."""
     assert current.cause is not None
     service = conf.get().SERVICE
     ordinal = next(current.ordinals)
@@ -392,8 +395,8 @@ def place(name: str) -> str:
 
 
 def identity(task_id: str, nesting: int = 0) -> uuid.UUID:
-    """Return a task's id as a UUID. The replacement of a task has the same id in
-    Celery, and gets another UUID here, because the replacement is another message."""
+    """Return the message id of a task. In Celery the replacement of a task has the
+    task's id. With `nesting`, the number of replacements, it gets another UUID here."""
     try:
         if not nesting:
             return uuid.UUID(task_id)

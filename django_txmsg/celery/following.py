@@ -1,8 +1,8 @@
-"""Sends the messages of a OnceTask after its commit: its own messages, its links, and
-the rest of its chain.
+"""Sends messages after the commit of a OnceTask: calls that continue the task, its
+links, and the rest of its chain.
 
 If these messages cannot be sent, the task's message goes back to its queue. The next
-delivery sends them, without running the task again.
+delivery of the task sends these messages, without running the task again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _open = threading.local()
 
 def publish(app: Any, publications: Sequence[Publication]) -> None:
     """Send messages to the app's broker. Raises BrokerError if the broker has not
-    confirmed all messages. Some messages may have been sent in this case."""
+    confirmed all of them. In this case, some may have been sent."""
     left = [
         Outgoing(
             one.headers.get("task", ""),
@@ -59,8 +59,8 @@ def publish(app: Any, publications: Sequence[Publication]) -> None:
 
 
 def close() -> None:
-    """Close this thread's session. A session that was inherited through a fork is only
-    dropped."""
+    """Close this thread's session. If it belongs to a parent process, only drop the
+    reference."""
     kept, _open.kept = getattr(_open, "kept", None), None
     if kept is not None and kept[0][0] == os.getpid():
         kept[1].close()
@@ -83,13 +83,13 @@ def _session(app: Any) -> tuple[CelerySession, bool]:
 # it under another id, and the link's work would be done twice.
 def cause_of(request: Any) -> str:
     """Return the value from which the ids of a request's links are derived. A task and
-    its replacement have the same id, and this value differs between them."""
+    its replacement have the same id, but different values."""
     return f"celery/{request.id}/{request.replaced_task_nesting or 0}"
 
 
 def identified(calls: Iterable[Any] | Mapping[str, Any] | None, cause: str) -> Any:
-    """Return copies of signatures in which each task has an id. The id is the caller's,
-    or is derived from `cause` and the place of the task.
+    """Return copies of signatures in which each task has an id. A task without an id
+    gets one that is derived from `cause` and the task's place.
 
     A group gets no derived id, because a chord counts its tasks separately for each
     call. The tasks and the body of a chord have the same ids in each call.
@@ -138,10 +138,9 @@ HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupErro
 def go_on(task: Any, result: Any) -> None:
     """Call the task's links and the rest of its chain. Raises Reject if that fails.
 
-    Celery itself would call them after the task has returned. If the broker or a
-    chord's backend were unavailable at that moment, Celery would treat the task as
-    failed and acknowledge its message. The work of the task would be committed, and its
-    chain would be lost.
+    Celery would call them only after the task has returned. If the broker or a chord's
+    backend were unavailable then, Celery would treat the task as failed and acknowledge
+    its message. The task's work would be committed, but its chain would be lost.
     """
     request, app = task.request, task.app
     cause = cause_of(request)
@@ -180,9 +179,8 @@ def identify_errbacks(request: Any) -> None:
 
 
 def send(task: Any, later: list[Publication]) -> None:
-    """Send to Celery's broker the messages that continue the task (links, chain). If
-    that fails, raises Reject. The task's message is then redelivered, and that delivery
-    sends the messages."""
+    """Send the messages in `later` to Celery's broker. Raises Reject if that fails. The
+    task's message is then redelivered, and the redelivery sends these messages."""
     if not later:
         return
     try:

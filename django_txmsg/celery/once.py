@@ -1,10 +1,10 @@
 """Hops 6 and 7 for Celery: one delivery of a task, whose work takes effect once.
 
-The steps are: record (if the task is done, return its result) → begin → run the task,
-which calls and sends → store its result → commit → send its retry or its replacement,
-or its links and the rest of its chain. Celery acknowledges or rejects the delivery
-according to the returned value or the exception. If the worker is killed between two
-steps, the next delivery continues with the step that is missing.
+The steps are: record the delivery (if the task is done, return its result) → begin a
+transaction → run the task → store its result → commit → send its retry, its
+replacement, or its links and the rest of its chain. Celery then acknowledges or rejects
+the delivery. If the worker is killed before the commit, the next delivery runs the task
+again. If the worker is killed after the commit, the next delivery only sends.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _NOTE, _ENCODING = "celery", "content-encoding"
 def written(
     task: Any, result: Any, later: Sequence[Publication], ignored: Ignore | None
 ) -> dict[str, Any]:
-    """Return the columns in which a row records the task's result. Return an empty dict
-    if a copy of the message would have nothing to return or send."""
+    """Return the values of the columns that record the task's result. Return an empty
+    dict if a redelivery would have nothing to return or send."""
     if result is None and ignored is None and not later:
         return {}
     note: dict[str, Any] = {}
@@ -105,9 +105,10 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
     """Run the task of the current request, and return its result. If an earlier
     delivery has done the task, return the result of that delivery.
 
-    Raises the task's exception after a rollback. Raises Reject, so that the broker
-    redelivers the message, if the database or Celery's broker is unavailable, or if the
-    database refuses a statement of this package.
+    If the task raises an exception, its work is rolled back and the exception is
+    raised. Raises Reject, so that the broker redelivers the message, if the database or
+    Celery's broker is unavailable, or if the database refuses a statement of this
+    package.
     """
     once = _Once(task, args, kwargs)
     try:
@@ -206,8 +207,7 @@ class _Once:
         return self._inbox_record, begun
 
     def take_back(self) -> None:
-        """Subtract this attempt from the counted attempts, because the task did not
-        cause its failure."""
+        """Do not count this attempt, because the task did not cause the failure."""
         if self._inbox_record is None:
             return
         row = self.inbox.filter(
@@ -233,8 +233,8 @@ class _Once:
                     ignored.append(error)
 
         def finish(result: Any, late: bool) -> None:
-            """Store in the task's row the result that a copy must return, and the
-            messages that it must send."""
+            """Store the result and the messages that a redelivery must return and
+            send."""
             if late:
                 self.inbox.finish([record.id])
             kept = written(
@@ -272,9 +272,8 @@ class _Once:
         )
 
     def _again(self, record: InboxRecord) -> Any:
-        """Return the stored result for a copy of the message. Send the stored messages
-        again, because the worker of the first delivery may have been killed before it
-        sent them."""
+        """Send the stored messages again, and return the stored result. The worker of
+        the first delivery may have been killed before it sent the messages."""
         row = self.inbox.filter(pk=record.id).values("headers", "body").first()
         signals.announce(
             signals.message_duplicate,
@@ -289,8 +288,8 @@ class _Once:
         return done.result()
 
     def _fail(self, record: InboxRecord, error: BaseException) -> bool:
-        """Record a failure, which Celery reports to its users. Return False if the work
-        is committed in spite of the failure, by a copy or by this attempt."""
+        """Record a failure. Return False if the work is committed nevertheless, by this
+        attempt or by another delivery."""
         if in_block(connections[self.using]):
             return True
         text = Failure.of(error).exception

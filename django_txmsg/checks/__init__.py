@@ -1,8 +1,8 @@
-"""`manage.py check`: finds what is wrong with the settings, before it costs a message.
+"""The checks of `manage.py check`, which find faults in the settings.
 
-An error is about a setting that cannot work. A warning is about a setting that fails
-under some conditions. Checks open no connection (except with `--database`).
-docs/reference/checks.md explains each id and what to do.
+An error reports a setting that cannot work. A warning reports a setting that fails
+under some conditions. Checks open no connection, except with `--database`. For each id,
+docs/reference/checks.md explains the fault and what to do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TAG = "txmsg"
 
 @register(TAG)
 def check(**_: object) -> list[CheckMessage]:
-    """Return what is wrong with the settings, the databases and the stages."""
+    """Return the faults of the settings, the databases and the stages."""
     found = settings.check()
     if any(one.id in settings.UNREADABLE for one in found):
         # Settings that cannot be read permit no further checks.
@@ -40,7 +40,7 @@ def check(**_: object) -> list[CheckMessage]:
 
 @register(TAG, deploy=True)
 def check_deployment(**_: object) -> list[CheckMessage]:
-    """Return what is unsafe in production: `manage.py check --deploy`."""
+    """Return the settings that are unsafe in production: `manage.py check --deploy`."""
     return [] if conf.problems() else deployment.check()
 
 
@@ -48,8 +48,8 @@ def check_deployment(**_: object) -> list[CheckMessage]:
 def check_databases(
     databases: Sequence[str] | None = None, **_: object
 ) -> list[CheckMessage]:
-    """Return what is wrong with the databases, and what this code lacks for the runs of
-    flows in them: `check --database ALIAS`."""
+    """Return the faults of these databases, and the open runs of flows in them that
+    this code cannot continue: `manage.py check --database ALIAS`."""
     if conf.problems():
         return []
     asked = databases or ()

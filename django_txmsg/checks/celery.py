@@ -1,4 +1,4 @@
-"""Whether Celery's settings could lose a task or execute it twice."""
+"""Checks for settings of Celery with which a task can be lost or executed twice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What is wrong with the databases: pools that are too small for the threads of one
-process, poolers that no notification passes, and open runs of flows that this code
-cannot continue."""
+"""Checks of databases: pools that are too small for the threads of one process, poolers
+that pass on no notifications, and open runs of flows that this code cannot continue."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ DEFAULT_SIZE = 4
 
 
 def check_pools() -> Iterator[CheckMessage]:
-    """Warn of pools in which threads of `consume` or `relay` wait for each other."""
+    """Warn of pools that have too few connections for the threads of `consume` or
+    `relay`."""
     for alias in databases.in_use():
         if alias not in connections:
             continue
@@ -49,14 +49,14 @@ def check_pools() -> Iterator[CheckMessage]:
 
 
 def size_of(pool: Any) -> int:
-    """Return how many connections OPTIONS["pool"] allows."""
+    """Return the number of connections that OPTIONS["pool"] allows."""
     given: dict[str, Any] = {} if pool is True else pool
     return int(given.get("max_size") or given.get("min_size", DEFAULT_SIZE))
 
 
 def consumer(alias: str) -> int:
-    """Return how many threads of a consumer can use a connection at the same time, if
-    one process runs all stages."""
+    """Return how many threads of a consumer that runs all stages can use a connection
+    to this database at the same time."""
     settings = conf.get()
     embedded = [name for name in settings.BROKERS if _works_in(name, alias)]
     need = 1 + 1 + 1  # its main thread, bulk operations, leases
@@ -73,7 +73,8 @@ def consumer(alias: str) -> int:
 
 
 def relay(alias: str) -> int:
-    """Return how many threads of a relay can use a connection at the same time."""
+    """Return how many threads of a relay can use a connection to this database at the
+    same time."""
     settings = conf.get()
     lanes = settings.RELAY.LANES * len(settings.BROKERS)
     own = 1 + int(alias == _writes(Worker))  # leases, its heartbeat
@@ -81,8 +82,8 @@ def relay(alias: str) -> int:
 
 
 def run(alias: str) -> int:
-    """Return how many threads can use a connection at the same time in a process of
-    `txmsg run`, which relays, consumes and prunes."""
+    """Return how many threads of `txmsg run`, which relays, consumes and prunes, can
+    use a connection to this database at the same time."""
     shared = 1 + _notifications(alias)  # leases
     return consumer(alias) + relay(alias) - shared + 1
 
@@ -93,8 +94,8 @@ def _timekeeper(alias: str) -> int:
 
 
 def _notifications(alias: str) -> int:
-    """Return how many threads of a process listen in that database, or send
-    notifications."""
+    """Return how many threads of a process receive or send notifications in this
+    database."""
     if not conf.get().NOTIFY or connections[alias].vendor != "postgresql":
         return 0
     return 2 if alias_of(alias) == alias else 1
@@ -140,8 +141,8 @@ def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
 
 
 def check_runs(asked: Sequence[str]) -> Iterator[CheckMessage]:
-    """Return the flows, steps and types that open runs wait for, and that this code
-    does not have. Such a run is not lost: it waits for code that has them."""
+    """Report open runs of flows whose flow, step or type is missing in this code. Such
+    a run is not lost: it waits for code that has them."""
     known = {one.name: one for one in declarations()}
     for using in databases.with_tables():
         if using not in asked:

@@ -1,4 +1,4 @@
-"""What is unsafe in production: `manage.py check --deploy`."""
+"""Checks for settings that are unsafe in production: `manage.py check --deploy`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manage
 
 
 def check() -> list[CheckMessage]:
-    """Return what is risky about brokers, names and databases."""
+    """Return the risks in the settings of brokers, names and databases."""
     found: list[CheckMessage] = []
     for alias, entry in conf.get().BROKERS.items():
         broker = find_broker(alias)

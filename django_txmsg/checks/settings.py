@@ -1,4 +1,4 @@
-"""What is wrong with TXMSG itself: its values, its brokers, its functions."""
+"""Checks of the TXMSG setting: its values, its brokers, its functions."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
 
 
 def check() -> list[CheckMessage]:
-    """Return why the settings cannot be read."""
+    """Return the errors because of which the TXMSG setting cannot be read."""
     return [*_problems(), *_time_zone()]
 
 
 def check_values() -> list[CheckMessage]:
-    """Return settings that name something unusable."""
+    """Return the settings whose value is valid but cannot be used."""
     return [
         *_other_name(),
         *_brokers(),
@@ -167,9 +167,9 @@ def _pipeline() -> Iterator[CheckMessage]:
 
 
 def _middleware() -> Iterator[CheckMessage]:
-    """Return the settings that have no effect because the middleware is not installed.
-    Other settings need no such check, because without the middleware a send outside a
-    transaction raises an error."""
+    """Warn of settings that have no effect because the middleware is not installed. For
+    other settings, a missing middleware is noticed: a send outside a transaction raises
+    an error."""
     http = conf.get().HTTP
     needs = [name for name in ("IDEMPOTENCY", "ROLLBACK_ON_4XX") if getattr(http, name)]
     if needs and not any(map(_is_ours, django_settings.MIDDLEWARE)):

@@ -1,5 +1,5 @@
-"""What is wrong with the stages, with the databases that hold messages, with the
-recurring messages and with the committed contract."""
+"""Checks of the stages, of the databases that hold messages, of the recurring messages
+and of the committed contract."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _READ = 1024 * 1024
 
 
 def check() -> list[CheckMessage]:
-    """Return what is wrong with stages, databases and retention."""
+    """Return the faults of stages, databases and retention."""
     found: list[CheckMessage] = []
     for stage in stages.all_stages():
         for look in (
@@ -56,7 +56,7 @@ def check() -> list[CheckMessage]:
 
 
 def _misnamed() -> Iterator[CheckMessage]:
-    """Return the handlers of an app in modules that are not imported."""
+    """Warn of modules that contain handlers of an app and are not imported."""
     for app in apps.get_app_configs():
         package: Any = app.module
         for module in iter_modules(getattr(package, "__path__", ())):
@@ -127,8 +127,8 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
 
 
 def _subscription(stage: Stage) -> Iterator[CheckMessage]:
-    """Return what is wrong with the name of a stage's subscription. RabbitMQ keeps the
-    subscription in a queue of that name."""
+    """Check the name of a stage's subscription, which is the name of its queue on
+    RabbitMQ."""
     broker = brokers.find_broker(stage.broker)
     if broker is None or broker.kind != "rabbitmq":
         return
@@ -265,8 +265,8 @@ def _undo(stage: Stage) -> Iterator[CheckMessage]:
 
 
 def _databases() -> Iterator[CheckMessage]:
-    """Check each database that holds messages: that it is configured, and that its kind
-    is supported."""
+    """Check that each database that holds messages is configured and is of a supported
+    kind."""
     for alias, who in databases.in_use().items():
         if alias not in connections:
             yield Error(
@@ -373,8 +373,8 @@ def _recurring(one: Recurring) -> Iterator[CheckMessage]:
 
 
 def check_contract() -> Iterator[CheckMessage]:
-    """Return what keeps a process from finding or reading the contract. Its path may
-    depend on the working directory."""
+    """Report a contract that cannot be found or read, and a path of the contract that
+    depends on the working directory."""
     file = codecs.contract_path()
     is_there = file.exists()
     if is_there:

@@ -37,8 +37,9 @@ def problems() -> list[Problem]:
 
 
 def hide_passwords() -> None:
-    """Hide passwords in the URLs of Django's settings. Django hides a value only if the
-    name of its key looks secret, and so would show a URL with a password."""
+    """Hide passwords in the URLs of TXMSG when Django displays its settings, for
+    example on a debug page. Django would hide them only if the name of the key looked
+    secret."""
     given = getattr(django_settings, "TXMSG", None)
     if not isinstance(given, Mapping):
         return  # nothing to hide; a system check reports what is wrong

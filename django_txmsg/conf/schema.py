@@ -20,7 +20,7 @@ BAD = "bad"
 
 @dataclass(frozen=True)
 class RelaySettings:
-    """How stored messages are sent."""
+    """The settings of the relay, which sends stored messages."""
 
     BATCH_SIZE: int = 500
     """Messages claimed and dispatched together."""
@@ -41,7 +41,7 @@ class RelaySettings:
 
 @dataclass(frozen=True)
 class RedeliverySettings:
-    """The redelivery policy of stages that have none of their own."""
+    """The redelivery policy of stages that do not set one."""
 
     MAX_REDELIVERIES: int = 6
     INITIAL_DELAY: float = 1.0
@@ -53,7 +53,7 @@ class RedeliverySettings:
 
 @dataclass(frozen=True)
 class ConsumeSettings:
-    """How messages are received and stages run."""
+    """The settings of the consumer, which receives messages and runs stages."""
 
     PREFETCH: int = 10
     """Unacknowledged messages that the broker may send ahead to one thread."""
@@ -125,7 +125,8 @@ class RetentionSettings:
 
 @dataclass(frozen=True)
 class LakeSettings:
-    """Where the data pipeline's lake is, and how it is written and read."""
+    """The location of the data pipeline's lake, and how the lake is written and
+    read."""
 
     URI: str
     """A directory, or a place in an object store."""
@@ -173,8 +174,8 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class AlertSettings:
-    """Alerts that a running relay raises and ends. They are rows, and are reported as
-    signals and log lines, by mail, and by the webhook whose URL is in an environment
+    """Alerts that a running relay raises and ends. Alerts are stored as rows, and are
+    reported by signals, log lines, mail and a webhook, whose URL is in an environment
     variable."""
 
     KINDS: tuple[str, ...] = ()

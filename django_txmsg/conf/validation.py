@@ -64,7 +64,8 @@ _POSITIVE = frozenset(
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in the settings: its place, what is wrong, and what to do."""
+    """One error in the settings: its path, a message, and a hint on how to correct
+    it."""
 
     path: str
     message: str

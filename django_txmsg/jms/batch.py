@@ -1,6 +1,6 @@
-"""Sends many messages, each with proof, in the fastest way that the broker allows.
+"""Sends many messages, and learns for each message whether the broker has stored it.
 
-Hop 4 of a message: the relay sends in this way. ActiveMQ syncs its journal once per
+Hop 4 of a message: the relay uses this module. ActiveMQ syncs its journal once per
 transaction. So the client sends the frames to ActiveMQ in one transaction, without
 receipts. A barrier checks that ActiveMQ has accepted all frames. Then COMMIT asks for a
 receipt. RabbitMQ confirms each message when it has stored the message. So every frame
@@ -44,8 +44,8 @@ class Receipts:
     """Collects the outcomes of messages that are sent together."""
 
     def __init__(self, outcomes: Outcomes, missing: int) -> None:
-        """Write each outcome into ``outcomes``. ``missing`` is the number of outcomes
-        to wait for."""
+        """``take`` writes into ``outcomes``. ``missing`` is the number of outcomes that
+        the sender waits for."""
         self._outcomes = outcomes
         self._missing = missing
         self.complete = threading.Event()

@@ -1,5 +1,5 @@
-"""Context managers for objects that a block closes at its end, and for critical
-sections."""
+"""Two context managers: ``Closing`` closes an object, and ``Whole`` guards a critical
+section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Self = TypeVar("Self", bound="Closing")
 
 
 class Closing(abc.ABC):
-    """A context manager that ends with `close()`."""
+    """A context manager that calls `close()` at the end of its block."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -33,15 +33,15 @@ class Closing(abc.ABC):
 
 
 class Whole:
-    """A critical section, under the lock. If an exception interrupts the section, the
-    link ends.
+    """A critical section, used with the link's lock held. If an exception interrupts
+    the section, the client disconnects.
 
-    A signal handler may raise an exception between any two lines of the section, which
-    would leave the link in an unknown state.
+    A signal handler may raise an exception between any two lines of the section. The
+    state of the link would then be unknown.
     """
 
     def __init__(self, lose: Callable[[str], None]) -> None:
-        """`lose` is a function that ends the link. Its argument is the reason."""
+        """`lose` disconnects the link. Its argument is the reason."""
         self._lose = lose
 
     def __enter__(self) -> None:
@@ -57,7 +57,7 @@ class Whole:
             self.broken_by(error)
 
     def broken_by(self, error: BaseException) -> None:
-        """End the link, unless the exception is a ``MessagingError``, which is a
-        regular outcome."""
+        """Disconnect the link, unless the exception is a ``MessagingError``. A
+        ``MessagingError`` leaves the link in a known state."""
         if not isinstance(error, MessagingError):
             self._lose(f"a send was interrupted by {error!r}")

@@ -3,8 +3,8 @@
 Hop 4 of a message. The listener or the future of each accepted send is called once, in
 the order of the session's sends. A session runs one callback at a time. The callback
 runs on a pool thread, and not on a thread of the sender or of the connection. While a
-callback runs, its thread is marked with the objects that the callback belongs to. So a
-method that would wait for its own callback raises an error.
+callback runs, its thread is marked with the callback's link, session and producer. So a
+method of these objects that would wait for the callback raises an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _this_thread = _Scope()
 
 def run_for(scope: tuple[object, ...]) -> tuple[object, ...]:
     """Mark this thread as running a callback of these objects (link, session,
-    producer). Returns the previous mark."""
+    producer). Return the objects of the previous mark."""
     before = _this_thread.scope
     _this_thread.scope = scope
     return before
@@ -65,7 +65,7 @@ class CompletionListener(Protocol):
 
 
 class _Callables:
-    """A pair of callables as a completion listener."""
+    """A completion listener that calls the callables of a pair."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""A connection to a broker, for applications: it opens sessions until it is closed.
+"""The connection, factory and context that applications use.
 
 Hops 4 and 6 of a message. A factory reads a URL, and connects to the first host that
 accepts a connection. A new connection delivers messages without a call of ``start``. A
-context is one object for a connection and its only session. It has producers in a
-fluent style, like Jakarta Messaging's simplified API: ::
+context combines a connection with its only session. The setters of a context's producer
+can be chained, as in Jakarta Messaging's simplified API: ::
 
     context.create_producer().set_async(listener).set_priority(4).send("orders", "text")
 """
@@ -58,8 +58,8 @@ class Connection(Liveness):
         *,
         max_in_flight: int | None = None,
     ) -> Session:
-        """Open a session. A session sends in one order, has one window for sends
-        without an outcome, and has one transaction at a time."""
+        """Open a session. A session keeps its sends in order, limits the number of
+        sends without an outcome, and has one transaction at a time."""
         self.check_usable()
         session = Session(
             self,
@@ -114,8 +114,8 @@ class Connection(Liveness):
             _open.discard(self)
 
     def wait_for_sends(self, give_up: float) -> int:
-        """Wait for outstanding sends, at most until the moment ``give_up``. Return the
-        number of sends that are still outstanding."""
+        """Wait for outstanding sends, at most until the monotonic time ``give_up``.
+        Return the number of sends that are still outstanding."""
         sessions = list(self._sessions)
         return sum(session.sends.wait_until(give_up) for session in sessions)
 
@@ -125,7 +125,7 @@ class ContextProducer:
     producer."""
 
     def __init__(self, context: Context) -> None:
-        """Set the default delivery options and synchronous sends."""
+        """Start with the default delivery options and with synchronous sends."""
         self._context = context
         self._producer = context.session.create_producer()
         self._listener: CompletionListener | None = None

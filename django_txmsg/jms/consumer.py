@@ -32,8 +32,7 @@ logger = logging.getLogger("django_txmsg.jms.consumer")
 
 
 class AckMode(Enum):
-    """The choice whether the application or the consumer acknowledges a received
-    message."""
+    """Whether the application or the consumer acknowledges a received message."""
 
     #: By ``session.acknowledge(message)``, one by one, once its outcome is stored.
     INDIVIDUAL = "client-individual"
@@ -199,10 +198,10 @@ class MessageConsumer(Closing):
     def close(self, *, delete_subscription: bool = False) -> None:
         """Accept no more deliveries. The broker delivers unacknowledged messages again.
 
-        ActiveMQ redelivers at once, RabbitMQ when the connection ends. If the broker
-        refuses to end the subscription, or does not answer, the consumer only logs the
-        failure, because the subscription ends with the connection. An error is raised
-        only if a durable subscription could not be deleted.
+        ActiveMQ redelivers at once. RabbitMQ redelivers when the connection ends. If
+        the broker does not confirm the end of the subscription, the consumer only logs
+        the failure, because the subscription ends with the connection. An error is
+        raised only if a durable subscription could not be deleted.
         """
         try:
             self._close(delete=delete_subscription)

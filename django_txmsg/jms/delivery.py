@@ -1,7 +1,7 @@
 """Encodes a message into the bytes of its SEND frame.
 
-Hop 4 of a message. The encoder finds every error of a message before a session reserves
-room or writes. If the application changes the message later, the frame stays the same.
+Hop 4 of a message. The encoder reports every error of a message before the session
+writes a byte. If the application changes the message later, the frame stays the same.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ DEFAULT = Delivery()
 
 def new_id() -> str:
     """Return a random UUID without the overhead of `uuid4`. The random bits come from
-    the operating system. A fork would copy the state of a generator in this process."""
+    the operating system, because a forked child would repeat the ids of a generator in
+    this process."""
     number = int.from_bytes(os.urandom(16), "big")
     digits = "%032x" % (number & _RANDOM_BITS | _VERSION_4)
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
@@ -78,7 +79,7 @@ class Encoded:
         self.size = len(head) + len(body) + 64
 
     def frame(self, receipt: bytes = b"", transaction: str = "") -> bytes:
-        """Return the whole SEND frame, with these headers if they are not empty."""
+        """Return the whole SEND frame. An empty argument adds no header."""
         lines = b"receipt:%s\n" % receipt if receipt else b""
         if transaction:
             lines += transaction_line(transaction)

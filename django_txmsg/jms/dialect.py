@@ -81,7 +81,7 @@ class Dialect:
         return self
 
     def send_headers(self, destination: Destination) -> dict[str, str]:
-        """Return the headers of every SEND to the destination."""
+        """Return the headers that every SEND to this destination must have."""
         return {"destination": self.address(destination)}
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
@@ -174,8 +174,8 @@ _CODES_OF_A_FRAME = frozenset({"311", "313", "403", "404", "405", "406"})
 @dataclass(frozen=True, slots=True)
 class RabbitMQDialect(Dialect):
     """The STOMP behaviour of RabbitMQ, where a plugin translates STOMP to AMQP. The
-    plugin replays a transaction's frames at COMMIT. Publisher confirms prove the
-    sends."""
+    plugin replays a transaction's frames at COMMIT. It sends a receipt for a SEND when
+    RabbitMQ has confirmed the message."""
 
     name: str = "rabbitmq"
     forbidden_in_names: str = "/"
@@ -236,8 +236,8 @@ class RabbitMQDialect(Dialect):
         return b"persistent:true\n" if persistent else b""
 
     def blames_frame(self, broker_message: str) -> bool:
-        """Return False if the ERROR announces that an operator closes the
-        connection."""
+        """Return whether the ERROR refuses a frame. If not, the ERROR announces that an
+        operator closes the connection."""
         code = re.search(r"server_initiated_close,\s*(\d+)", broker_message)
         if code is not None:
             return code[1] in _CODES_OF_A_FRAME
@@ -305,8 +305,8 @@ class ArtemisDialect(Dialect):
     serves_jms: bool = False
 
     def send_headers(self, destination: Destination) -> dict[str, str]:
-        """Return the headers that request a queue or a topic. Without them Artemis
-        drops messages that have no subscriber."""
+        """Return the headers that make Artemis create a missing queue or topic. Without
+        these headers Artemis drops messages that have no subscriber."""
         kind = "MULTICAST" if destination.is_topic else "ANYCAST"
         return {"destination": self.address(destination), "destination-type": kind}
 
@@ -317,7 +317,8 @@ class ArtemisDialect(Dialect):
     def subscribe_headers(
         self, destination: Destination, prefetch: int, subscription: str | None
     ) -> dict[str, str]:
-        """Return the headers of SUBSCRIBE, which also request a queue or a topic."""
+        """Return the headers of SUBSCRIBE. They also make Artemis create a missing
+        queue or topic."""
         headers = Dialect.subscribe_headers(self, destination, prefetch, subscription)
         kind = "MULTICAST" if destination.is_topic else "ANYCAST"
         return {**headers, "subscription-type": kind}
@@ -337,8 +338,8 @@ BY_NAME = {dialect.name: dialect for dialect in (ACTIVEMQ, ARTEMIS, RABBITMQ)}
 def recognize(server: str) -> Dialect:
     """Return the dialect for the ``server`` header of the CONNECTED frame.
 
-    An unknown server is treated as ActiveMQ Classic. Most brokers use the same form of
-    destination names, and every broker proves a send by a receipt.
+    An unknown server is treated as ActiveMQ Classic. Most brokers use ActiveMQ's form
+    of destination names, and every broker confirms a send by a receipt.
     """
     lowered = server.lower()
     if "artemis" in lowered:

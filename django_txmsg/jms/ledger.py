@@ -139,7 +139,7 @@ class Ledger:
             self.next_deadline = entry.deadline
 
     def note_loose(self, owner: Owner | None = None) -> None:
-        """Record that a frame, or several frames of one owner, were queued without a
+        """Record that one or more frames of this owner were queued that ask for no
         receipt."""
         self._sequence += 1
         if self._loose and self._loose[-1][1] is owner:
@@ -179,16 +179,18 @@ class Ledger:
         names_receipts: bool,
         blames: bool = True,
     ) -> bool:
-        """Handle an ERROR frame. Return False if the ERROR belongs to no known frame.
+        """Handle an ERROR frame. Return False if the caller must disconnect, because
+        the ERROR refuses no known frame.
 
-        An ERROR with a receipt id belongs to that frame; an unknown id is ignored.
+        An ERROR with a receipt id rejects that frame. An unknown id is ignored.
 
-        An ERROR without an id, from a broker that ``names_receipts``, belongs to a
-        frame that asked for no receipt. All transactions with such frames fail. From
-        any other broker, an ERROR without an id may belong to any unanswered frame, if
-        the ERROR ``blames`` a frame at all. The ERROR is attributed only in two cases:
-        a single frame is unanswered, or one transaction, which then fails, has all
-        unanswered frames.
+        A broker that ``names_receipts`` leaves out the id only for a frame that asked
+        for no receipt. All transactions with such frames then fail.
+
+        Any other broker may leave out the id for every frame. If a single frame is
+        unanswered, the ERROR rejects that frame. If one transaction has all unanswered
+        frames, the transaction fails. In all other cases, and without ``blames``, this
+        method returns False.
         """
         if receipt:
             entry = self.open.get(receipt.encode())

@@ -68,8 +68,8 @@ class Request(Pending):
 class Link:
     """The socket connection to one broker, with its two threads and its pending frames.
 
-    The constructor logs in to the broker. The link ends by ``close``, or when the
-    connection is lost.
+    The constructor logs in to the broker. After ``close``, or after the loss of the
+    connection, the link cannot be used again.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Link:
     ) -> None:
         """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the timeout.
 
-        ``on_lost`` is a method that the link calls at most once, with the lock held.
-        The link does not keep the method's object alive.
+        If the connection is lost, the link calls the method ``on_lost`` once, with the
+        lock held. The link does not keep the method's object alive.
         """
         self.address = address
         self.options = options
@@ -267,7 +267,7 @@ class Link:
                 self._to_log.append(line)
 
     def on_progress(self) -> None:
-        """Extend the deadlines of pending frames, because the broker reads again."""
+        """Restart the time-outs of pending frames, because the broker reads again."""
         with self.lock:
             self.ledger.defer(time.monotonic())
 
@@ -283,8 +283,8 @@ class Link:
         self._log()
 
     def tick(self) -> None:
-        """Settle frames whose deadline has passed. End the link if the broker answers
-        no frame at all."""
+        """Settle frames whose deadline has passed. Disconnect if several frames in a
+        row were not answered in time."""
         if self.pool.stranded:
             self.pool.start_thread()
         with self.lock:
@@ -296,8 +296,8 @@ class Link:
                 self.lose(f"{limit} frames in a row had no answer in time", silent=True)
 
     def lose(self, reason: str, *, silent: bool = False) -> None:
-        """Mark the link as lost and disconnect. Later calls have no effect. ``silent``
-        means that the broker did not end the connection."""
+        """Mark the link as lost, and disconnect. Later calls have no effect. ``silent``
+        means that the broker stopped reading or answering."""
         with self.lock:
             if self.closed or self._refusal or self.error is not None:
                 return
@@ -388,7 +388,7 @@ class Link:
         return request
 
     def submit(self, pending: Pending, command: str, headers: dict[str, str]) -> None:
-        """Queue a frame that carries no message and asks for a receipt."""
+        """Queue a frame other than SEND that asks for a receipt."""
         pending.receipt = self.ledger.new_receipt()
         data = frames.encode(command, {**headers, "receipt": pending.receipt.decode()})
         with self.lock, self.whole:
@@ -417,8 +417,7 @@ class Link:
             self.submit(pending, "ABORT", name)
 
     def say_goodbye(self) -> None:
-        """Send DISCONNECT, and wait until the broker has handled the frames before
-        it."""
+        """Send DISCONNECT, and wait until the broker has handled all earlier frames."""
         try:
             with self.lock:
                 request = self.ask("DISCONNECT", {}, timeout=self.options.close_timeout)
@@ -433,7 +432,8 @@ class Link:
         self._transport.drop()
 
     def close(self) -> None:
-        """End both threads and the socket. Frames without an outcome stay unknown."""
+        """End both threads and close the socket. Frames without an outcome get the
+        outcome unknown."""
         with self.lock:
             self.closed = True
             self.writer.stop()

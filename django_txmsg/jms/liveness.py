@@ -1,8 +1,9 @@
-"""The state of a connection, for applications: whether the connection is alive, and
-which broker it leads to.
+"""The state of a connection: whether the connection works, and which broker it leads
+to.
 
-Hops 4 and 6 of a message. When its link is lost, a connection has failed for good and
-notifies its failure listeners. The application opens a new connection with the factory.
+Hops 4 and 6 of a message. A connection whose link is lost has failed for good. The
+connection then notifies its failure listeners, and the application opens a new
+connection with the factory.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class Liveness(Closing):
             self.link.pool.submit(partial(_tell, listener, error))
 
     def stop(self) -> None:
-        """Pause all consumers. Sends continue. This method does not wait for their
-        completion."""
+        """Pause all consumers. Sends continue, and this method does not wait for
+        them."""
         self._deliver(on=False)
 
     def start(self) -> None:

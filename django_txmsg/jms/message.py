@@ -102,7 +102,7 @@ class Message:
         return message
 
     def __repr__(self) -> str:
-        """Show the message. This works also while the message is in flight."""
+        """Describe the message, even while it is in flight."""
         if self._in_flight:
             return "<Message in flight>"
         return f"<Message {self._provided.message_id or 'not sent'}>"

@@ -1,8 +1,8 @@
 """The options of a connection, from a URL or keywords.
 
-Before hop 4. ``stomp://user:password@host:61613?vhost=/&heartbeat=10`` or
-``stomp+ssl://...``; several hosts are separated by commas. If an option is unknown, the
-error suggests the most similar known option.
+A URL looks like ``stomp://user:password@host:61613?vhost=/&heartbeat=10``, or begins
+with ``stomp+ssl://``. Several hosts are separated by commas. If an option is unknown,
+the error suggests the most similar known option.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _NOT_OF_A_POOL = contextlib.nullcontext()
 
 
 class CompletionPool:
-    """Runs tasks on daemon threads. At most ``max_workers`` threads run at once.
-    Threads that wait for other tasks do not count."""
+    """Runs tasks on daemon threads. At most ``max_workers`` threads run at once, not
+    counting threads that wait for other tasks."""
 
     def __init__(self, max_workers: int = 32, idle_seconds: float = 5.0) -> None:
         """Create a pool without threads. The first task starts a thread."""
@@ -69,8 +69,8 @@ class CompletionPool:
             return True
 
     def help_out(self) -> None:
-        """Run the queued tasks on the calling thread, if the pool cannot start a
-        thread. The caller waits for these tasks."""
+        """Run the queued tasks on the calling thread if the pool cannot start a thread.
+        Call this before waiting for these tasks."""
         while self.stranded and not self.start_thread():
             with self._changed:
                 if not self._tasks:
@@ -122,8 +122,8 @@ def drain_at_exit(waiters: Callable[[], list[Callable[[float], int]]]) -> None:
     """At the interpreter's exit, wait briefly for outstanding sends, then log the
     number of sends without an outcome.
 
-    ``waiters`` returns a function for each open connection. The function waits until a
-    given moment, and returns the number of sends without an outcome.
+    ``waiters`` returns a function for each open connection. The function waits at most
+    until a monotonic time, and returns the number of sends without an outcome.
     """
 
     def drain() -> None:

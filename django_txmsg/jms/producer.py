@@ -1,9 +1,9 @@
 """Sends messages to one fixed destination, or to any destination, and reports the
 outcome.
 
-Hop 4 of a message. A call finds every error of its arguments before it reserves room or
-writes, and raises the error. Later outcomes go to the completion listener. The call
-encodes the frame, so later changes to the message do not affect the frame.
+Hop 4 of a message. A call raises every error of its arguments before it writes a byte.
+Later errors go to the completion listener. The call encodes the frame, so later changes
+to the message do not affect the frame.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MessageProducer(Closing):
 
         ``timeout`` is in seconds. It limits the wait for room in the window, and then
         the wait for the receipt. With 0, ``send`` does not wait for room, and waits for
-        the receipt as long as by default.
+        the receipt for the default time.
         """
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
@@ -233,7 +233,7 @@ class MessageProducer(Closing):
         destination: str | Destination | None,
         delivery: Delivery | None,
     ) -> EncodedMessage:
-        """Check the arguments of the call and encode the frame. Reserve no room."""
+        """Check the arguments of the call and return the encoded frame."""
         self.session.link.refuse_inside()
         self._check_open()
         if not isinstance(message, Message):
@@ -276,10 +276,10 @@ class MessageProducer(Closing):
             )
 
     def close(self) -> None:
-        """Wait for this producer's sends and their callbacks, then send no more.
+        """Accept no more sends, and wait for outstanding sends and their callbacks.
 
-        Raises ``IllegalStateError`` inside a callback of this producer. Raises it also
-        inside any other callback of the session, if some callbacks of this producer
+        Raises ``IllegalStateError`` inside a callback of this producer. Any other
+        callback of the session gets the same error while callbacks of this producer
         have not run yet.
         """
         session = self.session

@@ -1,10 +1,10 @@
-"""Checks whether a send with a completion listener happens in a place where it is
-harmful.
+"""Warns of asynchronous sends inside ``transaction.atomic()`` or on an event loop, or
+forbids them.
 
-This concerns hop 1. Inside ``transaction.atomic()``, use the outbox instead, because a
-rollback cannot take back a message that a broker has stored. On an event loop, a send
-blocks the loop while the window is full. This module does not import Django. It uses
-Django only if the process has already imported Django.
+Inside ``transaction.atomic()``, use the outbox instead, because a rollback cannot take
+back a message that a broker has stored. On an event loop, a send blocks the loop while
+the window is full. This module does not import Django. It uses Django only if the
+process has already imported Django.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ON_LOOP = (
 
 
 class Policy(str, Enum):
-    """What happens to a send with a listener in a restricted place."""
+    """What happens to an asynchronous send in a transaction or on an event loop."""
 
     ALLOW = "allow"
     WARN = "warn"

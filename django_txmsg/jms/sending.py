@@ -1,9 +1,9 @@
-"""The part of a session that sends. A session has one order of sends, one window, and
-one transaction at a time.
+"""The part of a session that sends. A session keeps its sends in order, limits the
+number of sends in flight, and has one transaction at a time.
 
-Hop 4 of a message. While a send holds the connection's lock, it takes its place in the
-window, in the order of callbacks and in the writer's queue. So frames are written in
-the order in which their callbacks run.
+Hop 4 of a message. With the connection's lock held, a send enters the window, the order
+of callbacks and the writer's queue. So callbacks run in the order in which the frames
+are written.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class SendingSession(Closing):
         self.check_open()
 
     def refuse_own(self, verb: str) -> None:
-        """Raise ``IllegalStateError`` if a wait for this session would never end
-        here."""
+        """Raise ``IllegalStateError`` if the caller would wait for this session for
+        ever."""
         self.link.check_own()
         self.link.refuse_inside()
         if self._ending._is_owned():  # type: ignore[attr-defined]  # RLock's own
@@ -79,7 +79,7 @@ class SendingSession(Closing):
         delivery: Delivery,
         properties: Mapping[str, str] = MappingProxyType({}),
     ) -> EncodedMessage:
-        """Check a message for every error, and encode its frame. Reserve no room."""
+        """Check a message for every error, and return its encoded frame."""
         return encode_message(
             target,
             message,

@@ -37,8 +37,8 @@ class Window:
     ``one_more``.
 
     A send takes room when its frame is queued, and releases the room when it gets its
-    outcome. Sends whose listeners have not returned have a limit too. So a slow
-    listener slows its senders instead of filling the memory.
+    outcome. The number of sends whose listeners have not returned is limited too. So a
+    slow listener slows down the senders instead of filling the memory.
     """
 
     def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
@@ -68,8 +68,9 @@ class Window:
         """Wait until there is room for a send of that size.
 
         Raises ``WindowFullError``, or the error that ``check`` raises after a wait. A
-        send from a callback does not wait, because room becomes free only after the
-        callback returns. Such a send fails only at a much higher limit.
+        callback must not wait for room, because room becomes free only after the
+        callback returns. So a send from a callback has a much higher limit, and fails
+        at once if this limit is reached.
         """
         if completion.is_running_for(self._link):
             most = max(16 * self._messages, _HARD_CAP)
@@ -115,12 +116,12 @@ class Window:
         )
 
     def take(self, size: int) -> None:
-        """Count one more send in flight."""
+        """Count one more send as in flight."""
         self.in_flight += 1
         self._in_flight_bytes += size
 
     def release(self, size: int) -> None:
-        """Count one send less in flight, because a send has its outcome."""
+        """Count one send less as in flight, because a send has its outcome."""
         self.in_flight -= 1
         self._in_flight_bytes -= size
         # Waking a sender for every receipt would cost more than the send, so wait until
@@ -130,7 +131,7 @@ class Window:
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
-        """Count one more send in flight while the block runs."""
+        """Count one more send as in flight while the block runs."""
         with self._link.lock, self._link.whole:
             self.take(0)
         try:
@@ -157,8 +158,8 @@ class WaitedSend(Request):
     def __init__(
         self, link: Link, what: str, timeout: float, sends: Sends, size: int
     ) -> None:
-        """``sends`` are the sends of the session. ``size`` is the room that this send
-        takes."""
+        """``sends`` are the sends of the session. ``size`` is the size of this send in
+        bytes."""
         super().__init__(link, what, timeout)
         self._sends = sends
         self._size = size
@@ -244,8 +245,7 @@ class Sends(Window):
     # -- callbacks ----------------------------------------------------------------
 
     def enqueue(self, send: AsyncSend) -> int:
-        """Append the send to the order, and return its number. The caller holds the
-        lock."""
+        """Append a send, and return its number. The caller holds the lock."""
         self._order.append(send)
         self._uncompleted_bytes += send.size
         self.accepted += 1

@@ -110,17 +110,16 @@ class Session(SendingSession):
         isolate: bool = False,
         keys: Sequence[str] = (),
     ) -> list[MessagingError | None]:
-        """Send many messages, each with proof, in the fastest way that this broker
-        allows.
+        """Send many messages in the fastest way that this broker allows.
 
-        Returns one outcome per message, in order: ``None`` - proven to be stored;
-        ``SendRejectedError`` - refused for good; ``SendOutcomeUnknownError`` - send the
-        message again with the same id. No message makes the call raise. With
-        ``isolate``, the call waits for each outcome before it sends the next message,
-        to find the message that breaks a connection. ``keys`` has the key of each
-        message; "" means no key. Messages of one key stay in order. If a message is not
-        stored, the later messages of its key are not sent, and their outcome is
-        ``SendHeldBackError``.
+        Returns one outcome per message, in order. ``None``: the broker has stored the
+        message. ``SendRejectedError``: the broker refused it for good.
+        ``SendOutcomeUnknownError``: send the message again with the same id. The call
+        does not raise these errors. With ``isolate``, the call waits for each outcome
+        before it sends the next message, to find the message that breaks a connection.
+        ``keys`` has the key of each message; "" means no key. Messages of one key stay
+        in order. If a message is not stored, the later messages of its key are not
+        sent, and their outcome is ``SendHeldBackError``.
         """
         self.check_usable()
         if self.transacted:
@@ -189,8 +188,8 @@ class Session(SendingSession):
         ``TransactionRolledBackError`` if the broker has rolled the transaction back.
         The session then receives the transaction's messages again, unless ``redeliver``
         is False. Raises ``TransactionInDoubtError`` if the outcome is unknown. If an
-        exception interrupts a commit, the next commit first completes the interrupted
-        commit, and raises if that fails.
+        exception interrupts a commit, the next call first completes the interrupted
+        commit. It raises if that fails.
         """
         seconds = self._before_end("commit", timeout)
         if self.link.error is None:  # a lost connection has rolled it back
@@ -223,8 +222,8 @@ class Session(SendingSession):
 
         With ``redeliver=False`` these messages stay unacknowledged until the connection
         ends, unless the caller adopts them into the next transaction. Raises
-        ``IllegalStateError`` if an earlier commit was interrupted and has happened.
-        Raises ``TransactionInDoubtError`` if that commit may have happened.
+        ``IllegalStateError`` if an earlier commit was interrupted and the broker has
+        committed. Raises ``TransactionInDoubtError`` if the broker may have committed.
         """
         seconds = self._before_end("rollback", timeout)
         with self._ending:
@@ -255,8 +254,8 @@ class Session(SendingSession):
         return self.link.seconds(timeout)
 
     def _end_transaction(self) -> Transaction:
-        """Return the transaction to end: the open transaction, or one whose end was
-        interrupted."""
+        """Return the transaction to commit or abort: the open transaction, or one whose
+        commit or abort was interrupted."""
         with self.link.lock:
             transaction = self._ends
             if transaction is None:

@@ -1,8 +1,8 @@
 """A transaction on the broker, from its first frame to its commit or abort.
 
 Stages use a transaction to send and acknowledge as one unit. COMMIT is written only
-after the broker has handled every frame of the transaction. Otherwise a broker might
-commit the transaction without a message that it has refused or not handled yet.
+after the broker has handled every frame of the transaction. Otherwise the broker might
+refuse one of the messages and still commit the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Transaction:
     ``abort``."""
 
     def __init__(self, link: Link) -> None:
-        """Choose a unique name. The broker gets BEGIN with the first frame."""
+        """Choose a unique name. BEGIN is written only with the first frame."""
         self.link = link
         self.name = link.next_name("tx-")
         self.received: list[Message] = []
@@ -87,7 +87,7 @@ class Transaction:
         self.link.writer.put(data)
 
     def fail(self, error: MessagingError) -> None:
-        """Record the error because of which the transaction cannot be committed."""
+        """Record an error. The transaction cannot be committed after that."""
         self.error = self.error or error
 
     def spoil(self, broker_message: str) -> None:
@@ -109,7 +109,7 @@ class Transaction:
         return confirm
 
     def confirmed(self, confirm: Pending) -> None:
-        """Record that a confirm has its outcome."""
+        """Record that a send has its outcome."""
         self.confirms.discard(confirm)
         if confirm.error is not None:
             self.fail(confirm.error)
@@ -234,13 +234,12 @@ class Transaction:
             self.link.ledger.refused.remove(self)
 
     def free(self) -> None:
-        """End the connection if the broker has refused COMMIT and still keeps this
-        transaction.
+        """Disconnect if the broker has refused COMMIT and still keeps this transaction.
 
         ActiveMQ forgets the name of a transaction whose COMMIT it refuses, so ABORT
-        cannot end it. While the connection exists, the messages of the transaction take
-        up space in their queues, and no other transaction can acknowledge the messages
-        that this transaction has acknowledged.
+        cannot end the transaction. While the connection exists, the transaction's
+        messages take up space in their queues. Messages that the transaction has
+        acknowledged cannot be acknowledged in another one.
         """
         if self.left_open:
             self.link.lose(f"it would keep transaction {self.name} open: {self.error}")

@@ -1,11 +1,11 @@
 """The transport: writes bytes with a deadline and reads frames, by means of stomp.py.
 
-stomp.py provides the connection's life cycle and the I/O thread. A subclass replaces
-the methods of stomp.py that handle bytes. These methods have faults that users of
-stomp.py have reported and our tests reproduce. The differences are:
+stomp.py provides the connection's life cycle and the I/O thread. ``Transport`` replaces
+the methods of stomp.py that handle bytes, because these methods have known faults. The
+differences are:
 
-- each connection has its own transport object, because a second connect may never
-  return;
+- each connection has a new transport object, because in stomp.py a second connect may
+  never return;
 - sockets are non-blocking for both TCP and TLS: a write has a deadline, the client
   detects a disappeared peer, and the caller gets write errors;
 - the I/O thread only reads, and never runs user code;
@@ -47,8 +47,8 @@ _RETRY = (
 
 
 def _until(give_up: float) -> float:
-    """Return the seconds until the moment ``give_up``. The result is at least 0.01,
-    because 0 would make a socket non-blocking."""
+    """Return the seconds until the monotonic time ``give_up``. The result is at least
+    0.01, because 0 would make a socket non-blocking."""
     return max(0.01, give_up - time.monotonic())
 
 
@@ -191,7 +191,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 selector.select(0.5 if limit is None else limit - silent)
 
     def _acknowledge_at_once(self) -> None:
-        """Let the kernel acknowledge received data without its usual delay of 40 ms.
+        """Make the kernel acknowledge received data without its usual delay of 40 ms.
 
         ActiveMQ leaves Nagle's algorithm on, so a receipt after a delivery waits for
         the TCP acknowledgement of the delivery. Linux resets the option after each

@@ -32,8 +32,8 @@ class Writer:
     ) -> None:
         """Prepare a thread that writes queued frames to the transport.
 
-        The thread calls ``on_tick`` when deadlines may have passed, sometimes with the
-        lock held. The thread calls ``on_fault`` when writing has failed.
+        The thread calls ``on_tick`` when deadlines may have passed, and ``on_fault``
+        when a write has failed. The lock may be held when ``on_tick`` is called.
         """
         self._transport = transport
         self._ledger = ledger
@@ -72,9 +72,9 @@ class Writer:
             self._wake.notify()
 
     def put_now(self, data: bytes, entry: Pending) -> None:
-        """Write a frame whose sender waits for the answer. This saves the sender a
-        thread switch. If other frames are queued, or the socket would block, queue the
-        frame instead. The caller holds the lock."""
+        """Write a frame on the calling thread, to save a thread switch. If other frames
+        are queued, or the socket would block, queue the frame instead. The caller holds
+        the lock."""
         written = 0
         if self._idle and not self._queue:
             # The frame may be written before the next line runs, and so may its answer

@@ -16,9 +16,9 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def tell_briefly(error: Exception) -> None:
-    """Shorten the report of `error`, which was raised while Django started. If nothing
-    catches the error, the command ends with the line that must be mended. Python's
-    whole traceback is still shown with `--traceback`, in servers and tests, and if
+    """Shorten the report of `error`, which was raised while Django started. If the
+    command ends with this error, it prints the line to correct instead of a traceback.
+    The whole traceback is still shown with `--traceback`, in servers and tests, and if
     another tool, such as Sentry, reports uncaught errors.
     """
     starts_command = any(
@@ -50,8 +50,8 @@ def tell_briefly(error: Exception) -> None:
 
 
 def _report(error: Exception) -> str:
-    """Return the last line of the project's code that ran, the error, and what to
-    do."""
+    """Return a text with the last executed line of the project's code, the error and
+    what to do."""
     paths = sysconfig.get_paths()
     others = ("<", _PACKAGE, paths["stdlib"], paths["purelib"], paths["platlib"])
     own = [

@@ -1,5 +1,5 @@
-"""`manage.py txmsg contracts export|check|bury`: writes the contract, compares it with
-the code, and buries messages after a roll-back."""
+"""`manage.py txmsg contracts export|check|bury`: writes the contract, compares the
+contract with the code, and buries messages that a rolled-back release cannot read."""
 
 from __future__ import annotations
 

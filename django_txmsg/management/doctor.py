@@ -1,8 +1,8 @@
 """`manage.py txmsg doctor`: tests whether this installation works.
 
-`check` only reads the settings; this command connects. It sends one message through
-each broker, writes and rolls back one row in each database, and prints what to do about
-each failure.
+`manage.py check` only reads the settings. This command connects: it sends one message
+through each broker, writes and rolls back one row in each database, and prints what to
+do about each failure.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DRIVERS = ("psycopg", "psycopg2", "stomp.py", "amqp", "celery", "pyspark")
 
 @dataclass(frozen=True)
 class Examined:
-    """One test, its result, and what to do if it failed."""
+    """The name of a test, its result, and what to do if it failed."""
 
     subject: str
     state: str
@@ -97,8 +97,8 @@ class Command(BaseCommand):
 
 
 def examine() -> Iterator[Examined]:
-    """Test everything. The settings are tested first, because all other tests need
-    valid settings."""
+    """Run all tests. The settings are tested first, because all other tests need valid
+    settings."""
     yield _versions()
     yield from _settings()
     if conf.problems():

@@ -1,4 +1,4 @@
-"""`manage.py txmsg flows`: runs of flows, and what an operator does to them."""
+"""`manage.py txmsg flows`: shows and changes runs of flows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .terminal import chosen_database, local, printable, read_age
 
 
 class Command(BaseCommand):
-    """Show runs of flows; resume, time out, cancel, answer them, or send them back."""
+    """Show, resume, time out, cancel, answer and send back runs of flows."""
 
     help = "Runs of flows: what each waits for, its steps, and five acts on it."
 

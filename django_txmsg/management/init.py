@@ -46,7 +46,7 @@ class Command(BaseCommand):
     help = "Prints what to add to this project, by its settings. Changes nothing."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add nothing: the command has no arguments of its own."""
+        """Add nothing, because the command has no arguments."""
 
     def handle(self, *args: Any, **options: Any) -> None:
         for number, (title, why, text) in enumerate(_steps(), 1):

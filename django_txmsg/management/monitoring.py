@@ -1,4 +1,4 @@
-"""`manage.py txmsg alerts list|export`."""
+"""`manage.py txmsg alerts`, `audit` and `alive`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .terminal import chosen_database, local, printable
 
 
 class Alerts(BaseCommand):
-    """Show the alerts that relays have raised; print rules for Prometheus."""
+    """Show the alerts that relays have raised, or print alerting rules for
+    Prometheus."""
 
     help = "Alerts: those that relays have raised, and rules for Prometheus."
 
@@ -61,7 +62,7 @@ class Alerts(BaseCommand):
 
 
 class Audit(BaseCommand):
-    """List what operators did by pages and commands."""
+    """List the actions of operators, on pages and by commands."""
 
     help = "Lists what operators did, by page or command, newest first."
 

@@ -25,7 +25,7 @@ def record(
     count: int | None = 1,
     operation: BulkOperation | None = None,
 ) -> None:
-    """Record an action. Call it in the transaction of the action."""
+    """Record an operator's action in the audit. Call it in the action's transaction."""
     entries = AuditEntry.objects.db_manager(using)
     by = f"command: {name()}"
     entries.record(by, text, deed=deed, count=count, operation=operation)

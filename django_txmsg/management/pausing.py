@@ -1,4 +1,4 @@
-"""Pausing and resuming by name, for several commands."""
+"""The actions `list`, `pause` and `resume`, which several commands share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class PausingCommand(BaseCommand):
     database: Callable[[str], str]
 
     def add_pausing(self, actions: Any, *, listed: str, paused: str) -> None:
-        """Add the actions, with the help texts of two of them."""
+        """Add the actions. `listed` and `paused` are the help texts of `list` and
+        `pause`."""
         shown = actions.add_parser("list", help=listed)
         shown.add_argument("--json", action="store_true")
         pause = actions.add_parser("pause", help=paused)
@@ -33,7 +34,7 @@ class PausingCommand(BaseCommand):
             action.add_argument("name", nargs="+", metavar="NAME")
 
     def set_paused(self, options: dict[str, Any]) -> None:
-        """Pause or resume each name, with an entry in the audit."""
+        """Pause or resume each named object, and record that in the audit."""
         paused, why = options["action"] == "pause", options.get("why", "")
         verb, by = "Paused" if paused else "Resumed", f"command: {operator.name()}"
         for name in options["name"]:
@@ -58,6 +59,6 @@ class PausingCommand(BaseCommand):
 
 
 def pause_note(row: Any) -> str:
-    """Return the end of a list's line: who paused a row, and why."""
+    """Return the text that tells in a list who has paused a row, and why."""
     why = f": {row.paused_why}" if row.paused_why else ""
     return f"  PAUSED by {row.paused_by or 'unknown'}{why}"

@@ -26,7 +26,7 @@ log = logging.getLogger("django_txmsg.pending")
 
 
 class _PerMessage(BaseCommand):
-    """An action on messages. Each message has its own statement."""
+    """A command that changes each message in a separate transaction."""
 
     done = ""
     deed: Deed
@@ -141,7 +141,7 @@ class Reschedule(_PerMessage):
 
 
 class Bulk(BaseCommand):
-    """Show bulk operations; pause, resume and cancel them."""
+    """Show, pause, resume and cancel bulk operations."""
 
     help = "Bulk operations: list, pause, resume and cancel them."
 

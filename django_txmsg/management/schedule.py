@@ -21,7 +21,7 @@ from .terminal import require_tables
 
 
 class Command(PausingCommand):
-    """Show recurring messages; pause, resume, make and remove them."""
+    """Show, pause, resume, make and remove recurring messages."""
 
     help = "Recurring messages: list, pause, resume, make and remove them."
     noun = "recurring message"

@@ -23,7 +23,7 @@ from .terminal import printable, read_age, require_tables
 
 
 class Stages(PausingCommand):
-    """Show stages; pause and resume them."""
+    """Show, pause and resume stages."""
 
     help = "Stages: list what waits there, pause and resume."
     noun = "stage"
@@ -79,7 +79,7 @@ class Stages(PausingCommand):
 
 
 class Rate(BaseCommand):
-    """Show the rates of stages; change one for a while."""
+    """Show the rates of stages, or set or reset one of them."""
 
     help = "Rates of stages: list them, and change one for a while."
 

@@ -1,4 +1,4 @@
-"""Prepares instants, and texts from messages, for a terminal."""
+"""Prepares texts and instants for a terminal, and checks options of commands."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..models import OutboxMessage
 
 
 def printable(text: str) -> str:
-    """Return a text that cannot move the cursor, clear the screen or forge a line:
-    control characters are escaped as in Python."""
+    """Escape control characters as in Python, so that the text cannot move the cursor,
+    clear the screen or forge a line."""
     return "".join(
         one
         if one.isprintable() or one == " "
@@ -34,7 +34,7 @@ def printable_lines(text: str) -> str:
 
 
 def local(instant: dt.datetime) -> str:
-    """Return an instant to the second, in `TIME_ZONE`, followed by that zone's name."""
+    """Format an instant to the second, in `TIME_ZONE`, followed by that zone's name."""
     return f"{timezone.localtime(instant):%Y-%m-%d %H:%M:%S %Z}"
 
 
@@ -46,8 +46,8 @@ AWAY = 3
 
 def require_tables(*aliases: str, waits: bool = False) -> None:
     """Raise CommandError if a database is unknown, does not answer (exit code AWAY), or
-    has not been migrated. With `waits`, a database that does not answer is no error,
-    because the command waits for it."""
+    has not been migrated. With `waits`, the command itself waits for a database that
+    does not answer, so this is no error."""
     for alias in aliases:
         if alias not in connections:
             known = ", ".join(connections)
@@ -70,8 +70,8 @@ def require_tables(*aliases: str, waits: bool = False) -> None:
 
 
 def chosen_database(options: Mapping[str, Any], model: type[Model]) -> str:
-    """Return the database named by `--database`, or else the one of `model`. Raises
-    CommandError if it cannot be used."""
+    """Return the alias that `--database` names, by default that of the `model`. Raises
+    CommandError if the database cannot be used."""
     using: str = options["database"] or router.db_for_write(model)
     require_tables(using)
     return using
@@ -87,7 +87,7 @@ def require_positive(options: Mapping[str, Any], name: str) -> None:
 
 
 def read_age(text: str) -> dt.timedelta:
-    """Return an age like 30m, 12h or 7d. Raises CommandError."""
+    """Read an age like 30m, 12h or 7d. Raises CommandError for any other form."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
         raise CommandError(f"{text!r} is not an age: write one like 30m, 12h or 7d.")

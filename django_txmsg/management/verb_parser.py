@@ -1,4 +1,5 @@
-"""The parser of a verb. After the verb, it accepts Django's own options, too."""
+"""The parser of a verb of `manage.py txmsg VERB`, which also accepts Django's
+options."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from django.core.management.base import BaseCommand, CommandParser
 
 
 class VerbParser(CommandParser):
-    """Accepts --settings, --verbosity and so on after the verb too, like `manage.py
-    COMMAND`.
+    """Accepts Django's options, such as --settings and --verbosity, also after the
+    verb.
 
     If an option is not given after the verb, its value from before the verb applies. A
-    verb's own verbs have parsers of this class, too.
+    verb's subcommands have parsers of this class, too.
     """
 
     def __init__(self, *, parents: Any = (), **options: Any) -> None:
@@ -22,7 +23,7 @@ class VerbParser(CommandParser):
 
 
 class _Own(BaseCommand):
-    """Django's own options, each without a default."""
+    """A command that has only Django's options, each without a default."""
 
     requires_system_checks = ()
 

@@ -1,4 +1,5 @@
-"""All of the app's tables, and what only PostgreSQL has: BRIN, frugal vacuuming."""
+"""Creates all of the app's tables. On PostgreSQL, also creates BRIN and Bloom indexes
+and sets the tables' autovacuum options."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ RARE = (
 
 
 def fit_postgresql(apps: Any, schema_editor: Any) -> None:
-    """Give the tables what Django's operations cannot say."""
+    """Run the PostgreSQL statements for which Django has no operation."""
     if schema_editor.connection.vendor != "postgresql":
         return
     for table in CLAIMED:

@@ -1,4 +1,4 @@
-"""Keeps a migration from taking away what running processes use."""
+"""Prevents a migration from removing columns that running processes use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ NAMED = 5
 def refuse_beside_workers(apps: Any, schema_editor: Any) -> None:
     """Raise ConfigurationError while a live worker uses the database.
 
-    The code of a `RunPython` in a migration that processes of the other release cannot
-    run beside: those that run before it is applied (or undone) are of that release.
+    Pass it to the `RunPython` of a migration whose schema breaks processes that are
+    already running. When the migration is applied or undone, these processes still run
+    the code of the other release.
     """
     workers = apps.get_model("django_txmsg", "Worker").objects
     alive = workers.using(schema_editor.connection.alias).filter(living())

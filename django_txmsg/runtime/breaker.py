@@ -1,8 +1,8 @@
 """Circuit breaker for all hops: one log line when a server is down, then growing
 pauses.
 
-There is one for each broker that a relay, a dispatcher, a control connection or a
-consumer uses, and one for each database of the process (`database_health.py`).
+Each relay, dispatcher, control connection and consumer has a circuit breaker for each
+broker that it uses. The process has one for each database (`database_health.py`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Outage:
 class Breaker:
     """Avoids a server that is down, and probes it with growing pauses.
 
-    For the log, `kind` and `name` identify the server, and `follows` describes the
-    consequence of an outage. `first_pause` and `max_pause` are seconds.
+    `kind`, `name` and `follows` are for the log: the first two identify the server, and
+    `follows` describes the consequence of an outage. `first_pause` and `max_pause` are
+    seconds.
     """
 
     def __init__(
@@ -90,11 +91,12 @@ class Breaker:
 
     def failed(self, error: BaseException, *, progress: bool = False) -> None:
         """Record that the server is down. Only the first failure of an outage is
-        logged. With `progress`, the pauses start again with the shortest. If the server
-        has worked for less time than the last pause, the outage goes on: on a full
-        disk, for example, reads and some writes succeed. The log has reported by then
-        that the server works again. Once the pauses are long enough to keep such lines
-        apart, another line corrects that.
+        logged. With `progress`, the pauses start again with the shortest.
+
+        If the server worked for less time than the last pause, this is still the same
+        outage. (On a full disk, for example, reads and some writes succeed.) The log
+        has reported the end of the outage too early. Once the pauses are long, another
+        line corrects that.
         """
         with self._lock:
             self.error = error
@@ -140,8 +142,8 @@ _breakers: PerProcess[Members[Breaker]] = PerProcess(Members)
 
 
 def outages() -> list[Outage]:
-    """Return this process's present outages of brokers, paused destinations, refused
-    subscriptions and databases. Each is named once; the longest comes first."""
+    """Return this process's present outages: of brokers, paused destinations, refused
+    subscriptions and databases. Each is listed once. The longest comes first."""
     found: dict[tuple[str, str], Outage] = {}
     for one in sorted(
         filter(None, (breaker.outage for breaker in _breakers().all())),

@@ -2,7 +2,8 @@
 one process have claimed.
 
 A claim copies a body several times, so only one session at a time claims large bodies.
-Claims of small bodies never wait, because a handler may need an hour for a large body.
+The other sessions still claim small bodies, because a handler may need an hour for a
+large body.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limit of one claim: `total` bytes of bodies, or one body of `alone` bytes."""
+    """The limit of one claim: bodies of together `total` bytes, or a single body of
+    `alone` bytes."""
 
     total: int
     alone: int
@@ -50,10 +52,10 @@ class Share:
 
     @contextmanager
     def claim(self, limit: int, wait: float) -> Iterator[Room]:
-        """Return what a claim inside the block may load. `limit` is the process's
-        limit, in bytes. Waits up to `wait` seconds for another session's claim to end.
+        """Yield how many bytes the block may claim. `limit` is the process's limit, in
+        bytes. Waits up to `wait` seconds for another session's claim to end.
 
-        The block must add what it has claimed to `held`.
+        The block must add the bytes that it has claimed to `held`.
         """
         claims = _claims()
         alone = not self.held and claims.large.acquire(timeout=wait)

@@ -1,8 +1,7 @@
-"""The database connections of long-lived threads, managed as Django does for a
-request's.
+"""Manages the database connections of long-lived threads, as Django does for requests.
 
 Django checks its connections when a request begins and ends. The threads of `consume`
-and `relay` have no requests: they call `recycle()` around each piece of work.
+and `relay` have no requests. They call `recycle()` around each piece of work.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ LARGE = 4 * 1024 * 1024
 
 def recycle(*, idle: bool = False, but: str | None = None) -> None:
     """Close connections that are broken, older than their CONN_MAX_AGE, or from a pool.
-    Leaves connections inside a block alone. Needs no query, except on a connection that
-    had an error.
 
-    `idle` means that there is no work at the moment. The alias `but` is then treated as
-    busy, because a queue in it is polled all the time.
+    Connections inside an atomic block stay open. A query is needed only for a
+    connection that had an error. `idle` means that there is no work at the moment. The
+    alias `but` still counts as busy, because its queues are polled all the time.
 
     With CONN_HEALTH_CHECKS, Django checks each remaining connection before its next
     use, as in a new request.
@@ -54,8 +52,8 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
 
 
 def shed(using: str, size: int) -> None:
-    """Close a PostgreSQL connection that has just carried `LARGE` bytes or more: its
-    buffers have grown, and never shrink. `size` is in bytes."""
+    """Close a PostgreSQL connection that has just transferred `size` bytes, if `size`
+    is at least `LARGE`. Its buffers have grown, and would never shrink."""
     connection = connections[using]
     if size < LARGE or connection.vendor != "postgresql":
         return
@@ -64,9 +62,11 @@ def shed(using: str, size: int) -> None:
 
 
 def leave_blocks() -> list[str]:
-    """Roll back the atomic blocks that a piece of work has entered and not left,
-    because the next piece of work would run inside them. Call it outside all blocks of
-    the package. Returns the aliases of their databases."""
+    """Roll back the atomic blocks that a piece of work has entered and not left.
+    Otherwise the next piece of work would run inside them. Returns the aliases of their
+    databases.
+
+    Call it outside all atomic blocks of this package."""
     found = [alias for alias in connections if in_block(connections[alias])]
     for alias in found:
         roll_back_blocks(connections[alias], 0)
@@ -75,16 +75,16 @@ def leave_blocks() -> list[str]:
 
 
 def open_caches() -> None:
-    """Let all contexts of this thread share its caches. Django keeps caches in the
-    context. Each message has its own context, and would otherwise open new connections
-    to the caches."""
+    """Make all contexts of this thread share Django's caches. Django keeps cache
+    objects in the context. Each message has its own context, and would otherwise open
+    new connections to the caches."""
     for alias in caches:
         with contextlib.suppress(Exception):  # the handler that uses it fails
             assert caches[alias] is not None
 
 
 def close_broken(using: str) -> None:
-    """Close a connection that is broken, so that the next query opens another."""
+    """Close this connection if it is broken, so that the next query opens a new one."""
     connection = connections[using]
     if raw(connection) is None or in_block(connection):
         return
@@ -93,8 +93,8 @@ def close_broken(using: str) -> None:
 
 
 def _has_spoken(connection: Any) -> bool:
-    """Return whether the server has sent something unrequested, such as the end of an
-    idle session. Needs no query."""
+    """Return whether the server has sent unrequested bytes, for example because it has
+    ended an idle session. Needs no query."""
     if connection.vendor != "postgresql":
         return False
     driver = raw(connection)

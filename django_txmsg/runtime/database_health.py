@@ -1,9 +1,9 @@
-"""Classifies and handles database errors, for all hops. Every thread uses the same
-classification and reacts in the same way. While the database is unavailable or full,
-all threads of this process wait until one thread's probe can write. If the probe can
-write and a statement is still refused (a lock's time-out, a trigger, a missing
-privilege), a `Retry` makes its thread pause, each time longer. Nothing is decided
-meanwhile, so no attempt is counted.
+"""Classifies and handles database errors, in the same way for all threads.
+
+While the database is unavailable or full, all threads of this process wait until one
+thread's probe can write. If the probe can write and the database still refuses a
+statement (a lock's time-out, a trigger, a missing privilege), a `Retry` makes its
+thread pause, each time longer. No attempt is counted during these waits and pauses.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ PROBE_BYTES = 16_384
 
 
 def sqlstate(error: BaseException) -> str:
-    """Return PostgreSQL's code of one of Django's database errors, from psycopg 3 or
-    psycopg2, or an empty text if there is none."""
+    """Return PostgreSQL's error code of one of Django's database errors, or "" if there
+    is none. Works with psycopg 3 and psycopg2."""
     cause: Any = cause_of(error)
     return str(getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or "")
 
 
 def is_away(error: BaseException | None) -> bool:
-    """Return whether the error means that the database cannot be used now, rather than
-    that a statement was wrong, had to wait too long, or lost a conflict."""
+    """Return whether the error means that the database cannot be used now. Return False
+    if only the statement was wrong, had to wait too long, or lost a conflict."""
     if not isinstance(error, DatabaseError | InterfaceError):
         return False
     cause = cause_of(error)
@@ -91,8 +91,8 @@ def is_away(error: BaseException | None) -> bool:
 
 
 def lacks_resources(error: BaseException | None) -> bool:
-    """Return whether the database answers, but has no room, memory or connection left
-    for the statement. It does not matter which code sent the statement."""
+    """Return whether the error means that the database answers, but has no disk space,
+    memory or connection left."""
     if not isinstance(error, DatabaseError):
         return False
     cause = cause_of(error)
@@ -101,11 +101,11 @@ def lacks_resources(error: BaseException | None) -> bool:
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Return whether the same statement may succeed another time. It may if the
-    database is unavailable, if a lock or the time ran out, if a conflict was lost, or
-    if a trigger, a policy or a missing privilege refused the statement. It cannot
-    succeed with a value that the database cannot store. Returns False also for an error
-    that the database has not raised."""
+    """Return whether the same statement may succeed later.
+
+    True if the database is unavailable, if the statement timed out or lost a conflict,
+    or if a trigger, a policy or a missing privilege refused the statement. False if the
+    database cannot store a value, or if the error does not come from the database."""
     if isinstance(error, DatabaseError) and sqlstate(error).startswith(_LIMITS):
         return False
     if isinstance(error, OperationalError) or is_away(error):
@@ -142,15 +142,15 @@ def gave_up_waiting(error: BaseException) -> bool:
 
 
 def error(using: str) -> BaseException | None:
-    """Return the error that makes the database unavailable, as far as this process
-    knows, or None."""
+    """Return the error because of which the database is unavailable, or None if this
+    process knows of no outage."""
     return breaker(using).error
 
 
 def note(using: str, error: BaseException) -> bool:
-    """Return whether the error means that the database is away. If so, this thread's
-    connection is closed, and the outage is recorded unless a new connection can be
-    opened.
+    """Return whether the error means that the database cannot be used. If so, close
+    this thread's connection, and record an outage unless the database accepts a write
+    on a new connection.
 
     Call it outside any atomic block.
     """
@@ -166,8 +166,9 @@ def note(using: str, error: BaseException) -> bool:
 
 
 def usable(using: str) -> bool:
-    """Return whether the database can be used, as far as this process knows. If it can,
-    no query is needed; otherwise one thread at a time probes it. Does not wait."""
+    """Return whether the database can be used. Needs no query unless this process knows
+    of an outage. During an outage, one thread at a time probes the database, and the
+    other threads do not wait."""
     shared = breaker(using)
     if shared.error is None:
         return True
@@ -182,7 +183,7 @@ def usable(using: str) -> bool:
 
 
 def wait(using: str, stop: threading.Event) -> bool:
-    """Wait until the database is usable. Returns False at once if `stop` is set."""
+    """Wait until the database is usable. Returns False as soon as `stop` is set."""
     while not usable(using):
         liveness.turned()
         if stop.wait(min(max(0.01, breaker(using).remaining), 0.5)):
@@ -194,8 +195,9 @@ class Retry:
     """Decides when to retry a statement that the database has refused: after a pause,
     or after a probe has succeeded.
 
-    Log lines begin with `what`; a process writes at most one a second. Threads that
-    meet the same refusal share an instance.
+    `what` is the beginning of the log lines. A process writes at most one of these
+    lines a second. Threads that use the database for the same purpose can share an
+    instance.
     """
 
     def __init__(self, using: str, what: str) -> None:
@@ -205,7 +207,7 @@ class Retry:
 
     @property
     def ready(self) -> bool:
-        """Whether to try now: the pause has ended, and the database can be used."""
+        """Whether the pause has ended and the database can be used."""
         return time.monotonic() >= self._until and usable(self._using)
 
     def failed(self, error: BaseException) -> None:
@@ -231,8 +233,8 @@ class Retry:
         self._failures, self._until = 0, 0.0
 
     def after(self, error: BaseException, stop: threading.Event) -> bool:
-        """Wait until the next try makes sense. Returns False at once if `stop` is
-        set."""
+        """Record a refusal, and wait until the statement should be tried again. Returns
+        False as soon as `stop` is set."""
         if stop.is_set():
             return False
         self.failed(error)
@@ -240,8 +242,9 @@ class Retry:
         return wait(self._using, stop)
 
     def run(self, work: Callable[[], Result]) -> Result | None:
-        """Run a function that is not urgent. Returns None, and does not raise, if the
-        database refuses its statements, or has refused them a moment ago."""
+        """Call a function that is not urgent, and return its result. Return None if the
+        database refuses its statements, or if the pause after a refusal has not
+        ended."""
         while self.ready:
             try:
                 result = work()
@@ -258,7 +261,7 @@ retry = PerProcess(Retry)
 
 
 class _Report:
-    """When the next line may be logged."""
+    """The time from which the next line may be logged."""
 
     def __init__(self) -> None:
         self._lock, self.at = threading.Lock(), 0.0
@@ -275,7 +278,8 @@ _report = PerProcess(_Report)
 
 
 def report(what: str, error: BaseException) -> None:
-    """Log what the database has refused: at most one such line a second."""
+    """Log a statement that the database has refused. At most one such line a second is
+    a warning; other lines have the level DEBUG."""
     recent = _report().is_recent()
     # A database's first line says what it refused; other errors need their traceback.
     ours = not isinstance(error, AnyDatabaseError)
@@ -289,7 +293,7 @@ def report(what: str, error: BaseException) -> None:
 
 
 def discard(using: str) -> None:
-    """Close this thread's connection for good, so that no pool uses it again."""
+    """Close this thread's connection. A pool does not get it back."""
     connection: Any = connections[using]
     if raw(connection) is not None and connection.vendor == "postgresql":
         with contextlib.suppress(Exception):
@@ -299,7 +303,8 @@ def discard(using: str) -> None:
 
 
 def _probe(using: str) -> None:
-    """Test whether the database accepts writes, and tell all threads."""
+    """Test whether the database accepts writes, and record the result for all
+    threads."""
     try:
         with transaction.atomic(using=using):
             _write(using)
@@ -312,7 +317,7 @@ def _probe(using: str) -> None:
 
 
 def _write(using: str) -> None:
-    """Write a row to the table that records arrivals, and roll it back."""
+    """Write a row to the inbox table, and remove it again."""
     model = apps.get_model("django_txmsg", "InboxMessage")
     rows = model._base_manager.using(using)
     body = os.urandom(PROBE_BYTES)  # random: it cannot be compressed

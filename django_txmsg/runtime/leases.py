@@ -1,9 +1,9 @@
 """Renews leases while their holders work.
 
-A lease is short, so that the rows of a killed process are soon free again. It must not
-end because a broker or a handler is slow. One thread for each database renews each
-lease when half of its time has passed. So leases in one database do not expire because
-another database hangs. The thread ends when there are no more leases.
+A lease is short, so that other workers can soon claim the rows of a killed process. But
+it must not expire because a broker or a handler is slow. So a thread renews each lease
+when half of its time has passed. Each database has its own thread, because another
+database may hang. The thread ends when there are no more leases.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Lease:
     """The lease of one worker. It is renewed inside the `with` block, or from `begin()`
     to `end()`.
 
-    `renew` extends the lease to `seconds` from now, in one statement with the lease's
-    token as a condition. `renew` is called in another thread, and only if the work
-    takes longer than usual. `since` is an instant of `time.monotonic()` before the
-    claim: the database counts the time of a lease from the beginning of the claim.
+    The function `renew` must extend the lease to `seconds` from now, in one statement
+    with the lease's fencing token as a condition. It is called in another thread, and
+    only if half of the lease's time has passed. `since` is the time of
+    `time.monotonic()` just before the claim, because the lease begins with the claim.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Lease:
     @property
     def lapsed(self) -> bool:
         """Whether the lease has ever expired, for example while the process was
-        stopped. After that, other workers may have held the lease's rows, even if the
-        lease has been renewed since."""
+        suspended. If so, another worker may have claimed the lease's rows, even if the
+        lease was renewed later."""
         return self._lapsed or not self.left
 
     @property
     def left(self) -> float:
-        """Seconds until the lease ends, as far as this process knows; never
+        """Seconds until the lease expires, according to this process's clock; never
         negative."""
         return max(0.0, self._until - time.monotonic())
 

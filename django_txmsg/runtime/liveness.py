@@ -1,8 +1,8 @@
-"""Whether the loops of this process still run.
+"""Records whether the loops of this process still run.
 
-Each long-lived thread calls `turned()` once per iteration, and reports how long it will
-wait on purpose. So a thread that pauses because a broker or a database is unavailable
-does not count as hanging.
+Each long-lived thread calls `turned()` once per iteration of its loop, with the seconds
+that it is going to wait. So a thread that pauses because a broker or a database is
+unavailable does not count as hanging.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class State:
-    """The state of a process's own loops."""
+    """The state of a process's loops."""
 
     ready: bool
     """Whether it works: it has started, and was not asked to stop."""
@@ -65,7 +65,7 @@ _stop_requested = False
 
 
 def _forget() -> None:
-    """Forget all threads in a forked child: they belong to the parent."""
+    """Forget all threads in a forked child, because the child does not have them."""
     _loops.clear()
 
 
@@ -82,13 +82,14 @@ CALM, SELDOM, RARELY = 60.0, 10.0, 30.0
 
 
 class Activity:
-    """The time since the last piece of work. Shared by all threads of a process."""
+    """The time since the last piece of work of a process. All its threads share this
+    object."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
 
     def note(self) -> None:
-        """Record that something was done."""
+        """Record that a piece of work was done."""
         self._last = time.monotonic()
 
     @property

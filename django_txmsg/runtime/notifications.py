@@ -1,13 +1,15 @@
 """The topics that threads of this process wait for in a database, and their wake-ups.
 
-A topic is a text: `queue NAME` of the embedded broker, `outbox BROKER`, or `work`, for
-requests of operators. A listener (`relaying/listener.py`) wakes the threads; without
-one, all threads poll. A wake-up is only a hint: the thread then queries the database.
+A topic is a text: `queue NAME` for a queue of the embedded broker, `outbox BROKER` for
+stored messages, or `work` for requests of operators. A listener
+(`relaying/listener.py`) wakes the threads. Without a listener, all threads poll. After
+a wake-up, a thread queries the database.
 
-Waiting processes learn of committed rows by PostgreSQL's NOTIFY. A process sends NOTIFY
-after the commit, in a thread with its own connection. Inside transactions, NOTIFY would
-serialize all commits of the server. The thread sends at most once every 10 ms, for
-everything committed meanwhile. If a notification is lost, the next poll finds the rows.
+PostgreSQL's NOTIFY reports committed rows to waiting processes. A process sends NOTIFY
+after the commit, in a thread with its own connection, because NOTIFY inside
+transactions would serialize all commits of the server. The thread sends at most one
+NOTIFY every 10 ms, for all commits since the last one. If a notification is lost, the
+next poll finds the rows.
 """
 
 from __future__ import annotations
@@ -48,8 +50,7 @@ def later(delay: float) -> str:
 
 
 class Wakeup:
-    """One thread's wait for a topic. A new `Wakeup` is due at once, for the first
-    query."""
+    """Tells one thread when to query for a topic. A new `Wakeup` is due at once."""
 
     def __init__(self, using: str, topic: str) -> None:
         self.using, self.topic = using, topic
@@ -59,12 +60,12 @@ class Wakeup:
 
     @property
     def has_listener(self) -> bool:
-        """Whether a listener works. Then a thread need not query without a wake-up."""
+        """Whether a listener works. If so, the thread queries only after wake-ups."""
         return has_listener(self.using)
 
     def due(self) -> bool:
-        """Return whether to query now: always without a listener, otherwise once after
-        each wake-up."""
+        """Return whether to query now. With a listener, return True once after each
+        wake-up. Without a listener, always return True."""
         rung = self._rung.is_set()
         if rung:  # else a ring right now would be lost
             self._rung.clear()
@@ -93,18 +94,19 @@ def topics(using: str) -> set[str]:
 
 
 def has_listener(using: str) -> bool:
-    """Return whether a listener works in this database, as recently proved."""
+    """Return whether a listener works in this database, according to the last
+    `proved()`."""
     return _listener_until().get(using, 0.0) > time.monotonic()
 
 
 def proved(using: str, seconds: float) -> None:
-    """Record that a listener works. It counts as working for `seconds`, or until the
-    next proof."""
+    """Record that a listener has received a notification. It counts as working for
+    `seconds` from now."""
     _listener_until()[using] = time.monotonic() + seconds
 
 
 def listener_ended(using: str) -> None:
-    """Record that no listener works any more, and let all threads query."""
+    """Record that no listener works any more, and make all threads query."""
     _listener_until().pop(using, None)
     ring(using, {ALL})
 
@@ -125,8 +127,8 @@ MAX_BYTES = 7000
 
 
 def notify(using: str, topics: Collection[str]) -> None:
-    """Wake the threads of all processes that wait for one of the topics: now, or after
-    the commit of the open block. Never blocks and never fails."""
+    """Wake the threads of all processes that wait for one of the topics. Inside an
+    atomic block, do this after the commit. Never blocks and never fails."""
     connection: Any = connections[using]
     if not topics or connection.vendor != "postgresql":
         return
@@ -137,8 +139,8 @@ def notify(using: str, topics: Collection[str]) -> None:
 
 
 class _Notifier:
-    """The thread that notifies in one database. It ends after a while without
-    notifications."""
+    """The thread that sends notifications in one database. It ends after a while
+    without notifications."""
 
     def __init__(self, using: str) -> None:
         self._using = using
@@ -226,7 +228,7 @@ _notifier = PerProcess(_begin)
 
 @atexit.register
 def stop_notifiers(timeout: float = 1.0) -> None:
-    """End this process's threads, each after at most `timeout` seconds for its
-    outstanding notifications. Later notifications start them again."""
+    """Send outstanding notifications and end the threads that send them. Waits at most
+    `timeout` seconds for each thread. Later notifications start the threads again."""
     for one in _notifier.all():
         one.stop(timeout)

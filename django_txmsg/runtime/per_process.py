@@ -1,7 +1,7 @@
 """Objects that belong to one process, and that a forked child does not inherit.
 
-The parent's threads, sockets and locks are useless to a child. The child also repeats
-the look-ups of its parent.
+The parent's threads, sockets and locks are useless to a child, so the child creates new
+objects.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class Members(Generic[Made]):
 
 
 def at_childs_end(work: Callable[[], object], *, turn: int) -> None:
-    """Run `work` at the end of this process if `multiprocessing` has forked it, because
-    such a child runs no `atexit` handlers. In other processes this does nothing.
-    Functions with a higher `turn` run earlier.
+    """Run `work` at the end of this process if it is a child of `multiprocessing`,
+    which runs no `atexit` handlers. In other processes, do nothing. Functions with a
+    higher `turn` run earlier.
 
-    Call this in the child: functions that its parent has registered do not run there.
+    Call this in the child. Functions that its parent has registered do not run there.
     """
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:

@@ -1,7 +1,8 @@
-"""The threads of one process. No thread may end before the process does. If a thread
-ends by an error, the process stops as on a signal, and ends with that error. Otherwise
-the process would continue to send heartbeats without one of its threads, and no
-supervisor would restart it.
+"""The threads of one process, which end only with the process.
+
+If a thread fails, the process stops as after a signal, and ends with the thread's
+error. Otherwise the process would continue to send heartbeats without this thread, and
+no supervisor would restart the process.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 TASKS = {"default": {"BACKEND": "django_txmsg.tasks_backend.TransactionalBackend"}}
 
-This module finds such backends in the setting. A backend has a stage for each queue.
-The checks of backends are in this module, because the backport calls a backend's own
-`check()` only if the backport is an installed app.
+This module finds the setting's backends that belong to this package. A backend has a
+stage for each queue. This module also checks the backends, because the backport of
+django.tasks calls a backend's `check()` only if the backport is an installed app.
 """
 
 from __future__ import annotations

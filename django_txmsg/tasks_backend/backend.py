@@ -139,7 +139,7 @@ class TransactionalBackend(BaseTaskBackend):
 
     @property
     def supports_priority(self) -> bool:  # type: ignore[override]  # by the settings
-        """Whether tasks of higher priority run first. They do only with the embedded
+        """Whether tasks of higher priority run first. This needs the embedded
         broker."""
         broker = find_broker(self._given.BROKER)
         return broker is not None and broker.kind == "database"
@@ -194,10 +194,10 @@ class TransactionalBackend(BaseTaskBackend):
         return result
 
     def get_result(self, result_id: str) -> AnyResult:
-        """Return the result of a task. The result exists as long as the outbox keeps
-        the task's row.
+        """Return the result of a task. If necessary, import the task's module.
 
-        The task's module is imported if necessary. Raises TaskResultDoesNotExist.
+        Raises TaskResultDoesNotExist if the outbox does not have the task's row, for
+        example because the row was pruned.
         """
         return self.find_result(result_id, trusted=True)
 
@@ -227,8 +227,8 @@ class TransactionalBackend(BaseTaskBackend):
         return self._given.names(path)
 
     def _warn_of(self, path: str) -> None:
-        """Log a warning if workers may not import the module of an enqueued task. Warn
-        once for each package."""
+        """Log a warning if workers might not have imported the module of an enqueued
+        task. Warn once for each package."""
         package = path.partition(".")[0]
         if package in _warned or self.imports(path) or package in _of_project():
             return

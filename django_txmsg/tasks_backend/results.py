@@ -1,5 +1,5 @@
-"""Makes a task's result from rows of the outbox, the inbox, the attempts and the runs
-of tasks."""
+"""Creates a task's result from the rows about the task: in the outbox, in the inbox,
+its attempts and its return value."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def task_of(
     """Return the task that the headers name, with the options with which it was
     enqueued. Raises InvalidTask if there is no such task.
 
-    Headers from a broker are not `trusted`, so they cannot make this process import a
-    package that it has not imported already.
+    Headers that come from a broker are not `trusted`: they cannot make this process
+    import a new package.
     """
     path = headers.get(wire.TASK, "")
     if not backend.runs(path):
@@ -202,7 +202,7 @@ def workers_of(tried: Sequence[Attempt], count: int) -> list[str]:
 
 
 def error_of(attempt: Attempt) -> TaskError:
-    """Return the failure of an attempt as the framework's `TaskError`."""
+    """Return the `TaskError` of the tasks framework for a failed attempt."""
     path = attempt.exception.partition("\n")[0].partition(": ")[0]
     if "." not in path:
         path = f"builtins.{path}"

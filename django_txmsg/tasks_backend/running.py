@@ -1,8 +1,8 @@
 """Hop 8 for a task: calls the task's function and stores the return value.
 
 In mode "outbox", the stage's transaction contains the task's work and the return value.
-In mode "none" the task runs without a transaction. In this mode, a task whose worker
-was lost runs again, and a finished task does not.
+In mode "none", the task runs without a transaction. If its worker is lost meanwhile,
+the task runs again. A finished task does not run again.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class Handler:
 
 
 def _query(using: str, query: Callable[[], T]) -> T:
-    """Query the database before or after a task. Query once more if the idle connection
-    was closed. Raises BrokerUnavailable if the database does not answer. The task's
-    message is then redelivered, without a failed attempt."""
+    """Query the database before or after a task. If the idle connection was closed,
+    query again on a new one. Raises BrokerUnavailable if the database does not answer:
+    the broker then delivers the task's message again, and no attempt has failed."""
     for tries in (1, 2):
         try:
             return query()
@@ -158,8 +158,8 @@ def call(result: AnyResult) -> Any:
 
 
 def tell_failed(backend: Backend, result: AnyResult, error: str) -> None:
-    """Send the signal `task_finished` for a task that has failed for good with this
-    error."""
+    """Send the signal `task_finished` for a task that has failed for good. `error` is
+    the text of its error."""
     last = getattr(_failed, "last", None)
     _failed.last = None
     raised: BaseException = TxmsgError(error)

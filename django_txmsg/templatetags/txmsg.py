@@ -38,7 +38,7 @@ for _name in (
 
 @register.filter
 def listed(count: int) -> str:
-    """Render the number of rows of a list."""
+    """Render the number of rows that a page lists."""
     from ..admin import counting
 
     return counting.listed(count)
@@ -46,7 +46,7 @@ def listed(count: int) -> str:
 
 @register.filter
 def age(instant: Any, now: Any = None) -> Any:
-    """Render how long ago an instant was, or in how long it will be."""
+    """Render the time since an instant, or until an instant in the future."""
     return _display().age(instant, now)
 
 
@@ -73,7 +73,7 @@ def txmsg_nav(context: dict[str, Any]) -> dict[str, Any]:
 
 @register.inclusion_tag("admin/django_txmsg/overview.html", takes_context=True)
 def txmsg_overview(context: dict[str, Any]) -> dict[str, Any]:
-    """Render the state of messaging, on the app's index page."""
+    """Render the state of messaging for the app's index page."""
     from ..admin import overview
 
     request = context["request"]

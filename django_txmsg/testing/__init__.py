@@ -1,7 +1,7 @@
 """Helpers for the tests of projects: `drain()`, and a STOMP broker that follows a
 script.
 
-The names of this package are imported on first use. The broker needs no Django.
+This package imports each of its names on first use, so the broker needs no Django.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class Record:
         """Wait until `count` matching frames have arrived, and return all matching
         frames.
 
-        Raises ``AssertionError`` after the timeout. Its text counts the frames that
-        have arrived.
+        Raises ``AssertionError`` after the timeout, with the number of matching frames
+        so far.
         """
 
         def found() -> list[ReceivedFrame]:
@@ -124,7 +124,8 @@ class Record:
                 self.changed.wait(min(left, 0.05))
 
     def describe(self) -> str:
-        """Return a description of all events so far, for the text of a failure."""
+        """Return a description of all events so far, for the text of an
+        ``AssertionError``."""
         counts = Counter(frame.command for frame in self.frames)
         frames = ", ".join(f"{n} {command}" for command, n in counts.items())
         return (
@@ -148,7 +149,7 @@ class Split:
     pause: float = 0.0
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """Return the pieces of bytes that the broker writes at once."""
+        """Return the pieces into which the bytes of one write are split."""
         if self.every:
             return [data[i : i + self.every] for i in range(0, len(data), self.every)]
         borders = [0, *(b for b in sorted(self.at) if 0 < b < len(data)), len(data)]
@@ -156,7 +157,8 @@ class Split:
 
 
 class BrokerState(Record):
-    """The broker without its sockets. Use it only with the lock held."""
+    """The state of the scripted broker, without sockets. Use it only with the lock
+    held."""
 
     def __init__(
         self,
@@ -178,8 +180,8 @@ class BrokerState(Record):
         self.silent = False
 
     def is_topic(self, headers: Mapping[str, str]) -> bool:
-        """Return whether the profile's broker treats the destination of a frame as a
-        topic."""
+        """Return whether the imitated broker would treat the destination in these
+        headers as a topic."""
         if not self.profile.routes_by_header:
             return headers.get("destination", "").startswith("/topic/")
         routing = headers.get("destination-type", headers.get("subscription-type"))

@@ -1,9 +1,8 @@
 """Handles and answers the frames of one client of the scripted broker.
 
 Each frame is recorded. If a rule of the script selects the frame, the rule decides how
-the frame is handled. Otherwise the profile decides: the frame is executed and gets a
-receipt, or is refused in the way of the imitated broker. ``COMMANDS`` maps each STOMP
-command to its function.
+the frame is handled. Otherwise the frame is handled as the imitated broker would handle
+it. ``COMMANDS`` maps each STOMP command to its function.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .store import StoredMessage, Subscription
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A frame that is handled at COMMIT, and the rule that modifies its answer."""
+    """A frame that will be handled at COMMIT, and the rule that modifies its answer."""
 
     frame: Frame
     rule: Rule | None
@@ -28,8 +27,8 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Transaction:
-    """The work for COMMIT: messages to store, deliveries to settle, frames to
-    replay."""
+    """The open work of a transaction: messages to store, deliveries to settle and
+    frames to handle at COMMIT."""
 
     sends: list[StoredMessage] = field(default_factory=list)
     settles: list[tuple[Subscription, str]] = field(default_factory=list)
@@ -45,7 +44,7 @@ class Transaction:
 
 
 class Session:
-    """The agreed version, subscriptions and open transactions of a client."""
+    """A client's STOMP version, subscriptions and open transactions."""
 
     def __init__(self, peer: Peer) -> None:
         """Create a session that waits for CONNECT."""
@@ -309,7 +308,7 @@ def _abort(talk: Session, frame: Frame) -> None:
 
 
 def _disconnect(talk: Session, frame: Frame) -> None:
-    """Do nothing. The conversation closes the connection after the receipt."""
+    """Do nothing. ``Conversation`` closes the connection after the receipt."""
 
 
 COMMANDS: dict[str, Callable[[Session, Frame], None]] = {

@@ -74,8 +74,8 @@ class Drained:
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Record an exception that is raised inside the block, except Refuse, Redeliver
-        and DecodeError."""
+        """Record and raise again an exception of the block. Refuse, Redeliver and
+        DecodeError are not recorded."""
         try:
             yield
         except (Refuse, Redeliver, DecodeError):
@@ -105,11 +105,12 @@ def drain(
 ) -> Drained:
     """Dispatch stored messages and run the stages until no message is left.
 
-    `stages` names the stages to run (default: all). With `ahead`, delayed messages,
-    redeliveries and deadlines of flows that are due within that time happen now. With
+    `stages` names the stages to run (default: all). Delayed messages, redeliveries and
+    deadlines of flows happen now if they are due within the time `ahead`. With
     `raises`, the first exception of a handler is raised at the end. Refuse and
-    Redeliver are never raised, because they are decisions of the handler. More than
-    `limit` outcomes of a stage count as an endless loop, and raise AssertionError.
+    Redeliver are never raised, because they are decisions of the handler. If a stage
+    has more than `limit` outcomes, AssertionError is raised, because the stage may send
+    messages in an endless loop.
 
     A `TestCase` never commits, so on_commit hooks of handlers do not run. To run these
     hooks, wrap the call in `captureOnCommitCallbacks(execute=True)`.
@@ -167,8 +168,8 @@ def outbox_messages(
 
 
 class _Hurry(threading.Event):
-    """Replaces the event on which a blocking redelivery waits, so that a test need not
-    wait."""
+    """Replaces the event on which a consumer waits before a blocking redelivery. A test
+    does not wait."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return at once."""
@@ -273,12 +274,12 @@ class _Worker:
 
 @contextmanager
 def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
-    """Use the embedded broker in place of the brokers of TXMSG["BROKERS"] while the
-    block runs. `dispatch_on_commit` replaces the setting; by default, no message is
-    dispatched after a commit. Other processes are not notified.
+    """Replace the brokers of TXMSG["BROKERS"] by the embedded broker while the block
+    runs. `dispatch_on_commit` replaces the setting of this name. By default, messages
+    are not dispatched on commit. Other processes are not notified.
 
-    The broker of a Celery app is replaced by `Unsent`: the call of a task stores a row,
-    and nothing is sent.
+    The broker of a Celery app is replaced by `Unsent`: the call of a task stores a row
+    that is never sent.
     """
     brokers = {}
     for alias, options in conf.get().BROKERS.items():

@@ -1,9 +1,9 @@
 """Encodes and decodes STOMP 1.0, 1.1 and 1.2 frames for the scripted broker, without
 any I/O.
 
-This codec is only for tests. It is separate from the client's codec, because a mistake
-in a shared codec would not be found. The codec is as strict as the specification
-requires of a server: an unknown escape or a missing NUL is an error.
+This codec is only for tests. It is separate from the client's codec, because tests
+cannot find a mistake in a codec that both sides use. The codec is as strict as the
+specification requires of a server: an unknown escape or a missing NUL is an error.
 """
 
 from __future__ import annotations

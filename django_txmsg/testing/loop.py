@@ -80,7 +80,7 @@ class Loop:
         self.wake()
 
     def wake(self) -> None:
-        """Make the loop call ``wanted()`` of all channels now."""
+        """Make the loop call ``wanted()`` of all channels again, without delay."""
         if threading.current_thread() is not self._thread:
             # If the pipe's buffer is full, it has been woken often enough.
             with contextlib.suppress(BlockingIOError):

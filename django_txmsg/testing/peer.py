@@ -1,5 +1,4 @@
-"""The scripted broker's socket to one client: reads and writes bytes, and ends the
-connection.
+"""The scripted broker's socket to one client.
 
 The broker's loop calls this module, which reads and writes over TCP or TLS without
 blocking. The script decides how writes are split, and whether heartbeats are sent.
@@ -87,7 +86,8 @@ class Peer:
 
     @property
     def ending(self) -> bool:
-        """Whether the connection is ending, so that the client's frames are ignored."""
+        """Whether the connection is about to end. The client's frames are then
+        ignored."""
         return self.closed or self._leaving
 
     # -- calls of the loop, with the lock held -------------------------------------
@@ -148,13 +148,13 @@ class Peer:
         self.broker.changed.notify_all()
 
     def work(self) -> None:
-        """Handle the frames that have arrived, until a frame stalls or ends the
+        """Handle the frames that have arrived. Stop if a frame stalls or ends the
         connection."""
         while self._backlog and not (self.stalled or self.ending):
             self.conversation.arrive(self._backlog.popleft())
 
     def put_back(self, frame: Frame) -> None:
-        """Make the frame the next to be handled."""
+        """Handle this frame again, before all other frames."""
         self._backlog.appendleft(frame)
 
     def _write_some(self) -> None:

@@ -1,8 +1,8 @@
 """The differences between STOMP brokers that the scripted broker imitates.
 
-The profiles of ActiveMQ Classic and RabbitMQ were measured on the versions 5.17 and
-3.10. The profile of Artemis comes from its source code and test suites, and Artemis was
-not run. Derive your own profile with ``dataclasses.replace``.
+The profiles of ActiveMQ Classic 5.17 and RabbitMQ 3.10 were observed on these brokers.
+The profile of Artemis comes from its source code and tests, without a running broker.
+Derive your own profile with ``dataclasses.replace``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A rule selects frames (``broker.on("SEND", nth=3)``), and one verb says what happens to
 these frames (``.reject("quota")``). Every rule counts every matching frame. If several
-rules select a frame, the first rule that has uses left decides. Without a rule the
-profile decides.
+rules select a frame, the first of them that has not reached its ``times`` decides. If
+no rule selects the frame, the profile decides.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Rule:
         return self._nth is None or self._seen == self._nth
 
     def decides(self) -> bool:
-        """Return whether the rule decides about a selected frame. If so, count one use
-        of the rule."""
+        """Return whether the rule decides about a frame that it has selected. If so,
+        count one use of the rule."""
         if self.verb is Verb.HANDLE or self._left == 0:
             return False
         if self._left is not None:
@@ -129,10 +129,9 @@ class Rule:
         return self._do(Verb.HOLD)
 
     def park(self) -> Rule:
-        """Handle the frame only at ``broker.release()``. Later frames are handled
-        before it.
+        """Handle the frame only at ``broker.release()``. Later frames overtake it.
 
-        ActiveMQ treats the frames of a producer in this way while a queue is full.
+        ActiveMQ does this with a producer's frames while a queue is full.
         """
         return self._do(Verb.PARK)
 
@@ -169,16 +168,16 @@ class Rule:
 
         ``names_receipt``: whether the ERROR has a receipt-id. ``closes``: whether the
         connection ends afterwards. ``at_commit``: reject a frame of a transaction only
-        in the replay, when COMMIT has its receipt and a part of the transaction is
-        stored. RabbitMQ does this for a header that it reads only then.
+        after the receipt for COMMIT, when the earlier frames of the transaction have
+        taken effect. RabbitMQ does this for some headers.
         """
         self.message, self.detail, self.at_commit = message, detail, at_commit
         self.names_receipt, self.closes = names_receipt, closes
         return self._do(Verb.REJECT)
 
     def cut(self, *, reset: bool = False) -> Rule:
-        """End the connection before the frame is handled. With ``reset``, end it by
-        RST."""
+        """End the connection before the frame is handled. With ``reset``, send RST
+        instead of FIN."""
         self.reset = reset
         return self._do(Verb.CUT)
 
@@ -221,8 +220,8 @@ class Script:
         return next((rule for rule in picking if rule.decides()), None)
 
     def hold(self, rule: Rule, held: Held) -> None:
-        """Hold back a frame or receipt. When the rule's window is full, release the
-        window in random order."""
+        """Hold back a frame or receipt. If the rule has a window, and the window is now
+        full, release its receipts in random order."""
         self.held.append(held)
         if rule.window:
             rule.group.append(held)
@@ -234,8 +233,8 @@ class Script:
                     one.let_go()
 
     def release(self, count: int | None, order: Sequence[int] | random.Random) -> int:
-        """Release the first ``count`` held frames in this order. Return the number of
-        released frames."""
+        """Release the first ``count`` held frames (None: all) in this order. Return the
+        number of released frames."""
         taken = self.held[:count]
         if isinstance(order, random.Random):
             order.shuffle(taken)

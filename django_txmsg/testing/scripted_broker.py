@@ -92,9 +92,9 @@ class ScriptedBroker(BrokerState):
 
         ``users``: passwords by user name; None accepts all users. ``heart_beat``: the
         two intervals that the broker offers and requests, in milliseconds; None means
-        the client's intervals. ``receive_buffer``: the number of bytes that a stalled
-        broker's socket still accepts. ``strict``: the end of the ``with`` block raises
-        an error if a client has violated STOMP.
+        the client's intervals. ``receive_buffer``: the number of bytes that the sockets
+        accept while the broker is stalled. ``strict``: the end of the ``with`` block
+        raises an error if a client has violated STOMP.
         """
         super().__init__(
             PROFILES[profile] if isinstance(profile, str) else profile,
@@ -139,10 +139,10 @@ class ScriptedBroker(BrokerState):
         """Create a rule that selects frames, and return the rule. Call one of the
         rule's verbs. The command "*" selects every command.
 
-        ``nth``: select only the n-th (from 1) frame that matches from now on. Frames
-        count also if another rule decides about them. ``times``: the maximum number of
-        frames that the rule decides about. Rules apply in the order in which they were
-        created.
+        ``nth``: select only the n-th (from 1) matching frame. Only frames that arrive
+        from now on count, even if another rule decides about them. ``times``: the
+        maximum number of frames that the rule decides about. Rules apply in the order
+        in which they were created.
         """
         rule = Rule(command, nth=nth, times=times, destination=destination, where=where)
         with self.changed:
@@ -182,8 +182,8 @@ class ScriptedBroker(BrokerState):
                 peer.stall(write=False)
 
     def resume(self) -> None:
-        """Read and write again after a stall or freeze, also if a rule has stalled the
-        connection."""
+        """Read and write again after a stall or freeze. This ends a stall by a rule,
+        too."""
         with self.changed:
             for peer in list(self.peers):
                 peer.resume()
@@ -198,8 +198,8 @@ class ScriptedBroker(BrokerState):
             self.split = Split(every, tuple(at), pause if every or at else 0.0)
 
     def silence_heartbeats(self, *, silent: bool = True) -> None:
-        """Stop sending heartbeats, or with ``silent=False`` send them again. Frames are
-        still sent."""
+        """Stop sending heartbeats, but not frames. With ``silent=False``, send
+        heartbeats again."""
         with self.changed:
             self.silent = silent
 
@@ -223,8 +223,8 @@ class ScriptedBroker(BrokerState):
             self.cut()
 
     def restart(self) -> None:
-        """Stop, drop the messages that are not persistent, and listen again on the same
-        port."""
+        """End every connection, drop the messages that are not persistent, and listen
+        again on the same port."""
         self.stop()
         with self.changed:
             self.store.lose_volatile()
@@ -289,7 +289,8 @@ class ScriptedBroker(BrokerState):
     def close(self) -> None:
         """Stop for good and free the port.
 
-        If a function of the test has failed in a rule, raise its exception.
+        If a function that the test has passed to a rule has failed, raise its
+        exception.
         """
         self.stop()
         self.loop.stop()

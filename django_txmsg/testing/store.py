@@ -18,7 +18,7 @@ _numbers = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class StoredMessage:
-    """A message at the broker. ``number`` is its place in the order of all messages."""
+    """A message at the broker. ``number`` counts all messages of the broker."""
 
     destination: str
     headers: dict[str, str]
@@ -83,7 +83,7 @@ class Subscription:
         self._deliver(self, ack_id, message)
 
     def start(self) -> None:
-        """Start receiving messages from the queue."""
+        """Start to receive messages from the queue."""
         self.queue.subscriptions.append(self)
         self.queue.dispatch()
 

@@ -1,4 +1,4 @@
-"""Replaces Celery's broker in tests: the call of a task stores a row, and nothing is
+"""Replaces Celery's broker in tests: the call of a task stores a row that is never
 sent."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ..errors import BrokerUnavailable
 
 
 class Unsent(CeleryBroker):
-    """A broker that refuses every connection, so that stored tasks stay pending."""
+    """A broker that is never available, so that stored tasks stay pending."""
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None

@@ -1,8 +1,8 @@
-"""Hops 4 to 6 over AMQP, in bytes: the frames that this package builds without py-amqp.
+"""Hops 4 to 6 over AMQP: builds and reads frames without py-amqp.
 
-Every message needs these frames: the publication with its content, and the
-acknowledgement. The first part of this module encodes a message's headers. The second
-part encodes the frames.
+Every message needs these frames: those that publish a message, and the frame that
+acknowledges a delivery. The first part of this module encodes and reads headers. The
+second part encodes the frames.
 """
 
 from __future__ import annotations
@@ -275,8 +275,8 @@ def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
 
 
 def acknowledged(tag: int, channel: int, *, multiple: bool = False) -> bytes:
-    """Return the frame that acknowledges a delivery. With `multiple`, the frame also
-    acknowledges all earlier deliveries."""
+    """Return the frame that acknowledges the delivery with this tag. With `multiple`,
+    the frame also acknowledges all earlier deliveries."""
     return method(channel, spec.Basic.Ack, struct.pack(">QB", tag, multiple))
 
 

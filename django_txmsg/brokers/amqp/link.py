@@ -1,8 +1,8 @@
 """One connection to RabbitMQ and its channels, used by one thread at a time.
 
-Only the thread that holds the lock `owned` writes and reads. During a request, the
-session's thread holds this lock. At other times the heartbeat thread of the process may
-take the lock to send a heartbeat.
+Only the thread that holds the lock `owned` writes and reads. The session's thread holds
+this lock during a request. At other times the process's heartbeat thread may take the
+lock to send a heartbeat.
 """
 
 from __future__ import annotations
@@ -128,15 +128,15 @@ class Transport:
         return True
 
     def doubt(self) -> str:
-        """Return a hint for an error message if the server has sent nothing: the port
-        may belong to another protocol."""
+        """Return a hint for an error message. If the server has sent nothing, the hint
+        is that the port may belong to another protocol. Otherwise it is ""."""
         if self._has_read:
             return ""
         return ". Is this its AMQP port (5672, with TLS 5671)?"
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the complete frames that were read. Each frame leaves the buffer before
-        the generator yields it, because the frame's handler may raise, or may read more
+        """Yield the complete frames that were read. Each frame is removed from the
+        buffer before it is yielded, because its handler may raise, or may read more
         frames."""
         while len(self._received) >= _HEADER.size:
             kind, channel, size = _HEADER.unpack_from(self._received)
@@ -245,8 +245,8 @@ class Link:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Own the link while the block runs. Errors of py-amqp and of the socket become
-        BrokerUnavailable. ChannelClosed stays as it is."""
+        """Hold the lock `owned` while the block runs. Errors of py-amqp and of the
+        socket become BrokerUnavailable. ChannelClosed is raised unchanged."""
         with self.owned:
             try:
                 yield
@@ -292,8 +292,8 @@ class Link:
         return True
 
     def _handle(self) -> bool:
-        """Handle the frames that were read. Return whether there was a frame other than
-        a heartbeat."""
+        """Handle the frames in the buffer. Return whether one of them was not a
+        heartbeat."""
         found = False
         for kind, channel, payload in self.transport.frames():
             if kind != frames.BEAT:
@@ -321,9 +321,9 @@ class Link:
             self._handle()
 
     def why_blocked(self) -> str:
-        """Return the reason if the broker has blocked this connection, else "". This
-        method ignores errors, so call it only when the connection is about to be
-        closed."""
+        """Return the reason why the broker has blocked this connection, or "" if the
+        connection is not blocked. Ignores errors, so call it only when you are about to
+        close the connection."""
         with contextlib.suppress(*_LOST):
             self.hear()
         return self.blocked
@@ -398,10 +398,10 @@ _LOST = (amqp.AMQPError, OSError, struct.error, ValueError, ChannelClosed)
 
 
 def _ignored(method: bytes, properties: bytes, body: bytes) -> None:
-    """Ignore a frame that no request waits for."""
+    """Ignore a method for which this package has no handler."""
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of an error of py-amqp or of the socket, in one line."""
+    """Return the text of an error of py-amqp or of the socket, as one line."""
     text = getattr(error, "reply_text", None) or str(error) or type(error).__name__
     return " ".join(str(text).split())

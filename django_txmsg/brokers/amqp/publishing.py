@@ -1,9 +1,9 @@
 """Hop 4 over AMQP: sends many messages at once, and waits for the confirm of each
 message.
 
-A confirm names a message by its number in the channel, or covers all messages up to a
-number. If no queue accepts a message, the broker returns the message before the
-confirm, and the publisher reports the message as refused.
+The messages of a channel are numbered. A confirm contains the number of one message, or
+covers all messages up to that number. If no queue accepts a message, the broker returns
+the message before the confirm, and the publisher reports the message as refused.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Publisher:
         self._pending, self._batch = {}, ()
 
     def _closed(self, closed: ChannelClosed) -> BrokerError:
-        """Return the outcome of all messages in flight, after the broker has closed the
-        channel. The broker closed the channel because of one message, and does not
-        report which message that is."""
+        """Return the outcome of all messages in flight, after the broker has closed a
+        channel. The broker closes the channel because of one message, and does not
+        report which message it is."""
         if closed.channel != PUBLISHING:
             # The subscription's channel: its session must not go on waiting without it.
             self._link.transport.close()
@@ -121,8 +121,8 @@ class Publisher:
         return DispatchUnknown(closed.text, hung_up=True)
 
     def _leave(self, sending: _Order, error: DestinationUnavailable) -> None:
-        """Stop sending to a destination that refuses messages, because each refusal
-        closes the channel."""
+        """Skip the messages to a destination that has just refused a message, because
+        each refusal closes the channel."""
         refused = {
             self._ready(index).route
             for index, outcome in enumerate(sending.outcomes)
@@ -138,8 +138,8 @@ class Publisher:
         return one
 
     def _open(self) -> None:
-        """Open a channel in confirm mode. Keep an open channel unless a message was
-        refused on it."""
+        """Open a channel in confirm mode, unless a channel is open on which no message
+        was refused."""
         if self._channel is not None and self._channel.connection is not None:
             if not self._refused:
                 return

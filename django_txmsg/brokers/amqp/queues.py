@@ -2,9 +2,9 @@
 unchanged.
 
 An existing queue is never declared again, because RabbitMQ refuses a declaration with
-another type or argument. A missing queue is declared as a quorum queue. RabbitMQ 4
-would set a delivery limit by default. The declaration removes this limit, because the
-inbox already counts and limits attempts.
+another type or argument. A missing queue is declared as a quorum queue without a
+delivery limit, because the inbox already counts and limits attempts. (RabbitMQ 4 sets a
+delivery limit by default.)
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Queues:
     def ensure(self, queue: str, arguments: dict[str, Any] | None = None) -> None:
         """Declare a queue if it is missing.
 
-        Raises DestinationUnavailable if the broker does not create it, or if the URL
-        forbids declaring queues, and DispatchRejected for an invalid name.
+        Raises DestinationUnavailable if the broker does not create the queue, or if the
+        URL forbids declaring queues. Raises DispatchRejected for an invalid name.
         """
         if queue in self._known:
             return
@@ -96,8 +96,8 @@ class Queues:
         messages.
 
         A passive declaration does not report the type of the queue. So this method asks
-        to consume from an offset. Only a stream allows that; any other queue closes the
-        channel.
+        to consume from an offset. RabbitMQ allows that only for a stream, and otherwise
+        closes the channel.
         """
         if queue in self._made:
             return

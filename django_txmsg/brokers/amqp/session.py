@@ -1,4 +1,5 @@
-"""The session with RabbitMQ that relay and consumer use. It has one link.
+"""The session with RabbitMQ that relay and consumer use. Each session has one
+connection.
 
 The session uses separate channels for publishing, for its subscription and for
 requests. When RabbitMQ refuses an operation, RabbitMQ closes only the channel of that
@@ -39,9 +40,9 @@ from .queues import Queues
 class Acknowledgements:
     """The unacknowledged deliveries of one channel, by their tags.
 
-    If many deliveries arrive, the session acknowledges them in groups. After a crash,
-    more deliveries are then duplicates. If few deliveries arrive, the session
-    acknowledges each at once, because RabbitMQ closes the connection of a consumer that
+    If many deliveries arrive, the session acknowledges them in groups. The price is
+    more duplicates after a crash. If few deliveries arrive, the session acknowledges
+    each of them at once, because RabbitMQ closes the connection of a consumer that
     holds a delivery for too long.
     """
 
@@ -71,9 +72,9 @@ class Acknowledgements:
         return acknowledges_now(self._gathered, prefetch=prefetch, since=self._acked_at)
 
     def written(self) -> bytearray:
-        """Return the frames that acknowledge all marked deliveries. A single frame
-        acknowledges all deliveries before the first unmarked one. The caller must write
-        the frames next."""
+        """Return the frames that acknowledge all marked deliveries, and forget these
+        deliveries. The caller must write the frames. A single frame acknowledges all
+        deliveries before the first unmarked delivery."""
         self._acked_at = time.monotonic()
         made, upto, whole = bytearray(), 0, True
         if not self._gathered:
@@ -93,7 +94,7 @@ class Acknowledgements:
         return made
 
     def settle(self, tags: Iterable[int]) -> None:
-        """Record that these deliveries need no acknowledgement any more."""
+        """Forget these deliveries, because they need no acknowledgement any more."""
         for tag in tags:
             self._open.pop(tag, None)
 
@@ -101,9 +102,9 @@ class Acknowledgements:
 class _Heart:
     """Sends heartbeats for sessions whose thread is busy, for example in a handler.
 
-    Each process has one heartbeat thread. The thread uses a link only while no other
-    thread uses the link, so no heartbeat is written in the middle of a send. The
-    heartbeat thread reads nothing.
+    Each process has one heartbeat thread. The thread writes to a link only while no
+    other thread uses the link, so no heartbeat is written in the middle of a send. The
+    thread never reads.
     """
 
     def __init__(self) -> None:
@@ -146,7 +147,7 @@ _heart = PerProcess(_Heart)
 
 
 def keep(link: Link) -> None:
-    """Send heartbeats on this link until the link is closed or no longer referenced."""
+    """Send heartbeats on this link until it is closed or no object refers to it."""
     if link.heartbeat:
         _heart().keep(link)
 
@@ -192,8 +193,8 @@ class Subscription:
             self._queues.refuse_stream(self.queue)
 
     def consume(self, channel: amqp.Channel, prefetch: int) -> None:
-        """Consume the declared queue. Stop consuming the queue of an earlier
-        subscription."""
+        """Start to consume the declared queue. If this channel consumes another queue,
+        stop that first."""
         if self._consuming:
             channel.basic_cancel(_TAG)
             tags = [one.handle for one in self.arrived]
@@ -334,9 +335,9 @@ class AmqpSession(Session):
         return [error or next(sent) for error in outcomes]
 
     def _ready(self, outgoing: Outgoing, channel: int) -> frames.Ready:
-        """Return the frames of a message, after ensuring that its queue exists. Raises
-        DispatchRejected if the message can never be sent, and DestinationUnavailable if
-        it cannot be sent now."""
+        """Ensure that a message's queue exists, and return the message's frames. Raises
+        DispatchRejected if the message can never be sent. Raises DestinationUnavailable
+        if the message cannot be sent now."""
         if not wire.is_topic(outgoing.destination):
             self._queues.ensure(outgoing.destination)
         return frames.published(outgoing, channel, self._link.frame_max)
@@ -446,9 +447,9 @@ class AmqpSession(Session):
         made: Sequence[frames.Ready],
         returned: Sequence[tuple[bytes, bytes]],
     ) -> None:
-        """Declare the queues of returned messages again, and send these messages again.
-        Their queues were deleted between enlist() and commit(). RabbitMQ has committed
-        the other messages."""
+        """Send the returned messages again, after declaring their queues again. These
+        queues were deleted between enlist() and commit(). RabbitMQ has committed the
+        other messages."""
         again = [
             outgoing
             for outgoing, one in zip(enlisted, made, strict=True)
@@ -486,8 +487,8 @@ class AmqpSession(Session):
 
     @contextlib.contextmanager
     def _owned(self, lost: type[BrokerError] = BrokerUnavailable) -> Iterator[None]:
-        """Own the link while the block runs. Raises `lost` if the link breaks, and
-        BrokerUnavailable if the broker closes a channel."""
+        """Hold the link's lock while the block runs. Raises `lost` if the link breaks,
+        and BrokerUnavailable if the broker closes a channel."""
         try:
             with self._link.asking():
                 yield

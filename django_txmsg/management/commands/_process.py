@@ -1,10 +1,9 @@
-"""A long-running command as a process: signals and a heartbeat.
+"""Signals, heartbeats and memory of a process that runs a long-running command.
 
-When the process is stopped, it finishes the messages in progress, and ends. A handler
-may take as long as it needs. A thread that waits for a server has `PATIENCE` seconds:
-otherwise a database that does not answer, a lock that is not released or a broker that
-sends no receipts would keep the process from ending. Other processes take over its
-unfinished messages.
+After a signal, the process finishes the messages in progress and ends. A handler may
+take as long as it needs. If no handler runs and the process still has not ended after
+`PATIENCE` seconds, it waits for a server that does not answer, and is ended. Other
+processes take over its unfinished messages.
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
 
 
 def _insist(ended: threading.Event, reading: socket.socket, stderr: Any) -> None:
-    """End the process on the second signal, or if nothing keeps it running but servers
-    that do not answer."""
+    """End the process on the second signal. Also end it if no handler has run for
+    `PATIENCE` seconds: the process then waits for a server that does not answer."""
     since, signals = time.monotonic(), 0
     while not ended.wait(0.2):
         with contextlib.suppress(OSError):  # nothing to read
@@ -124,10 +123,11 @@ def say(stream: Any, text: str) -> None:
 
 
 def stay_light() -> None:
-    """Exclude everything loaded by now from garbage collection, and collect less often.
+    """Exclude all existing objects from garbage collection, and collect less often.
+
     Traversing these objects takes a third of the time that a busy relay spends on a
-    message. A batch creates no reference cycles, but the search for cycles after every
-    700 objects takes a tenth of the remaining time."""
+    message. By default, Python searches for reference cycles after every 700 new
+    objects. That takes a tenth of the remaining time, and a batch creates no cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, *gc.get_threshold()[1:])
@@ -136,9 +136,9 @@ def stay_light() -> None:
 def return_memory() -> None:
     """Return the memory of large bodies to the system as soon as it is free.
 
-    By default, glibc keeps such blocks for each thread after the thread has freed a few
-    of them: a consumer with four threads kept 250 MiB. If the C library is another one,
-    or the user has set a limit, nothing is changed.
+    By default, glibc keeps such memory for each thread: a consumer with four threads
+    kept 250 MiB. If the C library is not glibc, or the user has set a limit, nothing is
+    changed.
     """
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         with contextlib.suppress(OSError, AttributeError, TypeError):
@@ -149,8 +149,8 @@ def return_memory() -> None:
 def heartbeat(
     presence: Presence, busy: Busy, databases: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Send heartbeats while the block runs, and aggregate the counts for the admin's
-    charts of `databases`. If a heartbeat fails, the process stops, and the error is
+    """Send heartbeats while the block runs. Also aggregate the counts in `databases`
+    for the admin's charts. If a heartbeat fails, the process stops, and the error is
     raised."""
     done = threading.Event()
 

@@ -1,5 +1,5 @@
-"""`manage.py txmsg run`: everything that a service runs besides its web server, in one
-process, with one readable line for each message."""
+"""`manage.py txmsg run`: runs all of a service's workers in one process, and prints one
+line for each message."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
 
 
 class Reloader:
-    """The parent of `--reload`: `run()` until a signal arrives."""
+    """The parent process of `--reload`. It restarts its child when a file changes."""
 
     def __init__(self, stderr: Any) -> None:
         self._stderr = stderr
@@ -64,8 +64,8 @@ class Reloader:
         self._read, self._write = os.pipe()
 
     def run(self) -> int:
-        """Return the exit code, which is the child's, once a signal has ended the
-        child."""
+        """Run children until a signal ends the last one, and return that child's exit
+        code."""
         before = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -100,7 +100,7 @@ class Reloader:
             self._child.terminate()
 
     def _watch(self, seen: dict[str, float]) -> None:
-        """Return when a file has changed, or on a signal."""
+        """Wait until a file changes or a signal arrives."""
         reported = False
         while not self._awake.wait(INTERVAL):
             assert self._child is not None
@@ -174,11 +174,10 @@ def _own(path: str) -> bool:
 
 
 class Lines:
-    """Reports the outcome of each message as it happens: `printing()`.
+    """Prints a line for the outcome of each message.
 
-    `write` takes a line. If a message goes to a destination in `consumed`, its dispatch
-    prints no line, because a stage of this process will process the message and print a
-    line then.
+    `write` prints a line. The dispatch of a message to a destination in `consumed`
+    prints no line: a stage of this process will process the message and print a line.
     """
 
     def __init__(self, write: Any, style: Style, consumed: Collection[str]) -> None:
@@ -187,8 +186,8 @@ class Lines:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Print lines while the block runs. Events that the project's log prints to the
-        same terminal are left out."""
+        """Print lines while the block runs. Omit events that the project's log already
+        prints to the same terminal."""
         receivers = (
             (signals.message_dispatched, self._dispatched),
             (signals.message_processed, self._processed),
@@ -249,8 +248,8 @@ class Lines:
 
 
 class Service:
-    """A relay with its schedule, a consumer of all stages, and pruning. They end
-    together."""
+    """A relay, the schedule of recurring messages, a consumer of all stages, and
+    pruning. They end together."""
 
     def __init__(
         self, databases: Sequence[str], brokers: Sequence[str], stages: Sequence[Stage]
@@ -274,12 +273,12 @@ class Service:
 
     @property
     def in_flight(self) -> int:
-        """Messages that the relay has claimed and not settled."""
+        """The number of messages that the relay has claimed and not settled."""
         return self.relay.in_flight
 
     def stop(self) -> None:
-        """Finish messages in progress, start no new ones. Callable from any thread or
-        signal."""
+        """Make `run()` finish the messages in progress and return. Callable from any
+        thread or signal handler."""
         self._stop.set()
         for loop in self._time_loops:
             loop.stop()
@@ -293,7 +292,7 @@ class Service:
 
 
 class Command(BaseCommand):
-    """Relay, run stages, execute bulk operations and prune."""
+    """Relay messages, run stages, execute bulk operations and prune."""
 
     help = (
         "Relay, stages, control messages, bulk operations and pruning in one process, "

@@ -45,9 +45,9 @@ def is_child() -> bool:
 
 
 def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
-    """Start this process's command once more. `pipe` is the read end of a pipe to which
-    this process never writes. The new process gets this process's environment variables
-    and those in `environment`.
+    """Start a child process with this process's command. `pipe` is the read end of a
+    pipe to which this process never writes: the child sees its end when this process
+    dies. The child inherits the environment variables, and gets those in `environment`.
 
     Call it in the main thread.
     """
@@ -66,7 +66,7 @@ def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[by
 
 
 def end_with_parent(stop: Callable[[], None]) -> None:
-    """In the child: call `stop` when the parent has ended."""
+    """Call `stop` when the parent of this child process has ended."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -81,9 +81,11 @@ def signals_read(
     signals: Collection[signal.Signals],
     handle: Callable[[int, socket.socket], None],
 ) -> Iterator[socket.socket]:
-    """Call `handle` on these signals while the block runs. Yields, and passes to
-    `handle`, a socket on which their numbers arrive at once, even while the main thread
-    waits for a lock of a database, and so runs no signal handler."""
+    """Call `handle` on these signals while the block runs.
+
+    Yields a socket that receives the numbers of the signals; `handle` gets it, too. The
+    numbers arrive at once, even if the main thread cannot run `handle` because it waits
+    for a database."""
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
@@ -115,7 +117,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 @dataclass
 class Slot:
-    """The place of one child, and of the children that replace it."""
+    """The state of one child, and later of the child that replaces it."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -128,7 +130,7 @@ class Slot:
 
     @property
     def works(self) -> bool:
-        """Whether its child has started to work."""
+        """Whether the child has started to work."""
         state = None if self.process is None else process_states.read(self.process.pid)
         return state is not None and state.ready
 
@@ -149,8 +151,8 @@ class Supervisor:
         self._pipe, self._never_written = os.pipe()
 
     def run(self) -> int:
-        """Return the exit code, once a signal has ended all children. It is the highest
-        exit code of a child."""
+        """Keep children running until a signal has ended all of them. Return the
+        highest of their exit codes."""
         liveness.begin("txmsg-supervisor")
         # By the socket, so that no signal handler interrupts the loop's work.
         with signals_read(SIGNALS, lambda *_: None) as reading:
@@ -170,8 +172,8 @@ class Supervisor:
         return self._code
 
     def alive(self, within: float) -> str:
-        """Return a description of a child whose loops have not turned within that many
-        seconds; "" if there is none."""
+        """Return a description of a child that has a loop that has not run for `within`
+        seconds, or "" if there is none."""
         now = time.monotonic()
         for slot in self.slots:
             process = slot.process
@@ -212,7 +214,8 @@ class Supervisor:
         log.info("%s started", slot)
 
     def _failed(self, slot: Slot) -> float:
-        """Return the seconds until another child is started."""
+        """Count a failure of the child. Return the seconds until the next child is
+        started."""
         slot.failures += 1
         pause: float = min(MAX_PAUSE, FIRST_PAUSE * 2 ** (slot.failures - 1))
         slot.start_at = time.monotonic() + pause
@@ -236,7 +239,7 @@ class Supervisor:
         log.error("%s ended with %d after %.0f s%s", slot, code, lived, then)
 
     def _replace(self) -> None:
-        """End the next child that must be replaced, if the others work."""
+        """End the next child that must be replaced, if all children work."""
         if not self._replacing:
             return
         if any(slot.failures for slot in self.slots):
@@ -271,8 +274,8 @@ class Supervisor:
 
 
 def cores() -> int:
-    """Return how many processor cores this process may use, according to its affinity
-    and its container's quota."""
+    """Return the number of processor cores that this process may use, according to its
+    CPU affinity and its container's quota."""
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
     else:

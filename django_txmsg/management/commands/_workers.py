@@ -36,10 +36,11 @@ TIMEOUT = 10.0
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Answers HTTP requests for one process, or for the parent of several processes.
-    `alive` is called with a number of seconds. It returns the name of a loop that has
-    not turned for that long, or "". `folder` is the directory in which several
-    processes count for Prometheus.
+    """Answers HTTP requests for one process, or for a parent and its children.
+
+    `alive` is called with a number of seconds. It returns a description of a loop that
+    has not run for that long, or "". `folder` is the directory through which several
+    processes share their Prometheus metrics.
     """
 
     daemon_threads = True
@@ -75,7 +76,7 @@ class HttpServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Answers one HTTP request."""
 
     server: HttpServer
     timeout = TIMEOUT
@@ -138,7 +139,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Return host and port of a text. Raises CommandError if it is not HOST:PORT."""
+    """Return the host and the port in a text. Raises CommandError if the text is not
+    HOST:PORT."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise CommandError(
@@ -163,8 +165,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def supervise(options: Mapping[str, Any], stderr: Any) -> None:
-    """With `--processes`: run as the parent, and exit when its children have ended. In
-    a child, and without the option, return.
+    """With `--processes`, run children, and exit when they have ended. In a child, or
+    without the option, do nothing.
 
     Call it when the command's other options have been checked. Raises CommandError.
     """
@@ -203,8 +205,8 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
 
 @contextmanager
 def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
-    """Answer liveness probes while the block runs, by the process's state file, and
-    with `--http` by HTTP. The parent answers for its children."""
+    """Answer liveness probes while the block runs: by the process's state file, and
+    with `--http` also by HTTP. The parent answers HTTP for its children."""
     with ExitStack() as stack:
         stack.enter_context(_state_written(needed=_supervisor.is_child()))
         if options["http"]:
@@ -219,8 +221,8 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
 
 
 def alive(within: float) -> str:
-    """Return a description of a loop of this process that has not turned within that
-    many seconds; "" if there is none."""
+    """Return a description of a loop of this process that has not run for `within`
+    seconds, or "" if there is none."""
     state = liveness.state()
     if state.silent <= within:
         return ""

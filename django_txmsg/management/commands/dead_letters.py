@@ -1,7 +1,7 @@
 """`manage.py dead_letters`: lists, shows, redelivers, discards and annotates dead
 letters.
 
-It calls the same functions as the admin.
+The command calls the same functions as the admin.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Report:
         self._out.write(f"{count} open dead letter{'s' * (count != 1)}{shown}.")
 
     def groups(self, letters: Any, limit: int) -> None:
-        """Print open dead letters by error, the largest groups first."""
+        """Print open dead letters grouped by error, the largest groups first."""
         groups = list(
             letters.values("fingerprint")
             .annotate(
@@ -92,7 +92,7 @@ class Report:
             )
 
     def shown(self, letters: Iterable[DeadLetter]) -> None:
-        """Print dead letters completely: as JSON, one object, or an array of
+        """Print all data of dead letters as JSON: an object, or an array if there are
         several."""
         if not self._as_json:
             for letter in letters:
@@ -170,7 +170,8 @@ def _first(error: str) -> str:
 
 
 def _place(letter: DeadLetter) -> str:
-    """Return the name of a task, or the stage that gave up."""
+    """Return the name of the stage that buried the message. If the message is a task,
+    return the task's name."""
     task = letter.headers.get(wire.TASK) if wire.is_task(letter.destination) else None
     return str(task or letter.stage or "relay")
 
@@ -180,7 +181,7 @@ _NOTING = ("note", "mute", "unmute")
 
 
 class Command(BaseCommand):
-    """Work with dead letters."""
+    """List, show, redeliver, discard and annotate dead letters."""
 
     help = "Lists, shows, redelivers, discards and restores dead letters."
 

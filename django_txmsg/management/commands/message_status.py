@@ -1,5 +1,5 @@
-"""`manage.py message_status`: prints counts and ages, and exits with 1 if messages do
-not move."""
+"""`manage.py message_status`: prints counts and ages of messages, and exits with 1 if
+messages do not move."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _kinds(text: str) -> frozenset[str]:
 
 
 def facts(picture: Status) -> dict[str, Any]:
-    """Return the status as plain values, ages in seconds."""
+    """Return the status as plain values. Ages are in seconds."""
     now = picture.now
 
     def waiting(one: Waiting) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`manage.py order`: lists keys that wait at ordered stages, and releases one."""
+"""`manage.py order`: lists blocked messages of ordered stages, and releases one."""
 
 from __future__ import annotations
 

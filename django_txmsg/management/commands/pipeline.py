@@ -73,7 +73,8 @@ class Command(BaseCommand):
             sys.exit(code)
 
     def _submission(self, spec: Any, given: Any) -> str:
-        """Return a script: the specification, the package as a zip, the command."""
+        """Return a shell script that writes the specification and the package (as a
+        zip) to files, and submits the job."""
         from ...spark.spec import hidden
 
         package = Path(django_txmsg.__file__).parent
@@ -114,10 +115,10 @@ def _cli() -> Any:
 
 
 def job_spec(alias: str) -> Any:
-    """Return the specification from Django's settings and TXMSG.
+    """Return the job specification that follows from Django's settings and TXMSG.
 
-    The password is put into this process's environment. The specification contains only
-    the name of the variable.
+    The database's password is put into an environment variable of this process. The
+    specification contains only the name of the variable.
     """
     from ...spark.spec import JobSpec, LakeSpec, Subscription
 
@@ -173,7 +174,7 @@ def _read_by(source: Any, reader: str) -> Any:
 
 
 def source_spec(alias: str, service: str) -> Any:
-    """Return a database of Django's settings in the pipeline's form."""
+    """Return the specification of a database in Django's settings."""
     from ...spark.spec import SourceSpec, password_variable
 
     if alias not in connections:
@@ -204,8 +205,8 @@ def source_spec(alias: str, service: str) -> Any:
 
 
 def _libpq(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return those OPTIONS of an alias that libpq and the server understand: TLS, the
-    schema, the role. Secrets are left out, because a specification is written to
+    """Return the OPTIONS of an alias that concern libpq and the server: TLS, the
+    schema, the role. Secrets are omitted, because a specification is written to
     files."""
     from psycopg.pq import Conninfo
 

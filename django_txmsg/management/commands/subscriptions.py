@@ -1,4 +1,4 @@
-"""`manage.py subscriptions`: lists and ends topics' subscriptions."""
+"""`manage.py subscriptions`: lists and ends subscriptions to topics."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ class Command(BaseCommand):
 
 
 def _living() -> list[Worker]:
-    """Return the live processes. Their rows are in the database of workers, which may
-    differ from the broker's database."""
+    """Return the live workers. Their rows may be in another database than the broker's
+    tables."""
     home = router.db_for_write(Worker)
     require_tables(home)
     return attendance.read_living(home, clock(home)).living

@@ -1,7 +1,7 @@
 """`manage.py take_over_outbox_pattern`: migrates from django-outbox-pattern.
 
-It reads that package's tables directly. That package need not be installed. It cannot
-be installed beside our STOMP client, because it requires an older stomp.py.
+The command reads django-outbox-pattern's tables directly. That package need not be
+installed, and cannot be: it requires an older stomp.py than our STOMP client.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Published(models.Model):
 
 
 class Received(models.Model):
-    """The table of messages that django-outbox-pattern has processed. Copies of them
-    must not be processed again."""
+    """The table of messages that django-outbox-pattern has processed. A redelivery of
+    such a message must not be processed again."""
 
     id = models.UUIDField(primary_key=True)
     msg_id = models.CharField(max_length=100, null=True)  # noqa: DJ001 - as it is
@@ -251,7 +251,7 @@ def _headers(row: Any) -> dict[str, str]:
 
 
 def _identity(row: Any, broker: str) -> uuid.UUID:
-    """Return the id by which a stage would recognise a copy of the message."""
+    """Return the id by which a stage recognizes a redelivery of the message."""
     return wire.others_id(broker, _headers(row)) or wire.foreign_id(broker, row.msg_id)
 
 

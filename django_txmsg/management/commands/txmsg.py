@@ -25,7 +25,7 @@ from ._run import Command as Run
 
 
 class Command(BaseCommand):
-    """Run a command of the package: the verb is its name."""
+    """Run a command of the package. The verb is the command's name."""
 
     help = "All commands of django_txmsg: manage.py txmsg VERB."
 

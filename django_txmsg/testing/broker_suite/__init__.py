@@ -1,5 +1,5 @@
-"""Tests of a broker class. If your class passes the tests, relay and consumer work with
-it.
+"""Tests of a broker class. If your class passes the tests, the relay and the consumer
+work with it.
 
 Needs pytest. A class in your tests creates the broker:
 
@@ -33,8 +33,9 @@ __all__ = ["SOON", "BrokerSuite", "bodies", "take"]
 
 
 class BrokerSuite(Capabilities, Sending, Receiving, Together, Transactions, Topics):
-    """The contract of `django_txmsg.brokers.Broker` and `.Session`, as tests. Your
-    method `broker()` must create a new broker at each call, also in several threads."""
+    """Tests of the contract of `django_txmsg.brokers.Broker` and `.Session`. Your
+    method `broker()` must create a new broker at each call. Several threads may call
+    it."""
 
     @pytest.fixture
     def destination(self) -> str:

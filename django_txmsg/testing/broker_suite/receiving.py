@@ -180,7 +180,7 @@ class Receiving(Talk):
 
 
 class Topics(Talk):
-    """Tests that each subscriber gets a copy, and tests of delayed messages."""
+    """Tests of topics, whose subscribers each get a copy, and of delayed messages."""
 
     #: Whether the broker delays messages by their `delay`, which is optional.
     holds_back = True
@@ -360,8 +360,8 @@ class Together(Talk):
     def test_what_a_slow_session_holds_comes_to_nobody_else(
         self, destination: str
     ) -> None:
-        """While a handler runs, no code calls the session, so a separate thread must
-        renew leases."""
+        """A session keeps its deliveries while a handler runs and makes no call. So a
+        broker with leases must renew them in a separate thread."""
         self.send(*numbered(destination, 1))
         with self.consumer(destination, prefetch=1) as slow:
             [delivery] = take(slow, 1)

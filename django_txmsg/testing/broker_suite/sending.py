@@ -1,5 +1,5 @@
-"""Tests of the promises on which the relay relies: every outcome of a send is a
-proof."""
+"""Tests of the promises on which the relay relies: the outcome of each send is
+correct."""
 
 from __future__ import annotations
 
@@ -100,9 +100,10 @@ class Sending(Talk):
         assert self.rest(destination) == [b"0", b"1", b"3", b"5"]
 
     def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
-        """Return a context manager. Inside it, this destination accepts no messages,
-        because the destination is full or forbidden. Other destinations must still
-        accept messages. Return None if your broker has no such state."""
+        """Override this if your broker can refuse all messages to one destination.
+
+        Return a context manager in which this destination refuses messages, because it
+        is full or forbidden. Other destinations must still accept messages."""
         return None
 
     def test_a_destination_that_takes_nothing_says_so_and_others_go_on(
@@ -137,8 +138,8 @@ class Sending(Talk):
         assert self.rest(destination) == [b"again"]
 
     def refused(self, destination: str) -> Outgoing | None:
-        """Return a message to `destination` that the broker refuses, or on which the
-        broker closes the connection. The next test sends this message."""
+        """Override this if your broker refuses some messages. Return a message to
+        `destination` that the broker refuses, or on which it closes the connection."""
         return None
 
     def test_isolated_messages_show_on_which_one_a_broker_hangs_up(
@@ -169,7 +170,7 @@ class Sending(Talk):
 
 
 class Transactions(Talk):
-    """Tests of transactions, which contain sends and acknowledgements."""
+    """Tests of transactions on the broker, which contain sends and acknowledgements."""
 
     def test_a_transaction_sends_and_acknowledges_together(
         self, destination: str
@@ -205,8 +206,8 @@ class Transactions(Talk):
     def test_a_message_can_be_acknowledged_alone_after_a_rollback(
         self, destination: str
     ) -> None:
-        """After a failed message is stored in the database, the consumer acknowledges
-        the message in this way."""
+        """The consumer does this with a failed message that it has stored in the
+        database."""
         self.send(*numbered(destination, 2))
         with self.consumer(destination, transacted=True, prefetch=1) as session:
             for _ in range(2):

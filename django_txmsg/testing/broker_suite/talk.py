@@ -1,5 +1,5 @@
-"""Helpers of the suite: sessions that are closed at the end of their test, and
-functions for messages."""
+"""Helpers of the suite: sessions that are closed at the end of a test, and functions
+that make and receive messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Talk:
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> Session:
-        """Return a session, which is closed at the end of the test at the latest."""
+        """Return a session. The end of the test closes it."""
         session = self.broker().open(transacted=transacted, subscriber=subscriber)
         return self.stack.enter_context(session)
 
@@ -64,8 +64,8 @@ class Talk:
             assert session.send(messages) == [None] * len(messages)
 
     def rest(self, destination: str) -> list[bytes]:
-        """Receive, acknowledge and return all waiting messages. This function first
-        sends a message that marks the end."""
+        """Receive and acknowledge all waiting messages, and return their bodies. To
+        recognize the last one, first send a message that marks the end."""
         end = uuid.uuid4().bytes
         self.send(Outgoing(destination, {}, end))
         found: list[bytes] = []
