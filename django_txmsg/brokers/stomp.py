@@ -399,9 +399,9 @@ class StompSession(Session):
         self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
-        """Send the copy on another connection. If the broker refuses the copy, it may
-        close that connection. Closing this session's connection would make the broker
-        redeliver this session's messages."""
+        """Send the copy on another connection, because a broker may close the
+        connection on which it refuses a message. If it closed this session's
+        connection, it would redeliver this session's messages."""
         error: BrokerError | None = None
         for _ in range(HANG_UPS):
             session, self._beside = self._beside or self._another(), None

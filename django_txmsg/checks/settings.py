@@ -167,9 +167,7 @@ def _pipeline() -> Iterator[CheckMessage]:
 
 
 def _middleware() -> Iterator[CheckMessage]:
-    """Warn of settings that have no effect because the middleware is not installed. For
-    other settings, a missing middleware is noticed: a send outside a transaction raises
-    an error."""
+    """Warn of settings that have no effect because the middleware is not installed."""
     http = conf.get().HTTP
     needs = [name for name in ("IDEMPOTENCY", "ROLLBACK_ON_4XX") if getattr(http, name)]
     if needs and not any(map(_is_ours, django_settings.MIDDLEWARE)):

@@ -68,7 +68,8 @@ class _OfMany(Pending):
     def __init__(
         self, what: str, timeout: float, receipts: Receipts, index: int
     ) -> None:
-        """Report the outcome to ``receipts``, under the message's index."""
+        """The outcome is reported to ``receipts`` with ``index``, the message's place
+        in the batch."""
         super().__init__(what, timeout)
         self._receipts = receipts
         self._index = index

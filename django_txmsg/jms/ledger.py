@@ -56,8 +56,8 @@ class Owner(Protocol):
 
 
 class Pending:
-    """A frame that waits for its receipt. Subclasses handle its outcome. (A callback
-    would create a reference cycle, and the garbage collector would have to free every
+    """A frame that waits for its receipt. Subclasses handle the outcome in
+    ``on_settled``. (A callback instead would create a reference cycle for each
     send.)"""
 
     __slots__ = (

@@ -3,8 +3,8 @@
 Hops 4 and 6 of a message. The reader thread settles frames and passes deliveries to
 consumers. The writer thread writes frames. Neither thread runs user code. One lock
 guards all state. No thread holds this lock during a callback, during blocking I/O or in
-a log handler. A lost link stays lost. A reconnect creates a new link, so no frame is
-ever silently sent again.
+a log handler. A lost link is never used again. A reconnect creates a new link, so no
+frame is silently sent twice.
 """
 
 from __future__ import annotations

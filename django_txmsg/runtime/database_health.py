@@ -293,7 +293,7 @@ def report(what: str, error: BaseException) -> None:
 
 
 def discard(using: str) -> None:
-    """Close this thread's connection. A pool does not get it back."""
+    """Close this thread's connection, so that it does not go back to a pool."""
     connection: Any = connections[using]
     if raw(connection) is not None and connection.vendor == "postgresql":
         with contextlib.suppress(Exception):

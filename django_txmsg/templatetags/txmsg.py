@@ -58,8 +58,8 @@ def ago(instant: Any, now: Any = None) -> Any:
 
 @register.filter
 def focusable(table: str) -> str:
-    """Make a table scrollable by the keyboard, because it may be wider than a phone's
-    screen and have no links."""
+    """Make a table scrollable by the keyboard. A table may be wider than a phone's
+    screen, and may contain no links to focus."""
     return table.replace('<div class="results">', '<div class="results" tabindex="0">')
 
 

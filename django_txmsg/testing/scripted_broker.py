@@ -198,8 +198,8 @@ class ScriptedBroker(BrokerState):
             self.split = Split(every, tuple(at), pause if every or at else 0.0)
 
     def silence_heartbeats(self, *, silent: bool = True) -> None:
-        """Stop sending heartbeats, but not frames. With ``silent=False``, send
-        heartbeats again."""
+        """Stop sending heartbeats, and continue to send frames. With ``silent=False``,
+        send heartbeats again."""
         with self.changed:
             self.silent = silent
 
