@@ -11,8 +11,8 @@ import getpass
 import json
 import socket
 import uuid
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ RUN = struct_of(
 )
 
 _RUNS = "django_txmsg_pipelinerun"
+#: The option with the ids of the messages that a run is about.
+_FOUND = "message_ids"
 #: How long `follow` tries to run what was requested.
 REQUEST_EXPIRES = dt.timedelta(days=1)
 
@@ -171,7 +173,7 @@ def requested_ids(source: SourceSpec, request: uuid.UUID) -> list[str]:
         found = connection.value(
             f"SELECT options FROM {_RUNS} WHERE id = %s", connection.given(request)
         )
-    ids = (read_json(found) or {}).get("message_ids")
+    ids = (read_json(found) or {}).get(_FOUND)
     if not ids:
         raise UsageError(f"There is no request {request}.")
     return list(ids)
@@ -191,6 +193,49 @@ def next_request(connection: Connection, source: SourceSpec) -> str:
         if at is not None and now - at < REQUEST_EXPIRES:
             return str(uuid.UUID(str(found)))
     return ""
+
+
+@contextmanager
+def erasing(
+    services: Sequence[SourceSpec], run: Run, found: set[str]
+) -> Iterator[set[str]]:
+    """Record the messages that an `erase` has found until the block succeeds. Yield
+    them, and those that killed or failed runs with the same options have recorded:
+    these runs may have deleted the rows by which the messages are found."""
+    with ExitStack() as stack:
+        databases = [
+            stack.enter_context(closing(connect_plain(source))) for source in services
+        ]
+        same = [
+            (database, key, options)
+            for database in databases
+            for key, text in database.rows(
+                f"SELECT id, options FROM {_RUNS} WHERE job = 'erase'"
+            )
+            if _select_the_same(options := read_json(text), run.options)
+        ]
+        found = found.union(*(options.pop(_FOUND, ()) for *_, options in same))
+        if "dry_run" in run.options:
+            yield found
+            return
+        own = databases[0].given(uuid.UUID(run.id))
+        _describe(databases[0], own, run.options | {_FOUND: sorted(found)})
+        yield found
+        for database, key, options in same:
+            _describe(database, key, options)
+
+
+def _select_the_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    names = ("message_id", "key", "correlation_id")
+    return all(one.get(name) == other.get(name) for name in names)
+
+
+def _describe(connection: Connection, key: Any, options: dict[str, Any]) -> None:
+    connection.execute(
+        f"UPDATE {_RUNS} SET options = %s WHERE id = %s",
+        json.dumps(options, default=str),
+        key,
+    )
 
 
 def progressed(source: SourceSpec, run: Run) -> None:

@@ -12,7 +12,7 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg import wire
-from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.erase import (
     erase_rows,
     erase_tails,
@@ -146,6 +146,86 @@ def test_erasing_a_person_includes_the_files(
     assert run(spec, "erase", "--key", PERSON)["rows"] == 0
     assert run(spec, "verify")["problems"] == []
     assert run(spec, "archive", "--older-than", "1d", "--no-vacuum")["rows"] == 3
+
+
+@pytest.mark.parametrize(
+    "services", [["shop"], pytest.param(["shop", "billing"], marks=pytest.mark.matrix)]
+)
+@everywhere
+def test_a_failed_erasure_by_key_is_completed_by_the_next(
+    spark: Any, log: Log, make_log, lake: LakeSpec, services: list[str], tmp_path: Path
+) -> None:
+    """Only a queued copy shows the key of another service's message. The first run
+    deletes that copy, and then fails."""
+    logs = [log, *(make_log(log.vendor, one) for one in services[1:])]
+    foreign = uuid.uuid4()
+    last = logs[-1]
+    last.receive([{"message_id": foreign, "last_error": SECRET}])
+    archive(spark, last, lake, table=INBOX)
+    last.insert(
+        "django_txmsg_attempt",
+        [{"message_id": foreign, "stage": "s", "number": 1, "worker": "",
+          "duration": 1.0, "failed_at": LONG_AGO, "exception": SECRET,
+          "traceback": SECRET, "fingerprint": ""}],
+    )  # fmt: skip
+    last.insert(
+        "django_txmsg_taskrun",
+        [{"message_id": foreign, "workers": "[]", "result": json.dumps(SECRET),
+          "created_at": LONG_AGO}],
+    )  # fmt: skip
+    log.insert(
+        "django_txmsg_queuemessage",
+        [{"queue": "d", "deliveries": 0, "body": SECRET.encode(),
+          "headers": {wire.MESSAGE_ID: str(foreign), wire.KEY: PERSON},
+          "enqueued_at": LONG_AGO, "available_at": LONG_AGO}],
+    )  # fmt: skip
+    spec = JobSpec(tuple(one.spec for one in logs), lake)
+    forbid_deletion(last, "django_txmsg_taskrun")
+    with pytest.raises(EnvironmentFault, match="not yet"):
+        run(spec, "erase", "--key", PERSON)
+    assert log.count("django_txmsg_queuemessage") == 0
+    forbid_deletion(last, "django_txmsg_taskrun", no_more=True)
+
+    told = run(spec, "erase", "--key", PERSON, "--dry-run")
+    other = run(spec, "erase", "--key", "another")
+    done = run(spec, "erase", "--key", PERSON)
+
+    assert (told["messages"], other["messages"], done["messages"]) == (1, 0, 1)
+    for name in ("attempt", "taskrun", "inboxmessage"):
+        assert last.count(f"django_txmsg_{name}") == 0
+    assert delta_rows(lake, INBOX).num_rows == 0
+    written = [path for path in tmp_path.glob("lake/**/*") if path.is_file()]
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+    # Erased everywhere: the records no longer name the message.
+    options = log.rows(
+        "SELECT options FROM django_txmsg_pipelinerun WHERE job = 'erase'"
+    )
+    assert len(options) == 4
+    assert str(foreign) not in str(options)
+    assert run(spec, "erase", "--key", PERSON)["messages"] == 0
+
+
+def forbid_deletion(log: Log, relation: str, *, no_more: bool = False) -> None:
+    """Let the database refuse to delete from a table, or let it delete again."""
+    if log.vendor == "sqlite":
+        log.execute(
+            "DROP TRIGGER forbidden"
+            if no_more
+            else f"CREATE TRIGGER forbidden BEFORE DELETE ON {relation} BEGIN"
+            " SELECT RAISE(ABORT, 'not yet'); END"
+        )
+        return
+    if no_more:
+        log.execute(f"DROP TRIGGER forbidden ON {relation}")
+        return
+    log.execute(
+        "CREATE OR REPLACE FUNCTION forbid() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$ BEGIN RAISE 'not yet'; END $$"
+    )
+    log.execute(
+        f"CREATE TRIGGER forbidden BEFORE DELETE ON {relation}"
+        " FOR EACH ROW EXECUTE FUNCTION forbid()"
+    )
 
 
 @pytest.mark.parametrize(

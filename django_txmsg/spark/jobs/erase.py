@@ -1,8 +1,8 @@
 """`erase`: removes messages for good, from the databases and from the lake, including
 old files of the lake.
 
-The values that identify the messages are removed last. So a killed run can be repeated
-with the same options.
+The record of the run contains the ids of the messages until all of them are erased. So
+a killed run can be repeated with the same options.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..lakelog import Named, touched
 from ..laketable import LakeTable
 from ..ledger import Ledger
 from ..lock import keeping
-from ..runs import Run
+from ..runs import Run, erasing
 from ..schemas import TABLES, arrow_schema, struct_of
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from ..storage import place_of
@@ -256,7 +256,7 @@ _IDS = {
     "flow_undos": ["message_id", "request_id"],
 }
 _ANY_TIME = dt.datetime.max.replace(tzinfo=dt.timezone.utc)
-#: The lake's tables with messages; the last three show which messages have a key.
+#: The lake's tables with messages.
 ORDER = (
     "attempts", "inbox", "verdicts", "journeys", "flow_steps", "flow_undos",
     "flow_runs", "dead_letters", "outbox",
@@ -323,7 +323,8 @@ def run_erase(
                 stack.enter_context(ledger.lock())
             connection = stack.enter_context(closing(connect_plain(source)))
             stack.enter_context(keeping(connection, source))
-        ids = sorted(_chosen(spark, spec.services, lake, options))
+        chosen = _chosen(spark, spec.services, lake, options)
+        ids = sorted(stack.enter_context(erasing(spec.services, run, chosen)))
         done = Erased(len(ids), {}, {})
         sessions = _sessions(spark, spec.services, lake, ids)
         done.database[RESPONSES] = sum(
