@@ -2,46 +2,47 @@
 
 Each batch of the archive is one log entry with the number of the batch. An archiver can
 add an entry only if it has seen the previous one. So an archiver that has lost its lock
-cannot add entries after another archiver has added one. Before an archive begins, the
-log is compared with the marks in the database: both must record the same batches.
+cannot add entries after another archiver has added one.
+
+Before a job archives, judges or deletes, it compares the log with the marks in the
+database. A lake that does not have all marked batches is not mounted, or was restored
+from an older backup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
+from .connection import connect_plain
 from .errors import EnvironmentFault
 from .lake import Lake, NoLake
 from .lakefile import LakeFile
 from .lakelog import Named
-from .laketable import CommitFailedError, LakeTable, app_name
+from .laketable import CommitFailedError, app_name
 from .ledger import Ledger
-from .marks import Mark
-from .schemas import Table
-from .spec import LakeSpec
+from .marks import Mark, Marks
+from .schemas import TABLES, Table
+from .spec import JobSpec, LakeSpec, SourceSpec
 
 
 class BatchLog:
     """The entries for one service in the log of one table. `last` is the number of the
-    newest entry that this run has seen."""
+    newest entry that this run has seen. `identity` is the id that the lake's table got
+    when it was created, or "" if the table does not exist."""
 
-    def __init__(self, place: LakeTable, service: str, table: Table) -> None:
-        self.place, self.service, self.table = place, service, table
+    def __init__(self, lake: Lake, service: str, table: Table) -> None:
+        self.place = lake.table(table.name, table.lake_struct())
+        self.service, self.table = service, table
         self.app = app_name("archive", service, table.name)
-        self.last = 0
+        self.read()
 
-    def identity(self) -> str:
-        """Return the id that the lake's table got when it was created. Returns "" if
-        the table does not exist."""
+    def read(self) -> None:
+        """Read the table's id, and the number of the newest entry."""
         delta = self.place.load()
-        return "" if delta is None else str(delta.metadata().id)
-
-    def read(self) -> int:
-        """Read the number of the newest entry, and store it in `last`."""
-        delta = self.place.load()
+        self.identity = "" if delta is None else str(delta.metadata().id)
         self.last = 0 if delta is None else self.place.last(delta, self.app)
-        return self.last
 
     def enter(
         self,
@@ -81,68 +82,99 @@ class BatchLog:
         )
 
 
+class LostBatches(EnvironmentFault):
+    """The lake does not have all batches that a database has archived into it."""
+
+
+def lost(marks: Sequence[Mark], uri: str, log: BatchLog | None) -> list[Mark]:
+    """Return the marks of batches that the lake at `uri` should have, and that are not
+    in its log. `log` is None if there is no lake. Read the marks before the log,
+    because an archive may advance both."""
+    if log is not None and any(one.lake_id == log.identity for one in marks):
+        own = (one for one in marks if one.lake_id == log.identity)
+        return [one for one in own if one.purged_through > log.last]
+    return [one for one in marks if one.lake == uri and one.purged_through]
+
+
+def lost_batches(
+    marks: Sequence[Mark],
+    source: SourceSpec,
+    table: Table,
+    uri: str,
+    log: BatchLog | None,
+) -> LostBatches:
+    """Return the error to raise if there are `lost` marks."""
+    why = "there is no lake"
+    if log is not None:
+        why = f"it ends with batch {log.last}"
+        if log.identity != marks[0].lake_id:
+            why = "a different lake is there"
+    return LostBatches(
+        f"The lake at {uri} has lost batches of {table.name} of {source.service!r}: "
+        f"this database has archived {marks[0].rows:,} rows in batches up to "
+        f"{marks[0].purged_through} into it, and {why}. Mount it, or bring its newest "
+        "backup back, and run again: rows of the missing batches are nowhere else. If "
+        "they are lost for good, continue with `archive --accept-loss`."
+    )
+
+
+def is_mounted(spec: JobSpec) -> bool:
+    """Return whether a lake exists at the specified address. Raises LostBatches if it
+    does not have all batches that these services have archived into it."""
+    uri = spec.lake_spec().uri
+    marks = [(source, *one) for source in spec.services for one in _marks(source)]
+    lake = None
+    with suppress(NoLake):
+        lake = Lake(spec.lake_spec())
+    for source, table, known in marks:
+        log = None if lake is None else BatchLog(lake, source.service, table)
+        if missing := lost(known, uri, log):
+            raise lost_batches(missing, source, table, uri, log)
+    return lake is not None
+
+
+def _marks(source: SourceSpec) -> list[tuple[Table, list[Mark]]]:
+    # The database is away, which the job will report, or the role may read only the
+    # log.
+    with suppress(EnvironmentFault), closing(connect_plain(source)) as connection:
+        found = ((one, Marks(connection, one.name).read()) for one in TABLES.values())
+        return [(table, marks) for table, marks in found if marks]
+    return []
+
+
 class Agreement:
     """Compares the log of a table in the lake with the marks in the database."""
 
     def __init__(self, ledger: Ledger, lake: LakeSpec, *, accept_loss: bool) -> None:
-        self.marks, self.table = ledger.marks, ledger.table
-        self.service, self.lake = ledger.spec.service, lake
-        self.accept_loss = accept_loss
+        self.marks, self.table, self.source = ledger.marks, ledger.table, ledger.spec
+        self.lake, self.accept_loss = lake, accept_loss
 
     def reach(self) -> tuple[BatchLog, Mark]:
         """Return the log, and the database's mark for this lake. If the log has batches
         above the mark, the caller must settle them. Raises EnvironmentFault if the lake
         has lost batches, or if batches for another lake are in progress."""
         marks = self.marks.read()
-        try:
-            lake = Lake(self.lake)
-        except NoLake:
-            self._insist_on_no_loss(marks, "there is no lake")
+        log = None
+        with suppress(NoLake):
+            log = BatchLog(Lake(self.lake), self.source.service, self.table)
+        missing = lost(marks, self.lake.uri, log)
+        if missing and not self.accept_loss:
+            raise lost_batches(missing, self.source, self.table, self.lake.uri, log)
+        for one in missing:
+            gone = f"{one.lake} (lost)"[:1024]
+            self.marks.place(one.lake_id, gone, one.purged_through)
+        if log is None:
             lake = Lake(self.lake, create=True)
-        place = lake.table(self.table.name, self.table.lake_struct())
-        log = BatchLog(place, self.service, self.table)
-        identity = log.identity()
-        known = next((one for one in marks if one.lake_id == identity), None)
-        if known is None:
-            self._insist_on_no_loss(marks, "a different lake is there")
-        last = log.read()
-        through = 0
-        if known is not None and last < known.purged_through:
-            self._insist_on_no_loss([known], f"it ends with batch {last}", last)
-            known, through = None, last
-        if known is None and not identity:
+            log = BatchLog(lake, self.source.service, self.table)
+        known = next((one for one in marks if one.lake_id == log.identity), None)
+        if known is None and not log.identity:
             # There is no lake, and perhaps nothing to archive.
             known = Mark("", self.lake.uri, 0, 0, 0)
-        elif known is None or known.lake != self.lake.uri:
-            through = known.purged_through if known else through
-            known = self.marks.place(identity, self.lake.uri, through)
+        elif known is None or known in missing or known.lake != self.lake.uri:
+            through = min(known.purged_through, log.last) if known else 0
+            known = self.marks.place(log.identity, self.lake.uri, through)
         self._insist_on_one_lake(marks, known)
         return log, known
-
-    def _insist_on_no_loss(
-        self, marks: Sequence[Mark], why: str, last: int = 0
-    ) -> None:
-        lost = [
-            one
-            for one in marks
-            if one.lake == self.lake.uri and one.purged_through > last
-        ]
-        if not lost:
-            return
-        if self.accept_loss:
-            for one in lost:
-                self.marks.place(
-                    one.lake_id, f"{one.lake} (lost)"[:1024], one.purged_through
-                )
-            return
-        raise EnvironmentFault(
-            f"The lake at {self.lake.uri} has lost batches of {self.table.name} of "
-            f"{self.service!r}: this database has archived {lost[0].rows:,} rows in "
-            f"batches up to {lost[0].purged_through} into it, and {why}. Mount it, or "
-            "bring its newest backup back, and run again: rows of the missing "
-            "batches are nowhere else. If they are lost for good, continue with "
-            "--accept-loss."
-        )
 
     def _insist_on_one_lake(self, marks: Sequence[Mark], own: Mark) -> None:
         """Raise EnvironmentFault if a batch for another lake is in progress. Its rows

@@ -1,24 +1,17 @@
-"""The lake: a directory with a marker, and tables in it.
-
-An empty mount point looks like a place without a lake. The marks in the databases show
-whether a lake should be there.
-"""
+"""The lake: a directory with a marker, and tables in it."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from contextlib import closing
 
 from pyarrow import fs
 from pyspark.sql import types as t
 
-from .connection import connect_plain
 from .errors import EnvironmentFault
 from .laketable import LakeTable
-from .marks import Marks
-from .schemas import LAKE_VERSION, TABLES
-from .spec import JobSpec, LakeSpec
+from .schemas import LAKE_VERSION
+from .spec import LakeSpec
 from .storage import MARKER, place_of, sync
 
 
@@ -82,40 +75,3 @@ class Lake:
     def table(self, name: str, struct: t.StructType) -> LakeTable:
         """Return a table of the lake. The table may not exist yet."""
         return LakeTable(self.place, name, struct)
-
-
-class NotMounted(EnvironmentFault):
-    """There is no lake at the address, although rows were archived into it."""
-
-
-def is_mounted(spec: JobSpec) -> bool:
-    """Return whether a lake exists at the specified address. Raises NotMounted if it
-    does not, although rows of these services were archived into it."""
-    lake = spec.lake_spec()
-    try:
-        Lake(lake)
-    except NoLake as missing:
-        if known := _archived_into(spec, lake.uri):
-            raise NotMounted(
-                f"There is nothing at {lake.uri}, and {known!r} has archived rows into "
-                "the lake there: mount it, or bring its newest backup back, and run "
-                "again. If it is gone for good, say so: archive --accept-loss."
-            ) from missing
-        return False
-    return True
-
-
-def _archived_into(spec: JobSpec, uri: str) -> str:
-    """Return the name of a service that has archived rows into this lake."""
-    for source in spec.services:
-        try:
-            with closing(connect_plain(source)) as connection:
-                for table in TABLES:
-                    for mark in Marks(connection, table).read():
-                        if mark.lake == uri and mark.purged_through:
-                            return source.service
-        except EnvironmentFault:
-            # The database is away, which the job will report, or the role may read only
-            # the log.
-            continue
-    return ""

@@ -16,10 +16,10 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from .batchlog import LostBatches, is_mounted
 from .connection import Connection, connect_plain
 from .databases.sqlite import read_instant, read_json
 from .errors import PipelineError, UsageError, VerificationRefused
-from .lake import NotMounted, is_mounted
 from .lock import alive
 from .results import Results
 from .schemas import struct_of
@@ -30,6 +30,9 @@ RUN = struct_of(
     "counts string, error string, started_at timestamp, finished_at timestamp"
 )
 
+#: Jobs that would be wrong without the lake's rows. `archive` checks more closely
+#: itself.
+_OF_THE_LAKE = frozenset(["reconcile", "analyze", "replay", "erase", "verify", "sweep"])
 _RUNS = "django_txmsg_pipelinerun"
 #: The option with the ids of the messages that a run is about.
 _FOUND = "message_ids"
@@ -106,6 +109,8 @@ def recorded(
         else:
             _take(source, run, lake)
         with _finished(spec, run):
+            if spec.lake is not None and job in _OF_THE_LAKE:
+                run.makes_lake = not is_mounted(spec)
             yield run
 
 
@@ -265,12 +270,12 @@ def _note(
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
     """Store the record in the lake. A run that changes nothing or has failed does not
-    create a lake for it. If a lake with archived rows is missing, no new lake is
-    created in its place."""
+    create a lake for it. If the lake lacks archived rows, nothing is stored in
+    its place."""
     changes = "dry_run" not in run.options and run.state not in ("failed", "refused")
     try:
         run.makes_lake = not is_mounted(spec)
-    except NotMounted:
+    except LostBatches:
         return
     except PipelineError:
         if changes:

@@ -119,17 +119,7 @@ def test_unmounted_lake_is_not_created_again(
 
     with pytest.raises(EnvironmentFault, match=r"lost batches.*no lake"):
         archive(spark, log, lake)
-    # What is judged, erased or proven without it would be wrong.
-    for words in (
-        ["reconcile"],
-        ["analyze", "--html", ""],
-        ["replay", "--where", "id = 1"],
-        ["erase", "--key", "k"],
-        ["verify"],
-        ["sweep"],
-    ):
-        with pytest.raises(EnvironmentFault, match=r"'shop' has archived rows.*mount"):
-            run(spec, *words)
+    assert_no_job_runs(spec, "there is no lake")
     assert not (tmp_path / "lake").exists()
     # Somebody else may have made a lake of the mount point.
     Lake(lake, create=True)
@@ -141,6 +131,20 @@ def test_unmounted_lake_is_not_created_again(
     (tmp_path / "elsewhere").rename(tmp_path / "lake")
     assert archive(spark, log, lake).rows == 30
     assert_moved_once(before, log, lake, set(before))
+
+
+def assert_no_job_runs(spec: JobSpec, why: str) -> None:
+    """Check that no job judges, erases or proves without the lake's rows."""
+    for words in (
+        ["reconcile"],
+        ["analyze", "--html", ""],
+        ["replay", "--where", "id = 1"],
+        ["erase", "--key", "k"],
+        ["verify"],
+        ["sweep", "--orphans-older-than", "0s", "--replaced-older-than", "0s"],
+    ):
+        with pytest.raises(EnvironmentFault, match=rf"lost batches.*{why}.*Mount it"):
+            run(spec, *words)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +186,20 @@ def test_lake_from_an_older_backup_is_reported(
     log.send_many(100)
     before |= hashes_in(log)
     archive(spark, log, lake)
-    here.rename(newest)
-    shutil.copytree(older, here)
+    # Its log is older than its files.
+    shutil.copytree(here, newest)
+    shutil.rmtree(path_of(lake) / "_delta_log")
+    shutil.copytree(older / "outbox" / "_delta_log", path_of(lake) / "_delta_log")
+    files = sorted(path_of(lake).rglob("*.parquet"))
     log.send_many(20)
     before |= hashes_in(log)
 
     with pytest.raises(EnvironmentFault, match=r"it ends with batch 2.*--accept-loss"):
         archive(spark, log, lake)
     assert log.count() == 20
+    assert_no_job_runs(JobSpec((log.spec,), lake), "it ends with batch 2")
+    # Only the newer log names these files.
+    assert sorted(path_of(lake).rglob("*.parquet")) == files
 
     # The newest one is found after all.
     shutil.rmtree(here)

@@ -301,7 +301,8 @@ class Archiver:
         started = time.monotonic()
         if not self.mark.lake_id:
             self.log.place.ensure()
-            self.mark = self.ledger.marks.place(self.log.identity(), self.lake.uri, 0)
+            self.log.read()
+            self.mark = self.ledger.marks.place(self.log.identity, self.lake.uri, 0)
         self.ledger.marks.begin(self.mark.lake_id, written[-1].batch.number)
         for one in written:
             self.on_step("committing")

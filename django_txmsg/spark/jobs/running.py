@@ -11,7 +11,6 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
 from ..errors import from_spark, full_disk_told
-from ..lake import is_mounted
 from ..runs import Run, recorded
 from ..spec import JobSpec, digest, hidden, recordable
 from .outcome import Outcome
@@ -25,10 +24,6 @@ _NOT_RECORDED = frozenset(
         "database", "print_submit", "stdout", "stderr", "header", "template",
     ]
 )  # fmt: skip
-
-#: Jobs that would be wrong without the lake's rows. `archive` checks more closely
-#: itself.
-_OF_THE_LAKE = frozenset(["reconcile", "analyze", "replay", "erase", "verify", "sweep"])
 
 #: Jobs that share a module.
 _MODULES = {"replay": "outgoing", "send": "outgoing"}
@@ -69,8 +64,6 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         # A job that only reads leaves no trace.
         record = nullcontext(Run(given.job, options))
     with full_disk_told(), record as run:
-        if spec.lake is not None and given.job in _OF_THE_LAKE:
-            run.makes_lake = not is_mounted(spec)
         try:
             outcome = _command(given.job)(spec, given, run)
         except (PySparkException, Py4JError) as error:
