@@ -1,1 +1,1 @@
-"""Hops 6 to 8: a delivery runs through its stage, all or nothing."""
+"""Hops 6 to 8: a stage processes a delivery completely or not at all."""

@@ -1,8 +1,8 @@
 """Hop 7's interface: an arrival goes in, and an outcome comes out.
 
-An `Arrival` is a delivery that one worker thread processes. It is decoded once and
-recorded once. The steps of hop 7 take it. Its `Mode` has the steps in which
-`@stage(transaction=)` makes a difference; `modes.py` has the strategies.
+An `Arrival` is a delivery that one worker thread processes. The delivery is decoded
+once and recorded once. The `Mode` of an arrival has the steps of hop 7 that depend on
+`@stage(transaction=)`; the modes are in `modes.py`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ class Processed:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """The delivery is a copy of a message that has ended, and is only dropped."""
+    """The message has already been processed, buried or parked. This delivery of the
+    message is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentBack:
-    """A foreign message without a stable identity has been sent back to its queue with
-    a `txmsg-id`."""
+    """The message comes from a system that gives no stable ids, and was sent back to
+    its queue with a `txmsg-id`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """The message is parked, without counting an attempt. It waits for code that can
-    read its body, for its slot by the stage's rate, or because its queue did not take
-    the copy that was sent back."""
+    """The message is parked, without counting an attempt. The message waits for code
+    that can read its body, for its slot at a stage with a rate, or because its queue
+    did not accept the copy that was sent back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ Outcome = (
 def to_acknowledge(
     deliveries: Sequence[Delivery], outcomes: Sequence[Outcome]
 ) -> list[Delivery]:
-    """Return the deliveries that must be acknowledged now. Leaves out deliveries that
-    are already settled, and deliveries that the broker must deliver again."""
+    """Return the deliveries that must be acknowledged now. Omits deliveries that are
+    already acknowledged, and deliveries that the broker must deliver again."""
     return [
         delivery
         for delivery, outcome in zip(deliveries, outcomes, strict=True)
@@ -97,9 +98,9 @@ def to_acknowledge(
 class Arrival:
     """A delivery that one worker thread processes with a stage.
 
-    `parked` is set if the message comes from the inbox instead of the broker; `token`
-    is then its lease. `woken` is set if this message released messages that waited for
-    it.
+    If the message comes from the inbox instead of the broker, `parked` is set, and
+    `token` is the message's lease. The event `woken` is set if this message releases
+    messages that waited for it.
     """
 
     mode: Mode
@@ -145,23 +146,26 @@ class Arrival:
 
     @cached_property
     def came_before(self) -> bool:
-        """Whether the message has been delivered before."""
+        """Whether the message was delivered before."""
         return decoding.came_before(self.delivery)
 
     @cached_property
     def kept_headers(self) -> dict[str, str]:
-        """The headers to keep with the message: all except the delivery's own."""
+        """The headers to store with the message: all headers except those of the
+        delivery."""
         return decoding.kept_headers(self.delivery)
 
     @property
     def session_id(self) -> uuid.UUID:
-        """The session id of the messages that the stage sends for this one."""
+        """The session id of the messages that the stage sends while it processes this
+        message."""
         service, stage = conf.get().SERVICE, self.stage.name
         return wire.session_id(service, self.message.id, stage)
 
     @property
     def recorded(self) -> InboxRecord:
-        """The inbox row of this arrival. It must have been recorded."""
+        """The inbox row of this arrival. Use this only after the arrival was
+        recorded."""
         assert self.record is not None
         return self.record
 
@@ -174,24 +178,23 @@ class Arrival:
         return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
     def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
-        """Remember this arrival's inbox row, and whether the row counts this
+        """Set this arrival's inbox record. With `attempt`, the row already counts this
         attempt."""
         self.record, self.counted = record, attempt
         return record
 
     def count_again(self, error: BaseException) -> None:
-        """Count the next try as another attempt. If the error occurs in every try, the
-        message thus becomes a dead letter in the end."""
+        """Make the next try count as another attempt. So if every try raises the error,
+        the message becomes a dead letter in the end."""
         self.counted, self.error = False, error
 
     def runs(self, record: InboxRecord) -> bool:
-        """Note that the arrival is recorded as `record`, and return whether its stage
-        must run."""
+        """Set this arrival's inbox record, and return whether the stage must run."""
         return not self.mode.reason_not_to_run(self, self.count(record))
 
 
 class Mode(ABC):
-    """The processing steps that differ between the transaction modes of stages."""
+    """The processing steps that depend on the transaction mode of a stage."""
 
     #: Whether the delivery and the stage's messages are in the broker's transaction.
     transacted: ClassVar[bool] = False
@@ -208,16 +211,17 @@ class Mode(ABC):
     @abstractmethod
     def record(self, arrival: Arrival) -> None:
         """Count the attempt durably, if this mode counts attempts. Sets
-        `arrival.record`, and `arrival.begun` if that has begun the stage's
-        transaction."""
+        `arrival.record`. If the stage's transaction was begun at the same time, sets
+        `arrival.begun`."""
 
     @abstractmethod
     def run(self, arrival: Arrival, message: Message) -> bool:
         """Run the stage and commit. Returns whether the handler used the database.
-        Raises LostRace."""
+        Raises LostRace if the message cannot be taken."""
 
     def reason_not_to_run(self, arrival: Arrival, record: InboxRecord) -> str:
-        """Return why the stage must not run for this record; "" if it may run."""
+        """Return why the stage must not run ("settled", "worker_lost" or "expired"), or
+        "" if the stage may run."""
         if self.is_done(arrival, record):
             return "settled"
         if record.attempt > self.max_begun:
@@ -226,17 +230,17 @@ class Mode(ABC):
         return "expired" if until is not None and until <= record.now else ""
 
     def is_done(self, arrival: Arrival, record: InboxRecord) -> bool:
-        """Return whether to drop the arrival, because a copy of the message has been
-        processed, buried or parked. An arrival from the inbox is never dropped: it was
-        claimed in order to be processed."""
+        """Return whether to drop the arrival, because the message has already been
+        processed, buried or parked. A message from the inbox is never dropped: the
+        worker claimed the message in order to process it."""
         if arrival.parked is not None:
             return False
         processed = record.processed and not self.idempotent
         return processed or record.dead or record.parked
 
     def handle(self, arrival: Arrival, message: Message) -> None:
-        """Call the handler inside its sending scope. The scope ends before the commit,
-        because hooks that run after the commit do not belong to the stage."""
+        """Call the handler inside the scope of its messages. The scope ends before the
+        commit, so hooks after the commit do not send in the scope of the stage."""
         with in_scope(self.scope(arrival, message)), guarded(self.using):
             self.call(message)
 
@@ -247,7 +251,7 @@ class Mode(ABC):
         enlist: Callable[[NewMessage], None] | None = None,
     ) -> None:
         """Call the handler outside any transaction of the database. If `enlist` is
-        given, it gets the messages that the handler sends."""
+        given, it is called with each message that the handler sends."""
         scope = self.scope(arrival, message)
         if enlist is not None:
             scope.enlist = enlist
@@ -255,7 +259,7 @@ class Mode(ABC):
             self.call(message)
 
     def call(self, message: Message) -> None:
-        """Call the handler, and let heartbeats report that it runs."""
+        """Call the handler. Heartbeats report the handler as running."""
         name, attempt = self.stage.name, message.delivery_attempt
         with running(name, message.id, attempt):
             self.stage.handler(message)
@@ -271,28 +275,28 @@ class Mode(ABC):
         )
 
     def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
-        """Park a message whose turn has not come, and return its outcome. Returns None
-        if its turn has come, or if the stage is not ordered. `attempts` have been
-        counted for the message."""
+        """Park a message whose turn has not come, subtract `attempts` from its count,
+        and return its outcome. Returns None if its turn has come, or if the stage is
+        not ordered."""
         return None
 
     def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a message that could not be taken, because a copy has
-        settled it."""
+        """Return the outcome of a message whose row could not be taken. At most stages:
+        another worker has settled the message."""
         return Duplicate()
 
     def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
-        """Run the mode's last step in a transaction that ends messages."""
+        """Do the mode's last step in a transaction that settles these messages."""
 
     def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
-        """Record a failed message, in the transaction that parks it."""
+        """Record a failed message, in the transaction that parks or buries it."""
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
-        """Return the headers to keep with a failed message."""
+        """Return the headers to store with a failed message."""
         return arrival.kept_headers
 
     def roll_back(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
-        """Undo what the stage did in the broker's transaction, if there is one."""
+        """Roll back the broker's transaction, if there is one."""
 
     def is_turned_away(self, error: BaseException) -> bool:
         """Return whether the stage failed because a destination of its broker takes no
@@ -300,6 +304,6 @@ class Mode(ABC):
         return False
 
     def locks_parked(self) -> bool:
-        """Return whether the row of a parked message is locked while the message runs,
-        so that no other worker takes it."""
+        """Return whether the row of a parked message stays locked while the message
+        runs, so that no other worker claims the message."""
         return False

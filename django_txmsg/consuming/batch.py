@@ -1,8 +1,8 @@
-"""Hop 7 for many messages at once: one transaction, and in it a savepoint for each
-message.
+"""Hop 7 for many messages at once: one transaction, with a savepoint for each message.
 
-Steps and guarantees are those of `inbox.process()`. A message that fails rolls back
-alone; if the transaction as a whole fails, each message is processed separately.
+The steps and guarantees are the same as in `inbox.process()`. If one message fails,
+only its work is rolled back. If the whole transaction fails, each message is processed
+separately.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .protocol import Undecided, is_outage, lost_conflict
 class Savepoints:
     """One savepoint for each message, in the transaction that is open on `using`.
 
-    They work like the savepoints of `transaction.atomic()`, with one difference. A
-    savepoint is released in the same round trip that begins the next one, and the last
-    savepoint is released by the commit. So on PostgreSQL each message takes one round
-    trip instead of two (docs/decisions/djangos-private-api.md).
+    These savepoints work like those of `transaction.atomic()`, but take one round trip
+    for each message instead of two on PostgreSQL: the statement that begins a savepoint
+    also releases the previous one, and the commit releases the last one
+    (docs/decisions/djangos-private-api.md).
     """
 
     def __init__(self, using: str) -> None:
@@ -42,8 +42,9 @@ class Savepoints:
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """Surround the work of one message: an exception rolls back that work only. If
-        the rollback fails, the whole transaction must roll back, as with `atomic()`."""
+        """Surround the work of one message: an exception rolls back only this work. If
+        that rollback fails, the whole transaction must roll back, as with
+        `atomic()`."""
         name = f"txmsg_{next(self._numbers)}"
         self._begin(name)
         try:
@@ -74,9 +75,10 @@ Work = tuple[Arrival, InboxRecord]
 
 
 def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
-    """Process arrivals of one stage and return their outcomes, in the same order. If
-    the database or the broker fails, raises the same errors as `inbox.process()`, and
-    no outcome is decided.
+    """Process arrivals of one stage and return their outcomes, in the same order.
+
+    If the database or the broker fails, raises the same errors as `inbox.process()`,
+    and none of the arrivals has an outcome.
     """
     if len(arrivals) == 1:
         return [inbox.process(arrivals[0])]
@@ -89,8 +91,8 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
 
 
 def _readable(arrivals: Sequence[Arrival]) -> tuple[list[Arrival], list[Arrival]]:
-    """Read the arrivals. Returns those that can run in one transaction, and those that
-    must run alone."""
+    """Decode the arrivals. Returns the arrivals that can run in one transaction, and
+    the arrivals that must run alone."""
     readable: dict[object, Arrival] = {}
     alone: list[Arrival] = []
     for arrival in arrivals:
@@ -122,7 +124,7 @@ class _Batch:
         self._locked: set[int] = set()
 
     def work(self) -> None:
-        """Process them with the stage, in one transaction."""
+        """Process the messages with the stage, in one transaction."""
         work = self._record()
         if not work:
             return
@@ -156,7 +158,7 @@ class _Batch:
         self._decide(work)
 
     def _record(self) -> list[Work]:
-        """Count the arrivals. Returns those that run in one transaction."""
+        """Record the arrivals. Returns the arrivals that run in one transaction."""
         if not self._given:
             return []
         mode, messages = self._given[0].mode, [one.message for one in self._given]
@@ -207,7 +209,7 @@ class _Batch:
             self._durations[record.id] = time.monotonic() - began
 
     def _decide(self, work: Sequence[Work]) -> None:
-        """Return the outcome of each message, after the commit."""
+        """Set the outcome of each message, after the commit."""
         for arrival, record in work:
             if record.id in self._durations:
                 self.outcomes[id(arrival)] = Processed()

@@ -1,7 +1,5 @@
-"""The thread of a consumer that runs the bulk operations which operators start.
-
-It also aggregates the counts for the admin's charts.
-"""
+"""A consumer's thread that executes operators' bulk operations. The thread also
+aggregates the counts for the admin's charts."""
 
 from __future__ import annotations
 
@@ -20,7 +18,8 @@ from . import go_back  # noqa: F401 - provides one kind of operation
 
 
 class BulkThread:
-    """Runs bulk operations in every database that holds messages: `run()`."""
+    """Executes bulk operations in every database that holds messages. The thread's work
+    is `run()`."""
 
     def __init__(
         self, databases: Collection[str], stop: threading.Event, activity: Activity
@@ -35,7 +34,7 @@ class BulkThread:
         self._looked = dict.fromkeys(databases, 0.0)
 
     def run(self) -> None:
-        """Run operations until stopped."""
+        """Execute operations until the consumer stops."""
         wakeups = {
             using: notifications.Wakeup(using, notifications.WORK)
             for using in self._retries

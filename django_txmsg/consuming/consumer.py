@@ -1,8 +1,9 @@
-"""Hop 6 as a process: the threads of all its stages, and what supervises them.
+"""Hop 6 as a process: the consumer runs and supervises the threads of all its stages.
 
-A consumer also receives this service's control messages, takes in the broker's own
-dead-letter queues if they are configured, runs bulk operations, holds paused stages,
-sends heartbeats, and logs stuck handlers.
+The consumer also receives this service's control messages, executes bulk operations,
+obeys operators (who pause stages, change rates and stop messages), sends heartbeats,
+and logs stuck handlers. If dead-letter queues of the broker are configured, the
+consumer makes dead letters of their messages.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from .stage_thread import StageThread
 
 
 def wake_for_parked(threads: Iterable[StageThread]) -> None:
-    """Wake the threads whose stage has due parked messages.
+    """Wake the threads of each stage that has due parked messages.
 
-    Runs one query for each database. If a database is unavailable, it is queried again
+    Runs one query for each database. A database that is unavailable is queried again
     later.
     """
     by_alias: dict[str, dict[str, list[StageThread]]] = {}
@@ -70,8 +71,8 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
 
 
 def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
-    """At an ordered stage, check whether there is room for more waiting messages; if
-    `due`, also check which of the waiting ones may run now."""
+    """At an ordered stage, check whether the stage may receive more messages that wait.
+    If `due`, also check which waiting messages may run now."""
     stage = threads[0].stage
 
     def ask() -> None:
@@ -96,7 +97,7 @@ BEATS = 6
 
 
 class Consumer:
-    """Runs stages until stopped. `concurrency` overrides the option of the stages;
+    """Runs stages until stopped. `concurrency` overrides the stages' own option.
     `max_messages` and `max_memory` override the settings."""
 
     def __init__(
@@ -146,24 +147,25 @@ class Consumer:
 
     @property
     def handled(self) -> int:
-        """Deliveries settled so far."""
+        """The number of messages that ended with an outcome so far."""
         return sum(thread.handled for thread in self.threads)
 
     @property
     def in_flight(self) -> int:
-        """Messages that handlers are processing."""
+        """The number of messages that handlers are processing."""
         return sum(thread.busy_since is not None for thread in self.threads)
 
     def stop(self) -> None:
-        """Finish messages in progress, start no new ones. Callable from any thread or
-        signal."""
+        """Finish the messages in progress and start no new ones. May be called from any
+        thread or signal handler."""
         self._stop.set()
 
     def run(self, *, once: bool = False) -> None:
-        """Run until stopped. With `once`, run until nothing has arrived for a while and
-        no bulk operation is running. Raises the error that ended one of the consumer's
-        threads, if any. With `once`, also raises the error if a stage cannot use its
-        broker or its database.
+        """Run until stopped. With `once`, run until no message has arrived for a while
+        and no bulk operation is running.
+
+        Raises the error that ended one of the consumer's threads, if any. With `once`,
+        also raises an error if a stage cannot use its broker or its database.
         """
         group = self._group
         for thread in self.threads:
@@ -203,15 +205,15 @@ class Consumer:
                     self._presence.leave()
 
     def _notifying_databases(self) -> set[str]:
-        """The databases in which this process may be notified."""
+        """Return the databases from which this process receives notifications."""
         brokers = [get_broker(alias) for alias in self._settings.BROKERS]
         embedded = {broker.stored_in for broker in brokers}
         return {one for one in {*self._databases, *embedded} if one is not None}
 
     def _begin(self) -> None:
-        """Record each stage's order and rate in its database, also if a stage is no
-        longer ordered or has lost its rate. If a stage's database is unavailable, its
-        options are recorded later."""
+        """Record in each stage's database whether the stage is ordered, and its rate.
+        This also releases messages that wait for an order or a rate which the stage no
+        longer has. If the database is unavailable, the consumer tries again later."""
         for name, thread in list(self._new.items()):
             looking = database_health.retry(
                 thread.using, "cannot record which stages are ordered, and their rates"
@@ -251,9 +253,9 @@ class Consumer:
 
     def _all_done(self) -> bool:
         """Return whether nothing is left to do: every stage has queried its broker, no
-        thread has had work for a while, and no bulk operation is left.
+        thread has worked for a while, and no bulk operation is running.
 
-        Raises the error if a stage cannot use its broker or its database.
+        Raises an error if a stage cannot use its broker or its database.
         """
         for thread in self.threads:
             alias = thread.stage.broker
@@ -277,7 +279,7 @@ class Consumer:
         )
 
     def _obey(self) -> None:
-        """Hold the stages that an operator has paused, and use the rates that an
+        """Pause the stages that an operator has paused, and apply the rates that an
         operator has set."""
         using = router.db_for_write(StageState)
         states = StageState.objects.db_manager(using)
@@ -294,8 +296,8 @@ class Consumer:
                 thread.paused.clear()
 
     def _use(self, found: Mapping[str, tuple[str, float]]) -> None:
-        """Let stages run at the rates that operators have set, and the others at their
-        declared rates."""
+        """Apply the rates that operators have set, and the declared rates to all other
+        stages."""
         left = [seconds for name, (_, seconds) in found.items() if name in self._rates]
         self._rate_until = time.monotonic() + min(left, default=math.inf)
         for name, declared in self._rates.items():
@@ -314,7 +316,7 @@ class Consumer:
             log.info("stage %r: its rate is now %s", name, rate)
 
     def _stop_messages(self) -> None:
-        """Stop the messages in progress that an operator has taken back."""
+        """Stop the messages in progress that an operator wants to stop."""
         timed = {one.using for one in self.threads if one.stage.timeout is not None}
         for using in timed:
             rows = StopRequest.objects.db_manager(using)
@@ -373,8 +375,8 @@ def _record_options(stage: Stage) -> bool:
 
 
 def _threads(stage: Stage, wanted: int) -> int:
-    """Return the number of threads that can consume the stage, at most `wanted`. The
-    number is 1 if the broker binds a topic's subscription to one connection."""
+    """Return the number of threads for the stage, at most `wanted`: 1 if the broker
+    binds a topic's subscription to one connection."""
     topic = wire.is_topic(stage.destination)
     if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
         log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)

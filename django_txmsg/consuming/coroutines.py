@@ -1,8 +1,8 @@
 """Runs handlers that are coroutine functions, at stages with `transaction="none"`.
 
-All coroutines of a process run in one event loop, so all messages can share a client
-that belongs to a loop, such as a pool of HTTP connections. The stage's thread waits for
-its coroutine, so everything else about a stage is the same as for a function.
+All coroutines of a process run in one event loop. So all handlers can share a client
+that belongs to the loop, such as a pool of HTTP connections. The stage's thread waits
+for its coroutine, so the stage otherwise works as with a plain function.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def blocking(stage: Stage) -> Handler:
 
 
 async def _alone(handler: Handler, message: Message) -> Any:
-    """Run a handler. Its queries use a thread and a connection that end with the
-    handler, so a broken connection affects only this handler's message."""
+    """Run a handler. The handler's queries use a thread and a connection of their own,
+    which are closed when the handler ends. So a broken connection affects only this
+    message."""
     async with ThreadSensitiveContext():
         connected: list[str] = []
         _connected.set(connected)
@@ -74,8 +75,9 @@ connection_created.connect(_note, dispatch_uid="django_txmsg.coroutines")
 
 
 async def _caught(handler: Handler, message: Message) -> Any:
-    """Run a handler. If it raises an exception that would end the event loop, and so
-    all other handlers, return that exception."""
+    """Run a handler. If the handler raises SystemExit or KeyboardInterrupt, return the
+    exception: if it were raised here, the event loop and all other handlers would
+    end."""
     try:
         return await handler(message)
     except (SystemExit, KeyboardInterrupt) as error:
@@ -95,8 +97,8 @@ def _started() -> asyncio.AbstractEventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop for ever. A handler's task that raises SystemExit or stops the loop
-    must not end all other coroutines."""
+    """Run the loop for ever. If a handler's task raises SystemExit or stops the loop,
+    the loop is started again, so that the other coroutines continue."""
     while True:
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()

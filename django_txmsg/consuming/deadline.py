@@ -1,9 +1,10 @@
-"""Limits how long a handler may run: `@stage(..., timeout=)`. The deadline raises no
-exception in the middle of the handler's code. After the time-out, the server cancels
-the running query, every further query is refused, and a handler that returns later is
-too late: the attempt fails, rolls back and counts like any other. A coroutine is
-cancelled. If an operator stops a message, its attempt ends in the same way, and the
-message becomes a dead letter.
+"""Limits how long a handler may run: `@stage(..., timeout=)`.
+
+After the time-out, the handler's running query is cancelled in the database server,
+each further query raises an error, and a handler that returns later has failed. The
+attempt is rolled back and counts like any other. A coroutine is cancelled. Other code
+of the handler is not interrupted. If an operator stops a message, its attempt ends in
+the same way, and the message becomes a dead letter.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from ..stages import Stage, all_stages
 
 
 def stoppable(message_id: uuid.UUID, using: str) -> list[InboxMessage]:
-    """Return a message's unfinished inbox rows at those stages of this service that
-    have a timeout. Only these stages can be stopped."""
+    """Return a message's unfinished inbox rows at the stages of this service that have
+    a timeout. Only at these stages can an operator stop a message."""
     timed = [
         one.name
         for one in all_stages()
@@ -49,8 +50,8 @@ def stoppable(message_id: uuid.UUID, using: str) -> list[InboxMessage]:
 
 
 def ask_to_stop(message_id: uuid.UUID, *, using: str, why: str) -> bool:
-    """Ask the consumers that run a message to stop it. Returns False if the message has
-    ended, or if no stage with a timeout has received it."""
+    """Request that the consumers which are processing a message stop it. Returns False
+    if the message has ended, or if no stage with a timeout has received it."""
     found = stoppable(message_id, using)
     for one in found:
         StopRequest.objects.db_manager(using).ask(one.stage, message_id, why)
@@ -114,14 +115,14 @@ def timed(stage: Stage, seconds: float) -> Handler:
 
 
 def stop(stage: str, message_id: uuid.UUID, why: str) -> bool:
-    """Stop a message that a handler of this process is processing. Returns False if no
-    handler is processing the message."""
+    """Stop a message that a handler of this process is running. Returns False if no
+    handler runs the message."""
     return _watch().stop(stage, message_id, why)
 
 
 class Deadline:
-    """The deadline of one execution of a handler, passed to Django's
-    `execute_wrapper()` of each connection."""
+    """The deadline of one execution of a handler. Each connection gets the deadline as
+    an `execute_wrapper()`."""
 
     def __init__(self, name: str, seconds: float, message_id: uuid.UUID) -> None:
         self._name, self._seconds = name, seconds
@@ -165,7 +166,8 @@ class Deadline:
         many: bool,
         context: dict[str, Any],
     ) -> Any:
-        """Run a statement of the handler, unless the deadline has passed."""
+        """Execute a statement of the handler. Raises the deadline's error instead if
+        the deadline has passed."""
         if self.passed and not sql.startswith(_ENDING):
             raise self.error()
         connection = context["connection"]
@@ -178,8 +180,8 @@ class Deadline:
         return execute(sql, params, many, context)
 
     def cancel(self) -> None:
-        """Cancel the handler's running queries, or its coroutine. Called from another
-        thread, until `end()`."""
+        """Cancel the handler's running queries, and its coroutine. The Watch calls this
+        until `end()`."""
         self.due = time.monotonic() + AGAIN
         with self._lock:
             if self._ended:
@@ -194,14 +196,14 @@ class Deadline:
                     log.debug("a query cannot be cancelled", exc_info=True)
 
     def end(self) -> None:
-        """Record that the handler has ended: later queries are not cancelled."""
+        """Record that the handler has ended, so that no later query is cancelled."""
         with self._lock:
             self._ended = True
 
 
 class Watch:
-    """The thread that cancels queries past their deadline. The thread ends a while
-    after its last deadline has been removed."""
+    """The thread that cancels queries after their deadline. The thread ends when there
+    has been no deadline for a while."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -221,7 +223,8 @@ class Watch:
                 self._changed.notify()
 
     def stop(self, stage: str, message_id: uuid.UUID, why: str) -> bool:
-        """End the deadline of a message now. Returns whether the message has one."""
+        """Make a message's deadline pass now. Returns whether the message has a
+        deadline."""
         with self._changed:
             found = [
                 one for one in self._deadlines if one.subject == (stage, message_id)
@@ -242,7 +245,7 @@ class Watch:
                 limit.cancel()
 
     def _wait(self) -> list[Deadline] | None:
-        """Return the deadlines that have passed, or None to end."""
+        """Return the deadlines that have passed, or None if the thread must end."""
         with self._changed:
             now = time.monotonic()
             due = [limit for limit in self._deadlines if limit.due <= now]
@@ -257,8 +260,9 @@ class Watch:
 
 
 def _is_limited(connection: Any) -> bool:
-    """Return whether settings that were made for a transaction end with it. In a
-    TestCase these settings stay, because the transaction of the test goes on."""
+    """Return whether a setting for the transaction ends with this transaction: on
+    PostgreSQL inside a transaction, but not in a TestCase, where the transaction of the
+    test goes on."""
     transaction = in_block(connection) and not in_testcase(connection)
     return transaction and connection.vendor == "postgresql"
 

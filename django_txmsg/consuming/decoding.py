@@ -1,7 +1,7 @@
-"""Hop 6's decoding: the meaning of a delivery's raw headers and bytes.
+"""Hop 6's decoding: reads the message from a delivery's headers and bytes.
 
-Every error of a foreign or broken sender becomes a DecodeError with a reason code here;
-the bytes are kept unchanged.
+Whatever is wrong with a message raises DecodeError with a reason code. The bytes are
+never changed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAX_HEADERS = 1000
 
 
 def read(delivery: Delivery, stage: Stage) -> Message:
-    """Return the message of a delivery, with the body for the stage's handler. Raises
-    DecodeError, including NewerCodeNeeded."""
+    """Return the message of a delivery, with the body as the stage's handler expects
+    it. Raises DecodeError, or its subclass NewerCodeNeeded."""
     given, content_type = delivery.body, checked(delivery, stage)
     if cloudevents.is_structured(content_type):
         given, content_type = cloudevents.data(given)
@@ -38,8 +38,8 @@ def read(delivery: Delivery, stage: Stage) -> Message:
 
 
 def recognised(delivery: Delivery) -> Delivery:
-    """Return a delivery whose headers of another convention, such as Celery's, are
-    replaced by ours."""
+    """Return the delivery with our headers added, if the message has the headers of
+    another convention, such as Celery's."""
     if wire.MESSAGE_ID in delivery.headers:
         return delivery
     found = cloudevents.headers_of(delivery.headers, delivery.body)
@@ -49,12 +49,14 @@ def recognised(delivery: Delivery) -> Delivery:
 
 
 def envelope(delivery: Delivery, stage: Stage) -> Message:
-    """Return a delivery's message without its body, which this code cannot read yet."""
+    """Return a delivery's message without its body. For a body that this process cannot
+    read."""
     return _message(delivery, stage, None)
 
 
 def checked(delivery: Delivery, stage: Stage) -> str:
-    """Return the content type of a delivery. Raises DecodeError for its headers."""
+    """Return the content type of a delivery. Raises DecodeError if the headers are
+    invalid."""
     headers = delivery.headers
     if delivery.problem:
         raise DecodeError("malformed_headers", delivery.problem)
@@ -96,8 +98,8 @@ def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
 
 
 def identity(delivery: Delivery, broker: str) -> uuid.UUID:
-    """Return the message's id. If the message has no id, derive one from the broker's
-    id, or from the content if the broker's id is not stable."""
+    """Return the message's id: from its headers, derived from the broker's id if that
+    id is stable, or else derived from the message's content."""
     own = _uuid(delivery.headers.get(wire.MESSAGE_ID, ""))
     own = own or wire.others_id(broker, delivery.headers)
     if own is not None:
@@ -117,17 +119,19 @@ def has_identity(delivery: Delivery) -> bool:
 
 
 def named(delivery: Delivery) -> Delivery:
-    """Return the delivery of a foreign message with a new `txmsg-id`."""
+    """Return the delivery with a new `txmsg-id`, because its message has no stable
+    id."""
     headers = {**delivery.headers, wire.MESSAGE_ID: str(new_id())}
     return dataclasses.replace(delivery, headers=headers)
 
 
 def send_back(delivery: Delivery, session: Session) -> None:
-    """Send a foreign message from `named()` back to its queue, and wait for the
-    receipt. The caller then acknowledges this delivery.
+    """Send a message that has a new id from `named()` back to its queue, and wait for
+    the receipt. The caller then acknowledges the original delivery.
 
-    If the worker dies before it acknowledges, the queue contains both, as two messages.
-    Raises DispatchRejected if the broker refuses the message.
+    If the worker dies before the acknowledgement, the queue contains the original and
+    the copy, as two messages. Raises DispatchRejected or DestinationUnavailable if the
+    broker refuses the copy.
     """
     headers = copied_headers(delivery.headers)
     for name, value in delivery.headers.items():
@@ -137,15 +141,16 @@ def send_back(delivery: Delivery, session: Session) -> None:
 
 
 def came_before(delivery: Delivery) -> bool:
-    """Return whether the message has come before: the broker reports a redelivery, or a
-    stage has sent this copy back."""
+    """Return whether the message was delivered before: the broker reports a redelivery,
+    or a stage has sent this copy back."""
     return delivery.redelivered or wire.FAILED_ATTEMPT in delivery.headers
 
 
 def kept_headers(delivery: Delivery) -> dict[str, str]:
-    """Return the headers to keep with a message: all except the delivery's own.
+    """Return the headers to store with a message: all headers except those of the
+    delivery.
 
-    A foreign message keeps the identity that the broker gave it.
+    If the message has no id of its own, the broker's id is kept too.
     """
     if wire.FAILED_ATTEMPT in delivery.headers:
         # A copy that a stage returned: the broker's counts are not the message's own.
@@ -171,7 +176,7 @@ def copied_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def from_parked(parked: Parked) -> Delivery:
-    """Return a parked message in the form of its delivery."""
+    """Return a parked message as a delivery."""
     headers = dict(parked.headers)
     broker_id = headers.pop("txmsg-broker-id", "")
     headers.setdefault(wire.MESSAGE_ID, str(parked.record.message_id))

@@ -1,7 +1,8 @@
 """Hop 7 if a stage fails: parks, redelivers or buries the message durably.
-`redelivery.decide()` decides whether the message waits (in the inbox table, in its
-thread, or in the broker) or is dead. This module carries out the decision before the
-delivery is acknowledged.
+
+`redelivery.decide()` decides whether the message is dead or waits. A message waits in
+the inbox table, in its thread, or in the broker. This module carries out the decision
+before the delivery is acknowledged.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ Made = TypeVar("Made")
 
 
 def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome | None:
-    """Decide about a failed attempt and make the decision durable.
+    """Decide what follows a failed attempt, and make the decision durable.
 
-    Returns the outcome, or None if the stage must run again at once (blocking).
+    Returns the outcome, or None if the stage must run again at once (blocking
+    redelivery).
     """
     message, stage, mode = arrival.message, arrival.stage, arrival.mode
     mode.roll_back(arrival)
@@ -101,8 +103,8 @@ def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome |
 
 
 def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
-    """Bury or park a message that the stage cannot read. A parked message waits,
-    without counting an attempt, for code that can read it."""
+    """Bury a message that the stage cannot read. If newer code could read the message,
+    park it instead, without counting an attempt."""
     if arrival.parked is not None:
         arrival.record = arrival.parked.record
     if isinstance(error, NewerCodeNeeded):
@@ -117,11 +119,12 @@ def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
 def bury(
     arrival: Arrival, reason: str, failure: Failure, note: Any = None
 ) -> Dead | Duplicate:
-    """Make the message a dead letter in one transaction with its inbox row.
+    """Make the message a dead letter, and mark its inbox row as dead, in one
+    transaction.
 
-    Does nothing if the row no longer belongs to this worker. Then a copy has processed
-    the message, or this worker has done so in a commit whose answer was lost, or the
-    lease has ended and another worker has taken the row.
+    Changes nothing and returns Duplicate if the row no longer belongs to this worker:
+    the message was already processed (perhaps by this worker, in a commit whose answer
+    was lost), or the lease has ended and another worker has claimed the message.
     """
     delivery, stage, mode = arrival.delivery, arrival.stage, arrival.mode
     record = arrival.record
@@ -164,9 +167,9 @@ def bury(
 
 
 def let_expire(arrival: Arrival) -> Duplicate:
-    """Mark a request as expired, because its flow no longer waits for the answer. The
-    stage never processes the request. No dead letter is made, because an operator has
-    nothing to decide."""
+    """Mark a flow's request as expired, because the flow no longer waits for the
+    answer. The stage never processes the request. No dead letter is made, because an
+    operator has nothing to decide."""
 
     def revoke() -> Duplicate:
         why = "expired: its flow no longer waits for the answer"
@@ -180,9 +183,9 @@ def let_expire(arrival: Arrival) -> Duplicate:
 
 
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
-    """Run the function in a transaction, and repeat it after a conflict. Without the
-    repetition, the handler would run again, or the message would wait for its lease to
-    end."""
+    """Run the function in a transaction, and repeat it after a conflict. Otherwise a
+    conflict would make the handler run again, or the message wait until its lease
+    ends."""
     return despite_conflicts(
         transaction.atomic(using=arrival.using)(decide_it), arrival.stop
     )
@@ -229,9 +232,9 @@ def postpone(
 
 
 def _hand_back(arrival: Arrival, record: InboxRecord, delay: float) -> bool:
-    """Send the broker a delayed copy of the message, and wait for the receipt; the
-    caller then acknowledges the delivery. Returns False if the broker refuses the copy.
-    Then the message waits in the inbox."""
+    """Send the broker a delayed copy of the message, and wait for the receipt. The
+    caller then acknowledges the delivery. Returns False if the broker refuses the copy;
+    then the caller parks the message."""
     headers = decoding.copied_headers(arrival.delivery.headers)
     # A foreign message gets its identity here: its copy has another broker's id.
     headers.setdefault(wire.MESSAGE_ID, str(record.message_id))

@@ -21,8 +21,8 @@ from ..rules import flows
 
 
 def matching(filters: Mapping[str, Any], using: str) -> QuerySet[Run]:
-    """Return the runs that a filter selects and that can go back: those of one flow
-    that wait for one step."""
+    """Return the runs that a filter selects: the waiting runs of one flow at one step.
+    A run that waits for its first step cannot go back, and is omitted."""
     runs = Run.objects.using(using).filter(
         Holds(flows.WAITING),
         service=filters["service"],
@@ -33,7 +33,8 @@ def matching(filters: Mapping[str, Any], using: str) -> QuerySet[Run]:
 
 
 def filters_of(flow: str, step: str, to: str) -> dict[str, str]:
-    """Return the filter of an operation on this service's runs."""
+    """Return the filter of a bulk operation that moves this service's runs of `flow`
+    from `step` back to the step `to`."""
     return {"service": conf.get().SERVICE, "flow": flow, "step": step, "to": to}
 
 

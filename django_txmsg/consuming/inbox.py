@@ -1,9 +1,9 @@
-"""Hop 7 for one arrival: process it, and return its outcome.
+"""Hop 7 for one arrival: process the message, and return its outcome.
 
-The steps are: record (if it is a duplicate, only dispatch what its first processing has
-stored) → begin → run the stage, which stores what it sends → finish → dispatch →
-settle. `protocol.py` has the steps up to finish; the consumer settles, by the outcome.
-This module decides what follows if a step fails.
+The steps are: record → begin → run the stage, which stores the messages that it sends →
+finish → dispatch → settle. For a duplicate, only the messages that its first processing
+stored are dispatched. `protocol.py` has the steps from record to finish. The consumer
+settles the delivery by its outcome. This module decides what follows if a step fails.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def process(arrival: Arrival) -> Outcome:
     """Process one arrival with its stage and return the outcome.
 
     Raises BrokerUnavailable or a database error if the broker or the database fails.
-    Then nothing is decided: call it again with the same arrival.
+    Nothing is decided then: call this again with the same arrival.
     """
     if arrival.parked is None and arrival.turn is None:
         return _decided(arrival)
@@ -71,7 +71,7 @@ def _decided(arrival: Arrival) -> Outcome:
 def _is_forgotten(arrival: Arrival) -> bool:
     """Return whether the inbox row of an arrival no longer exists. The commit of the
     row does not wait for the disk, so a crash of the database server may lose the row.
-    Then no copy has settled the message, and no other worker has claimed it."""
+    If so, the message is not a duplicate."""
     record = arrival.record
     if record is None or arrival.parked is not None:
         return False
@@ -96,8 +96,8 @@ def _process(arrival: Arrival) -> Outcome:
 
 
 def _worked(arrival: Arrival) -> Outcome:
-    """Run the stage until the outcome is certain. A failure that the message has not
-    caused is not counted as an attempt."""
+    """Run the stage until the outcome is certain. A failure that the message did not
+    cause does not count as an attempt."""
     mode, conflicts = arrival.mode, Conflicts()
     while True:
         attempt = arrival.record.attempt if arrival.record else 1
@@ -154,17 +154,18 @@ def _worked(arrival: Arrival) -> Outcome:
 
 
 def is_handlers(error: BaseException) -> bool:
-    """Return whether the handler's error counts as an attempt. Everything that a
-    handler raises counts, including time-outs and cancellations, which are not an
-    `Exception`."""
+    """Return whether this error counts as a failed attempt. Every exception of a
+    handler counts, including time-outs and cancellations that are not an `Exception`.
+    Failures of the broker and of the package's own statements do not count, nor does an
+    interrupt of the process."""
     others = isinstance(error, BrokerUnavailable | Undecided) or is_interrupt(error)
     return not others
 
 
 def run(arrival: Arrival, message: Message) -> Processed:
-    """Run one attempt, with the stage's middlewares around its transaction.
+    """Run one attempt: the stage's transaction, and the middlewares around it.
 
-    Raises LostRace, and whatever a middleware, the handler or a commit raises.
+    Raises LostRace, and the errors of a middleware, the handler or a commit.
     """
     outside = arrival.stage.outside
     with tracing.processing(message, arrival.stage.name):
@@ -211,7 +212,8 @@ def _in_transaction(arrival: Arrival, message: Message) -> Processed:
 def announce_processed(
     stage: Stage, message: Message, duration: float, employed: bool
 ) -> None:
-    """Announce that a stage's transaction is committed."""
+    """Send the signal that a stage has processed a message. Call this after the
+    commit."""
     if not signals.announced(signals.message_processed):
         return
     signals.announce(
@@ -228,17 +230,17 @@ def announce_processed(
 
 
 def _critical_time(message: Message) -> float | None:
-    """Return the seconds since the message was stored. The sender's clock may differ
-    from ours."""
+    """Return the seconds since the message was stored, or None if that time is unknown.
+    The sender's clock may differ from ours."""
     if message.created_at is None:
         return None
     return (timezone.now() - message.created_at).total_seconds()
 
 
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
-    """Return whether the database was too full for the handler's work. This is the
-    message's fault only if every probe of the database succeeds and this message fails
-    each time."""
+    """Return whether the database was too full for the handler's work. If the same
+    message fails so more than MAX_CROWDED times, although other queries succeed, that
+    counts as a failed attempt."""
     if not database_health.lacks_resources(error):
         return False
     arrival.crowded += 1
@@ -246,8 +248,8 @@ def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
 
 
 def _read(arrival: Arrival) -> None:
-    """Read the message. A MemoryError while reading counts as a failed attempt. The
-    body may be too large, and endless retries would block all other messages."""
+    """Decode the message. A MemoryError is kept, and counts as a failed attempt later:
+    the body may be too large, and endless retries would block all other messages."""
     delivery, stage = arrival.delivery, arrival.stage
     try:
         arrival.message, arrival.short = decoding.read(delivery, stage), None
@@ -256,7 +258,7 @@ def _read(arrival: Arrival) -> None:
 
 
 def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
-    """Bury a message that the stage cannot read, or keep it for code that can. In an
+    """Bury a message that the stage cannot read, or park it for newer code. At an
     ordered stage the message first waits for its turn, because its followers look for
     its row in the inbox."""
     at_once = isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS
@@ -275,7 +277,7 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
 
 
 def _given_back(arrival: Arrival) -> Interrupted:
-    """Uncount an attempt whose failure the message has not caused, and release the
+    """Subtract an attempt whose failure the message did not cause, and release the
     lease of a parked message."""
     rows, record = arrival.inbox, arrival.record
     if record is not None and arrival.token is not None:
@@ -286,9 +288,10 @@ def _given_back(arrival: Arrival) -> Interrupted:
 
 
 def _adopt(arrival: Arrival) -> Outcome:
-    """Give a foreign message a stable identity before it is processed. It then arrives
-    again under that id: from its queue, or from the inbox if the queue takes no
-    messages now. If the broker rejects it, it is buried."""
+    """Give a message from another system a stable id before a stage processes it. The
+    message is sent back to its queue with the id and arrives again. If the queue takes
+    no messages now, the message is parked. If the broker rejects the message, it is
+    buried."""
     delivery = decoding.named(arrival.delivery)
     try:
         decoding.send_back(delivery, arrival.session)
@@ -302,8 +305,9 @@ def _adopt(arrival: Arrival) -> Outcome:
 
 
 def _lease(arrival: Arrival) -> AbstractContextManager[object]:
-    """Renew the lease of a parked message while it is processed. In mode outbox the
-    lock on its row is enough, except while a blocking redelivery waits."""
+    """Renew the lease of a parked message while the stage processes it. In mode outbox
+    no renewal is needed, because the row is locked, except at a stage with blocking
+    redelivery."""
     parked, token = arrival.parked, arrival.token
     if parked is None or token is None or arrival.mode.locks_parked():
         return nullcontext()
@@ -317,15 +321,15 @@ def _lease(arrival: Arrival) -> AbstractContextManager[object]:
 
 
 def _record(arrival: Arrival) -> None:
-    """Count the arrival durably, once."""
+    """Count the arrival durably, unless it is counted already."""
     if not _is_recorded(arrival):
         arrival.mode.record(arrival)
 
 
 def _is_recorded(arrival: Arrival) -> bool:
-    """Return whether an arrival is recorded already, and bring `arrival.record` up to
-    date. A parked message was recorded before it was claimed. A retried arrival may
-    have been recorded by its earlier try."""
+    """Return whether an arrival is recorded already, and update `arrival.record`. A
+    parked message was recorded before it was claimed. An arrival that is tried again
+    may have been recorded at the first try."""
     before, parked, inbox = arrival.record, arrival.parked, arrival.inbox
     arrival.begun = False
     if before is None:
@@ -372,8 +376,8 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
 
 
 def _ship_what_is_left(arrival: Arrival) -> None:
-    """Wake the dispatcher for the messages that the first processing has stored and not
-    sent."""
+    """Wake the dispatcher for the messages that the first processing stored but did not
+    dispatch."""
     message, stage = arrival.message, arrival.stage
     signals.announce(
         signals.message_duplicate,

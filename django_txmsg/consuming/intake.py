@@ -1,8 +1,7 @@
-"""Makes dead letters of the messages in the broker's own dead-letter queues and of
-expired ones.
+"""Makes dead letters of the messages in the broker's own dead-letter queues, with the
+broker's reason.
 
-Runs in `manage.py consume` for TXMSG["DEAD_LETTER_DESTINATIONS"]. Each message becomes
-a dead letter, with the broker's reason.
+Runs in `manage.py consume`, for the queues in TXMSG["DEAD_LETTER_DESTINATIONS"].
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ log = logging.getLogger("django_txmsg.intake")
 
 
 class IntakeThread:
-    """Makes dead letters of the messages in one of the broker's dead-letter queues:
-    `run()`."""
+    """Makes dead letters of the messages in one dead-letter queue of the broker. The
+    thread's work is `run()`."""
 
     def __init__(
         self, broker: str, destination: str, stop: threading.Event, activity: Activity
@@ -98,8 +97,8 @@ class IntakeThread:
             session.ack([delivery])
 
     def _buried(self, delivery: Delivery) -> bool:
-        """Bury a delivery. While that is not possible, hold it. Returns False if
-        stopped before it is buried."""
+        """Bury a delivery, and try again until that succeeds. Returns False if the
+        consumer stops first."""
         while True:
             try:
                 self._bury(delivery)
@@ -132,8 +131,8 @@ class IntakeThread:
 
 
 def _sendable(named: str) -> str:
-    """Return a message's original destination if sending there is allowed. A header can
-    contain anything, and a redelivery must not reach the control queue."""
+    """Return a message's original destination, or "" if a redelivery must not be sent
+    there. The header can name any destination, for example the control queue."""
     try:
         origin = check_destination(named)
     except InvalidMessage:

@@ -1,5 +1,5 @@
-"""Hop 6's limits: for a stage that fails repeatedly, for waiting messages of an ordered
-stage, and for the size and age of the process."""
+"""Hop 6's limits: for a stage that fails repeatedly, for the messages that wait at an
+ordered stage, and for the memory and the messages of a process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ _throttle_log = logging.getLogger("django_txmsg.throttle")
 
 
 class Throttle:
-    """After `after` failures in a row, runs one message at a time, with a pause after
-    each message. All threads of a stage in this process share a throttle. One success
-    ends the throttling.
-    """
+    """Limits a failing stage: after `after` failures in a row, the stage's threads
+    process one message at a time, with a pause after each message. The first success
+    ends the throttling. All threads of a stage in this process share a throttle."""
 
     def __init__(self, after: int, pause: float) -> None:
         self._after, self._pause = after, pause
@@ -38,11 +37,11 @@ class Throttle:
 
     @property
     def on(self) -> bool:
-        """Whether the stage is being throttled."""
+        """Whether the stage is throttled now."""
         return bool(self._after) and self._failures >= self._after
 
     def note(self, outcome: Outcome) -> None:
-        """Count an outcome."""
+        """Count an outcome: a failure, or a success that ends the throttling."""
         if isinstance(outcome, RedeliverAfter | Dead):
             self._failures += 1
             if self._failures == self._after:
@@ -56,7 +55,8 @@ class Throttle:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for this thread's turn, if the stage is being throttled."""
+        """Surround the processing of a message. While the stage is throttled, only one
+        thread at a time enters the block."""
         if not self.on:
             yield
             return
@@ -83,7 +83,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Room:
-    """The limit of waiting messages at one ordered stage, shared by its threads."""
+    """The limit of messages that wait at one ordered stage. The threads of the stage
+    share the limit."""
 
     def __init__(self, stage: Stage) -> None:
         settings = conf.get()
@@ -99,8 +100,8 @@ class Room:
         self.full = False
 
     def admits(self) -> bool:
-        """Return whether the stage may receive messages. A full stage receives one
-        message at a time."""
+        """Return whether the stage may receive a message now. A full stage receives a
+        single message now and then."""
         if not self.full:
             return True
         with self._lock:
@@ -112,7 +113,7 @@ class Room:
             return True
 
     def note(self, delivery: Delivery, outcome: Outcome) -> None:
-        """Count the delivery if its outcome is that it waits."""
+        """Count the delivery if its message must wait for its predecessor."""
         if not isinstance(outcome, Waiting):
             return
         size = len(delivery.body) + sum(
@@ -126,7 +127,7 @@ class Room:
                 self._look_at = 0.0  # some may have gone since the last look
 
     def look(self) -> None:
-        """Count the waiting messages, if the last count is old enough, and record in
+        """Count the waiting messages again, unless the last count is recent. Records in
         the database whether the stage is full."""
         if self._most == self._most_bytes == math.inf:
             return
@@ -177,8 +178,9 @@ MIB = 2**20
 
 
 class Allowance:
-    """Calls `stop` after `max_messages` deliveries or above `max_memory` MiB; 0: no
-    limit. Shared by the threads of a process."""
+    """Calls `stop` when the process has handled `max_messages` deliveries or uses more
+    than `max_memory` MiB. 0 means no limit. The threads of a process share an
+    allowance."""
 
     def __init__(
         self, max_messages: int, max_memory: float, stop: Callable[[], None]
@@ -191,15 +193,15 @@ class Allowance:
         self.over = ""
 
     def spend(self) -> None:
-        """Count one settled delivery."""
+        """Count one handled delivery."""
         with self._lock:
             self._spent += 1
         if self._max_messages and self._spent >= self._max_messages:
             self._end(f"{self._max_messages} deliveries are handled")
 
     def look(self) -> None:
-        """Check the memory, but only after the first message. A process that ended
-        without processing any message would be restarted for ever."""
+        """Check the memory, but only after the first message: a process that ended
+        before its first message would be restarted for ever."""
         if self._max_memory and self._spent:
             used = resident()
             if used > self._max_memory:
@@ -213,8 +215,8 @@ class Allowance:
 
 
 def resident() -> float:
-    """Return the MiB of memory that this process uses, or its peak if the system
-    reports only the peak."""
+    """Return how many MiB of memory this process uses. Some systems report only the
+    peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

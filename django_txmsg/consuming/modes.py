@@ -1,7 +1,8 @@
-"""The transaction modes of `@stage(transaction=)`: strategies for the same steps.
+"""The transaction modes of `@stage(transaction=)`: each class implements the same
+steps.
 
 `Ordered` adds order per key to mode outbox. `inbox.py` calls the steps without knowing
-the mode. The reasons are in docs/explanation/transaction-modes.md.
+the mode. The reasons for each mode are in docs/explanation/transaction-modes.md.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ log = logging.getLogger("django_txmsg.arrival")
 
 
 class Outbox(Mode):
-    """One transaction of the database marks the inbox row, does the handler's work and
-    stores its messages. The acknowledgement to the broker follows."""
+    """One transaction of the database marks the inbox row as processed, runs the
+    handler and stores the messages that the handler sends. Then the delivery is
+    acknowledged."""
 
     def record(self, arrival: Arrival) -> None:
-        """Count every arrival, and begin the transaction in the same round trip if
-        possible."""
+        """Count the arrival. If possible, begin the stage's transaction in the same
+        round trip."""
         stage = self.stage
         arrival.record, arrival.begun = protocol.record(
             self.inbox,
@@ -60,7 +62,8 @@ class Outbox(Mode):
         arrival.counted = True
 
     def run(self, arrival: Arrival, message: Message) -> bool:
-        """Mark the row, run the stage, commit: see `protocol.once()`."""
+        """Mark the row as processed, run the stage and commit: see
+        `protocol.once()`."""
         assert arrival.record is not None
         inbox, pk = self.inbox, arrival.record.id
 
@@ -79,24 +82,27 @@ class Outbox(Mode):
         return employed
 
     def locks_parked(self) -> bool:
-        """Return True, except while a blocking redelivery waits. The wait holds no
-        lock."""
+        """Return True, except at a stage with blocking redelivery: while such a message
+        waits for its next attempt, no lock is held."""
         return self.stage.policy.mode != "blocking"
 
 
 class Outside(Outbox):
     """No transaction is open while the handler runs, so the handler may call other
-    services and take long. It runs at least once. The messages that it sends are stored
-    once, however often it runs, in a transaction after the handler that also marks the
-    inbox row."""
+    services and take long.
+
+    The handler may run more than once. A transaction after the handler marks the inbox
+    row as processed and stores the handler's messages, so these are stored once.
+    """
 
     def record(self, arrival: Arrival) -> None:
-        """Count every arrival."""
+        """Count the arrival."""
         rows = self.inbox.record(self.stage.name, [arrival.message])
         arrival.count(rows[arrival.message.id])
 
     def run(self, arrival: Arrival, message: Message) -> bool:
-        """Run the stage; then mark the row and store what it has sent."""
+        """Run the stage, then mark the row as processed and store the stage's
+        messages."""
         inbox, pk = self.inbox, arrival.recorded.id
         sent: list[NewMessage] = []
         # The handler may take long: return the connection, as CONN_MAX_AGE permits.
@@ -117,13 +123,13 @@ class Outside(Outbox):
 
 class BrokerOnly(Mode):
     """One transaction of the broker acknowledges the delivery and sends the handler's
-    messages. The inbox has a row only for messages that were redelivered."""
+    messages. Only messages that were redelivered have a row in the inbox."""
 
     transacted, idempotent = True, True
 
     def record(self, arrival: Arrival) -> None:
-        """Count redeliveries only, so that the stage needs no database unless something
-        fails."""
+        """Count the arrival only if it is a redelivery, so that the stage needs no
+        database unless something fails."""
         if not arrival.came_before:
             return
         message = arrival.message
@@ -131,8 +137,8 @@ class BrokerOnly(Mode):
         arrival.count(rows[message.id])
 
     def run(self, arrival: Arrival, message: Message) -> bool:
-        """Run the stage, commit in the broker, and mark the inbox row, if there is
-        one."""
+        """Run the stage, commit in the broker, and mark the inbox row, if there is one,
+        as processed."""
         employed = self._work(arrival, message)
         self._commit(arrival, employed)
         if arrival.record is not None:
@@ -170,12 +176,13 @@ class BrokerOnly(Mode):
         arrival.session.rollback()
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """Return whether a destination takes no messages now. The stage sends to it
-        directly, so this is not the message's fault."""
+        """Return whether a destination takes no messages now. This is not the message's
+        fault: the stage sends directly to the broker."""
         return isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:
-        """Commit the broker's transaction. The database has committed already."""
+        """Commit the broker's transaction. If the stage uses the database, the database
+        has committed already."""
         began = time.monotonic()
         error: BrokerError | None = None
         try:
@@ -198,12 +205,12 @@ class BrokerOnly(Mode):
             )
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
-        """Do nothing: in this mode no commit of the database comes before the broker's,
-        so there is no time between the two to report."""
+        """Do nothing. In this mode the database does not commit before the broker, so
+        there is no time between two commits to report."""
 
     def _mark(self, record: InboxRecord) -> None:
-        """Mark the inbox row of a message whose transactions are all committed. If the
-        database refuses that, only the mark is lost."""
+        """Mark the inbox row as processed, after the broker's commit. If the database
+        refuses that, only the mark is lost."""
         try:
             self.inbox.finish([record.id])
         except AnyDatabaseError as error:
@@ -217,8 +224,8 @@ class BrokerOnly(Mode):
 
 
 class BestEffort(BrokerOnly):
-    """The database's transaction commits first, and the broker's as soon as possible
-    after it."""
+    """The database's transaction commits first, and the broker's transaction directly
+    after."""
 
     def _work(self, arrival: Arrival, message: Message) -> bool:
         def run() -> None:
@@ -235,8 +242,8 @@ class BestEffort(BrokerOnly):
         return employed
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
-        """Measure the time between the two commits, and log an error if the broker's
-        commit failed."""
+        """Report the time between the two commits. If the broker's commit failed, log
+        an error."""
         if error is not None:
             log.log(
                 logging.ERROR if employed else logging.WARNING,
@@ -256,15 +263,17 @@ class BestEffort(BrokerOnly):
 
 
 class Ordered(Outbox):
-    """Adds order to mode outbox: messages of one key are processed one at a time."""
+    """Adds order to mode outbox: the messages of one key are processed one after the
+    other."""
 
     def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
         """Park a message whose turn has not come."""
         return ordering.out_of_turn(arrival, attempts=attempts)
 
     def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a message that a copy has settled, or that is parked
-        because another transaction has its key."""
+        """Return the outcome of a message whose row could not be taken: another worker
+        has settled the message, or it is now parked because its turn has not come or
+        its key is locked."""
         return ordering.lost(arrival)
 
     def end(self, arrivals: Sequence[Arrival]) -> None:
@@ -272,12 +281,13 @@ class Ordered(Outbox):
         ordering.wake(arrivals)
 
     def put_aside(self, arrival: Arrival) -> None:
-        """Record the key of a failed message, so that its followers wait for it."""
+        """Record the key of a failed message, so that the admin can show which messages
+        it blocks."""
         ordering.aside(arrival)
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
-        """Return all headers but the link to the message's predecessor, since its turn
-        has come."""
+        """Return the headers without the link to the message's predecessor, because the
+        message's turn has come."""
         return ordering.kept_headers(arrival)
 
 
@@ -290,6 +300,6 @@ _MODES: dict[str, type[Mode]] = {
 
 
 def of(stage: Stage) -> Mode:
-    """Return the strategy by which a stage's messages are processed."""
+    """Return the mode by which a stage's messages are processed."""
     mode = _MODES[stage.transaction]
     return Ordered(stage) if stage.ordered and not mode.transacted else mode(stage)

@@ -1,8 +1,8 @@
 """Hop 7 in order: a message of an ordered stage waits until its predecessor has ended.
 
-The sender's relay has put a link to its predecessor into each message. The statement
-that takes a message checks whether the message's turn has come. If not, the message is
-parked, and its predecessor's transaction releases it. See
+The sender's relay has put a link to the predecessor into each message. The statement
+that takes a message checks whether the message's turn has come. If not, the consumer
+parks the message, and the transaction that ends the predecessor releases it. See
 docs/decisions/order-by-links.md.
 """
 
@@ -61,8 +61,9 @@ _in_hand = _InHand()
 
 @contextmanager
 def in_hand(arrival: Arrival) -> Iterator[None]:
-    """Mark a message as being processed while the block runs. If another thread is
-    processing its predecessor, first wait a moment for that thread."""
+    """Register a message as being processed while the block runs. If another thread of
+    this process is processing the message's predecessor, first wait a moment for that
+    thread."""
     turn = arrival.turn
     if turn is None:
         yield
@@ -75,8 +76,8 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
 
 
 def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
-    """Park a message whose predecessor has not ended. Returns None if the predecessor
-    has ended. `attempts` were counted for the message."""
+    """Park a message whose predecessor has not ended, and subtract `attempts` from its
+    count. Returns None if the predecessor has ended."""
     turn = arrival.turn
     if turn is None or arrival.order.has_come(turn):
         return None
@@ -84,9 +85,9 @@ def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
 
 
 def lost(arrival: Arrival) -> Waiting | Duplicate:
-    """Return the outcome of a message that could not be taken. Either a copy has
-    settled the message, or the message is parked because another transaction has its
-    key or its turn has not come."""
+    """Return the outcome of a message whose row could not be taken: Duplicate if
+    another worker has settled the message, else Waiting. A waiting message is parked,
+    because its turn has not come or another transaction has locked its key."""
     turn = arrival.turn
     if turn is None or arrival.record is None:
         return Duplicate()
@@ -94,8 +95,8 @@ def lost(arrival: Arrival) -> Waiting | Duplicate:
 
 
 def wake(arrivals: Sequence[Arrival]) -> None:
-    """Make the followers of the messages that end in this transaction due. Call this
-    last in the transaction."""
+    """Make the followers of these messages, which end in this transaction, due. Call
+    this last in the transaction."""
     keyed = [arrival for arrival in arrivals if arrival.turn is not None]
     if not keyed:
         return
@@ -106,23 +107,24 @@ def wake(arrivals: Sequence[Arrival]) -> None:
 
 
 def aside(arrival: Arrival) -> None:
-    """Record the key of a failed message, so that its followers wait for it."""
+    """Record the key of a failed message, so that the admin can show which messages it
+    blocks."""
     turn = arrival.turn
     if turn is not None:
         arrival.order.aside(arrival.recorded.id, turn)
 
 
 def kept_headers(arrival: Arrival) -> dict[str, str]:
-    """Return the headers to keep with a failed message, without the link to its
-    predecessor. The message's turn has come, and the predecessor's row may be pruned
-    before the next attempt."""
+    """Return the headers to store with a failed message, without the link to its
+    predecessor. The link is no longer needed, because the message's turn has come, and
+    the predecessor's row may be pruned before the next attempt."""
     kept = arrival.kept_headers
     return {name: value for name, value in kept.items() if name != wire.AFTER}
 
 
 def in_order(arrivals: Sequence[Arrival]) -> list[int]:
-    """Return the positions of arrivals, sorted so that the messages of each key are in
-    order."""
+    """Return the positions of the arrivals, sorted so that the messages of each key are
+    in order."""
 
     def place(number: int) -> dt.datetime:
         turn = arrivals[number].turn
@@ -162,16 +164,16 @@ class Admission:
 
 
 def grace() -> float:
-    """Return the number of seconds that a stage must receive before a missing
-    predecessor counts as lost. The predecessor may still be in the stage's queue if the
-    stage was stopped."""
+    """Return for how many seconds a stage must have received before a missing
+    predecessor counts as lost. After a pause of the stage, the predecessor may still be
+    in the stage's queue."""
     return min(conf.get().ORDER_PATIENCE, ON_ITS_WAY)
 
 
 def ask(stage: Stage, received: bool = True) -> None:
     """Check which of a stage's due waiting messages may run now. If the stage has
-    `received` everything that was in its queue, also release those that have waited
-    long enough."""
+    `received` everything in its queue, also release messages that have waited long
+    enough for a missing predecessor."""
     rows = InboxMessage.order.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:
@@ -187,8 +189,8 @@ def ask(stage: Stage, received: bool = True) -> None:
 
 
 def begin(stages: Collection[Stage]) -> None:
-    """Record which stages are ordered from now on. Messages that wait at stages which
-    are no longer ordered are released."""
+    """Record which stages are ordered from now on. If a stage is not ordered any more,
+    release its waiting messages."""
     for stage in stages:
         if stage.transaction != "outbox":
             continue

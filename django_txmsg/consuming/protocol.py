@@ -1,9 +1,9 @@
-"""Hop 7, the heart: record → begin → run → finish, for everything that takes effect
+"""The core of hop 7: record → begin → run → finish, for all work that takes effect
 once.
 
-The handlers of stages use it, alone and in batches, and Celery's tasks. If the worker
-is killed between two of these steps, the next delivery of the message continues from
-the last finished step.
+The stages' handlers, alone and in batches, and Celery's tasks use these steps. If the
+worker is killed between two steps, the next delivery of the message continues after the
+last finished step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MARK_AGAIN_AFTER = 0.02
 
 class LostRace(Exception):
     """This copy of the message cannot be taken any more. Another copy was processed
-    while this copy waited for the lock, or another worker has taken the message."""
+    while this copy waited for the lock, or another worker has claimed the message."""
 
 
 def record(
@@ -73,9 +73,10 @@ def record(
 ) -> tuple[InboxRecord, bool]:
     """Count a delivery durably, in a commit of its own.
 
-    Returns the record of the message, and whether its transaction has begun. If
+    Returns the message's record, and whether the stage's transaction has begun. With
     `early`, PostgreSQL begins that transaction and takes the row in the same round
-    trip. `runs` gets the record, and returns whether the message must run.
+    trip. `runs` is called with the record, and returns whether the stage must run; if
+    not, the transaction is rolled back.
     """
     transaction.get_autocommit(using=rows.db)  # connects
     connection = connections[rows.db]
@@ -108,19 +109,22 @@ def once(
     finish: Callable[[Result, bool], None],
     begun: bool = False,
 ) -> tuple[Result, bool]:
-    """Do a message's work once: its effects and the mark that it is processed commit
-    together, or not at all.
+    """Do a message's work once: the work and the mark that the message is processed
+    commit together, or neither does.
 
-    `take` marks or locks the message's row. A copy of the message waits there until
-    this transaction ends, and then takes nothing. `begun` means that the transaction
-    has begun with the record, and has taken the row. `run` does the work, and its
-    messages are stored in the same transaction. `finish` runs last in it: it stores the
-    result, and marks the row again if its second argument says that the mark's time is
-    too early by now.
+    - `take` marks or locks the message's row. A worker with another copy of the message
+      waits for this lock until the transaction ends, and then cannot take the row.
+    - `begun` means that `record()` has already begun the transaction and taken the row.
+    - `run` does the work. The messages that it sends are stored in the same
+      transaction.
+    - `finish` runs last in the transaction. It is called with the result of `run`, and
+      with whether `run` took so long that `finish` should mark the row again, with the
+      time now.
 
-    Returns the result, and whether the database was used. Raises LostRace for a message
-    that cannot be taken, Undecided for a refused statement of the package, and the
-    errors of `run` and of the commit. Then everything is rolled back.
+    Returns the result, and whether the database was used. After an exception,
+    everything is rolled back. Raises LostRace if the row cannot be taken, Undecided if
+    the database refuses a statement of the package, and the errors of `run` and of the
+    commit.
     """
     began = time.monotonic()
     with StageTransaction(definition, begun=begun) as block:
@@ -139,10 +143,10 @@ def once(
 def guarded(using: str) -> Iterator[None]:
     """Surround a handler, inside its transaction or savepoint.
 
-    Raises SwallowedDatabaseError if the handler hid a database error, because leaving
-    the block without an exception would silently roll its work back; DurableInStage for
-    an `atomic(durable=True)` inside; BlockLeftOpen for an `atomic()` that the handler
-    did not leave, because the stage's own transaction could not end.
+    Raises SwallowedDatabaseError if the handler caught a database error after which the
+    transaction can only roll back: a commit would silently lose the work. Raises
+    DurableInStage if the handler entered `atomic(durable=True)`. Raises BlockLeftOpen
+    if the handler did not leave an `atomic()` block.
     """
     connection = connections[using]
     outer, left_open = depth(connection), False
@@ -176,8 +180,8 @@ def guarded(using: str) -> Iterator[None]:
 
 
 def _raise_hidden(connection: Any) -> None:
-    """Raise the out-of-resources error that has ended the transaction, even if the
-    handler raised another error or no error. The message is not at fault."""
+    """If the database ran out of resources, raise that error, whatever the handler
+    raised instead, because the message is not at fault."""
     cause = cause_of_rollback(connection)
     if must_roll_back(connection) and database_health.lacks_resources(cause):
         assert cause is not None
@@ -185,15 +189,15 @@ def _raise_hidden(connection: Any) -> None:
 
 
 def lost_conflict(error: BaseException) -> bool:
-    """Return whether PostgreSQL has rolled back a transaction because of a
-    serialization failure or a deadlock, so that a repetition may succeed."""
+    """Return whether PostgreSQL rolled back the transaction because of a serialization
+    failure or a deadlock. Then a repetition may succeed."""
     lost = isinstance(error, DatabaseError)
     return lost and database_health.sqlstate(error) in ("40001", "40P01")
 
 
 class Conflicts:
-    """The repetitions of work that lost a conflict. The first repetition follows at
-    once, later repetitions at growing intervals."""
+    """Counts the repetitions of work that lost a conflict. The pauses between
+    repetitions grow."""
 
     _count = 0
 
@@ -212,8 +216,8 @@ class Conflicts:
 
 
 def despite_conflicts(work: Callable[[], Result], stop: threading.Event) -> Result:
-    """Do work of the package, and repeat it while it loses conflicts. After a stop, the
-    repetitions continue without pauses."""
+    """Do work of the package, and repeat the work while it loses conflicts. After
+    `stop` is set, the repetitions continue without pauses."""
     conflicts = Conflicts()
     while True:
         try:
@@ -226,9 +230,12 @@ def despite_conflicts(work: Callable[[], Result], stop: threading.Event) -> Resu
 
 def is_outage(error: BaseException, raw: Any) -> bool:
     """Return whether the broker or the stage's own database has failed, so that the
-    message is not at fault. `raw` is the driver's connection of the stage's
-    transaction. If only the handler's query on another database has failed, `raw` is
-    still open, and the failure is the handler's."""
+    message is not at fault.
+
+    `raw` is the driver's connection of the stage's transaction. If only a handler's
+    query to another database failed, `raw` is still open, and the failure is the
+    handler's.
+    """
     if isinstance(error, BrokerUnavailable):
         return True
     return database_health.is_away(error) and bool(getattr(raw, "closed", False))
@@ -246,9 +253,8 @@ class Undecided(Exception):
 @contextmanager
 def ours() -> Iterator[None]:
     """Surround statements of the package in a stage's transaction. Raises Undecided if
-    the database refuses a statement that may succeed another time. Conflict errors are
-    raised unchanged, and the work is then repeated at once.
-    """
+    the database refuses a statement that may succeed later. Conflicts are raised
+    unchanged, because the caller repeats the work at once."""
     try:
         yield
     except AnyDatabaseError as error:
@@ -258,10 +264,11 @@ def ours() -> Iterator[None]:
 
 
 class StageTransaction:
-    """A context manager around a stage's transaction, for one use. `begun` means that
-    the server has begun the transaction already. The manager commits if the block ends
-    without an exception. If a hook raises after the commit, the exception is only
-    logged.
+    """A context manager around a stage's transaction, for one use.
+
+    Commits if the block ends without an exception. If a hook raises after the commit,
+    the exception is only logged. `begun` means that the server has begun the
+    transaction already.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Limits the rate of a stage: `@stage(..., rate="900/m", per="header-name")`. Before
-the stage runs, a message takes a slot in the line of its key. A separate transaction
-takes the slot, because the stage's transaction would lock the line while the handler
-runs. A message whose slot is not due is parked until the slot is due, without counting
-an attempt.
+"""Limits the rate of a stage: `@stage(..., rate="900/m", per="header-name")`.
+
+Before the stage runs, each message takes a slot in the line of its key. A message whose
+slot is not due is parked until then, without counting an attempt. The slot is taken in
+a separate transaction, because the stage's transaction would lock the line while the
+handler runs.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
 
 
 def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> None:
-    """Give a stage another rate for a while. The stage's consumers use the rate, and
-    move the waiting messages to new slots.
+    """Change the rate of a stage for a `period`. The stage's consumers apply the rate,
+    and reschedule the messages that wait for a slot.
 
-    Raises ConfigurationError if the text is not a rate, or if no stage of this name
-    with a rate is declared here.
+    Raises ConfigurationError if the text is not a rate, or if this service declares no
+    stage with this name and a rate.
     """
     if not any(one.name == stage and one.rate for one in all_stages()):
         raise ConfigurationError(f"No stage {stage!r} here has a rate= to change.")
@@ -59,9 +60,9 @@ def states() -> Any:
 
 
 def _takes_slot(arrival: Arrival) -> bool:
-    """Return whether a message must take a slot. A recorded message took one in an
-    earlier try. A message without an identity, or one that cannot be read, needs none,
-    because the stage buries it."""
+    """Return whether a message must take a slot. A message that is recorded took its
+    slot at an earlier try. A message without a stable id, or with invalid headers, does
+    not run."""
     if arrival.record is not None or not arrival.has_identity:
         return False
     try:
@@ -72,8 +73,8 @@ def _takes_slot(arrival: Arrival) -> bool:
 
 
 def _waiting(arrival: Arrival) -> Outcome | None:
-    """Park a message whose slot is not due, and return the outcome. Returns None if the
-    slot is due."""
+    """Take a slot. If the slot is not due, park the message and return the outcome.
+    Returns None if the slot is due."""
     stage, key, parked = arrival.stage, _key(arrival), arrival.parked
     assert stage.rate is not None
     lines = RateLine.objects.db_manager(arrival.using)
@@ -96,9 +97,9 @@ def _waiting(arrival: Arrival) -> Outcome | None:
 class Held:
     """The slots of one line that a thread has taken and not used yet.
 
-    A thread that is busy with one line takes several slots with one statement, if at
-    least four times as many are due. The stage is then far below its rate, so it does
-    not matter if the thread never uses some of them.
+    A busy thread takes several slots with one statement, if at least four times as many
+    slots are due. The stage is then far below its rate, so it does not matter if the
+    thread leaves some slots unused.
     """
 
     def __init__(self) -> None:
@@ -109,8 +110,8 @@ class Held:
     def place(
         self, lines: Any, stage: str, key: str, rate: Rate, before: int | None
     ) -> tuple[int, float]:
-        """Return a slot, and the number of seconds until the slot is due: 0 or less if
-        it is due now."""
+        """Return a slot, and the seconds until the slot is due: 0 or less if it is due
+        now."""
         place = partial(lines.place, stage, key, rate.period, rate.tolerance)
         if before is not None:
             again: tuple[int, float] = place(slot=before)
@@ -142,8 +143,8 @@ def _held() -> Held:
 
 
 def _key(arrival: Arrival) -> str:
-    """Return the name of a message's line. The name is a digest, so its length is
-    limited and it does not reveal the header's value."""
+    """Return the name of a message's line: a digest, which has a fixed length and does
+    not reveal the header's value."""
     per = arrival.stage.per
     value = "" if per is None else arrival.delivery.headers.get(per, "")
     given = value.encode("utf-8", "surrogatepass")

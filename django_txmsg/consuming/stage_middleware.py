@@ -1,12 +1,12 @@
 """Runs the middlewares of TXMSG["STAGE_MIDDLEWARE"] around the handler.
 
-A middleware is a class or a function that takes a `CallNext` and returns a callable
-that takes a message. A middleware runs inside the stage's transaction, or around the
-transaction if it sets `outside_transaction = True`. Without middlewares, a stage calls
-its handler directly.
+A middleware is a class or a function. It is called with a `CallNext`, and returns a
+callable that takes a message. A middleware runs inside the stage's transaction, or
+around the transaction if it sets `outside_transaction = True`. Without middlewares, the
+stage calls its handler directly.
 
-A message is processed only if its handler has returned. A middleware can replace an
-error (by Refuse, say), but it can neither hide an error nor skip the handler.
+A message is processed only if its handler returns. A middleware can replace an error
+(by Refuse, for example), but can neither hide an error nor skip the handler.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ Factory = Callable[[CallNext], Handler]
 
 
 def prepared(stage: Stage) -> Stage:
-    """Return the stage with its handler wrapped: in the code that sends the answer, the
-    middlewares and the time-out. Each process loads the middlewares once.
+    """Return a copy of the stage whose handler is wrapped: in the code that sends the
+    answer, the middlewares and the time-out. Each process does this once for each
+    stage.
 
-    Raises ConfigurationError for a middleware that cannot be loaded, and any error of a
+    Raises ConfigurationError if a middleware cannot be loaded, and any error of a
     middleware's factory.
     """
     if stage.is_resolved:
@@ -76,8 +77,8 @@ def _prepare(stage: Stage) -> Stage:
 
 
 def _factories() -> tuple[list[Factory], list[Factory]]:
-    """Return the factories of the middlewares in the settings, as two lists: those that
-    run inside the transaction, and those that run around it."""
+    """Return the middlewares' factories from the settings, in two lists: middlewares
+    inside the transaction, and middlewares around it."""
     found: tuple[list[Factory], list[Factory]] = ([], [])
     for path in conf.get().STAGE_MIDDLEWARE:
         try:
@@ -93,7 +94,7 @@ def _factories() -> tuple[list[Factory], list[Factory]]:
 
 class Chain:
     """The middlewares of one stage that run inside its transaction, or those that run
-    around it. Created once, and shared by its threads."""
+    around it. All threads of the stage share a chain."""
 
     def __init__(self, stage: Stage, made: Sequence[Factory]) -> None:
         self._call: ContextVar[_Call] = ContextVar("django_txmsg_call")
@@ -125,9 +126,10 @@ class Chain:
     ) -> Any:
         """Pass a message through the middlewares to `go_on`, the innermost call.
 
-        Raises the middlewares' exception. Raises the exception of `go_on` if the
-        middlewares hid it, or if it is `final`: middlewares must not decide about it.
-        Raises MiddlewareMisused.
+        Raises what the middlewares raise. If `go_on` raised an exception that the
+        middlewares hid, raises that exception. The same applies if they replaced it but
+        `final` returns true for it: then the middlewares must not decide. Raises
+        MiddlewareMisused if no middleware error explains why `go_on` was not called.
         """
         call = _Call(message, go_on)
         token = self._call.set(call)
@@ -159,7 +161,8 @@ class Chain:
 
 
 def _checked(made: object, what: str) -> Any:
-    """Return the callable if it is valid. Raises ConfigurationError."""
+    """Return the middleware or factory `made`. Raises ConfigurationError if it is not
+    callable or is asynchronous."""
     call = getattr(type(made), "__call__", None)  # noqa: B004 - what, and not whether
     if any(inspect.iscoroutinefunction(one) for one in (made, call)):
         raise ConfigurationError(f"{what}, which is asynchronous: stages are not.")
@@ -169,7 +172,7 @@ def _checked(made: object, what: str) -> Any:
 
 
 class _Call:
-    """One message on its way through the chain, and its result."""
+    """One message that passes through the chain, and whether the handler was called."""
 
     __slots__ = ("_go_on", "_message", "_thread", "called", "error")
 

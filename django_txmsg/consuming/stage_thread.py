@@ -1,9 +1,9 @@
-"""Hop 6: receives deliveries, processes them with their stage, and settles them by
+"""Hop 6: receives deliveries, processes them with their stage, and settles each by its
 outcome.
 
 Each unit of a stage's concurrency is a thread with its own broker session and database
 connection. A delivery is acknowledged only after its outcome is committed. While the
-database is unavailable, the thread keeps the delivery, because some brokers limit the
+database is unavailable, the thread keeps its deliveries, because some brokers limit the
 number of redeliveries.
 """
 
@@ -57,7 +57,7 @@ _PAUSE = 0.02
 
 
 class Parking:
-    """The parked messages of a stage. One thread claims them under its `token`."""
+    """The parked messages of a stage, as one thread claims them under its `token`."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -80,8 +80,9 @@ class Parking:
         return self._since >= self._share or self.follows()
 
     def follows(self) -> bool:
-        """Return whether a message has just released its followers. They run next, up
-        to a limit in a row."""
+        """Return whether a message has just released its followers, which then run
+        next. Every sixteenth time in a row returns False, so that other messages run
+        too."""
         if not self.woken.is_set():
             self._followers = 0
             return False
@@ -95,15 +96,16 @@ class Parking:
         self._since = 0
 
     def had_its_turn(self) -> None:
-        """Record that no parked message was due, so a delivery comes next."""
+        """Record that no parked message was due, so the thread receives a delivery
+        next."""
         self._since = min(self._since, self._share - 1)
 
     def waited_for(self, deliveries: int) -> None:
-        """Count deliveries that were processed while parked messages waited."""
+        """Count deliveries that the thread processed since the last parked message."""
         self._since += deliveries
 
     def claim(self) -> Parked | None:
-        """Claim one due message under a lease."""
+        """Claim one due parked message under a lease. Returns None if there is none."""
         if not self.due.is_set() and self.pause:
             return None
         stage = self._stage
@@ -120,8 +122,7 @@ class Parking:
 
     @property
     def pause(self) -> float:
-        """Seconds until the next parked message may be due, as far as this thread
-        knows."""
+        """Seconds until this thread expects the next parked message to be due."""
         return max(0.0, self._next - time.monotonic())
 
     def give_back(self, parked: Parked) -> None:
@@ -131,7 +132,8 @@ class Parking:
 
 
 class _NoSession:
-    """Replaces a broker session where none is used."""
+    """Stands in for a broker session while the broker is unavailable. Every use raises
+    BrokerUnavailable."""
 
     def __getattr__(self, name: str) -> object:
         raise BrokerUnavailable(f"no broker to {name} with")
@@ -144,7 +146,7 @@ log = logging.getLogger("django_txmsg.stage_thread")
 
 
 class StageThread:
-    """One unit of a stage's concurrency: the work of one thread, which is `run()`."""
+    """One unit of a stage's concurrency. The thread's work is `run()`."""
 
     def __init__(
         self,
@@ -189,16 +191,16 @@ class StageThread:
 
     @property
     def stage(self) -> Stage:
-        """The stage with the rate that it has now."""
+        """The stage, with its current rate."""
         return self._mode.stage
 
     def limit(self, rate: Rate) -> None:
-        """Use another rate for the messages that arrive from now on. Callable from any
-        thread."""
+        """Change the rate for the messages that arrive from now on. May be called from
+        any thread."""
         self._mode = modes.of(replace(self.stage, rate=rate))
 
     def run(self) -> None:
-        """Run until stopped; wait while the database or the broker is away."""
+        """Run until stopped. While the database or the broker is unavailable, wait."""
         self._ident = threading.get_ident()
         open_caches()
         try:
@@ -243,20 +245,20 @@ class StageThread:
 
     @property
     def refusal(self) -> BaseException | None:
-        """The broker's error about this stage alone, if any."""
+        """The broker's error that concerns only this stage, if any."""
         subscription = self._subscription
         return subscription.refused.error or subscription.turned_away.error
 
     def has_received(self, seconds: float) -> bool:
-        """Return whether the stage has received everything that was in its queue:
-        nothing is left there, or the stage has been subscribed for `seconds`."""
+        """Return whether the stage has received everything that was in its queue: the
+        queue is empty, or the stage has been subscribed for `seconds`."""
         reading = self.dry or self._subscription.age >= seconds
         return reading and not self.paused.is_set()
 
     def stuck(self, after: float) -> str | None:
-        """Return the stack of a handler that has been running for `after` seconds. For
-        a coroutine, the event loop's stack follows, because another coroutine may block
-        the loop."""
+        """Return the stack of a handler that has been running for `after` seconds, else
+        None. For a coroutine, the event loop's stack follows, because another coroutine
+        may block the loop."""
         began = self.busy_since
         if began is None or time.monotonic() - began < after:
             return None
@@ -331,8 +333,8 @@ class StageThread:
 
     def _decided(self, arrivals: Sequence[Arrival]) -> list[Outcome] | None:
         """Process arrivals, and return their outcomes. While the database is
-        unavailable or refuses the package's statements, the thread keeps the arrivals
-        and tries again, without counting another attempt. Returns None if stopped
+        unavailable or refuses the package's statements, keep the arrivals and try
+        again, without counting another attempt. Returns None if the consumer stops
         first."""
         while True:
             liveness.turned((self.stage.timeout or 0.0) * len(arrivals))
@@ -366,7 +368,7 @@ class StageThread:
                 return None
 
     def _work_parked(self, session: Session) -> bool:
-        """Run one due parked message, if there is one."""
+        """Run one due parked message. Returns False if there is none."""
         self.on_parked = True
         try:
             return self._worked_parked(session)
@@ -391,8 +393,8 @@ class StageThread:
         return True
 
     def _work_parked_without_broker(self) -> None:
-        """Run parked messages while the broker is unavailable, at stages whose
-        transaction does not use the broker."""
+        """Run parked messages while the broker is unavailable. Stages whose transaction
+        uses the broker do nothing."""
         if not self._mode.transacted:
             while not self._stopping.is_set() and self._work_parked(NO_SESSION):
                 self._parking.follows()

@@ -1,7 +1,7 @@
 """Hop 6's broker side: one thread's session, subscribed to its stage's destination.
 
-The session is opened when it is needed, and reopened after an error. Pauses grow
-separately for a broker that is down and for a subscription that the broker refuses.
+The session is opened when it is needed, and reopened after an error. If the broker is
+down, or refuses the subscription, the pauses between tries grow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from . import modes
 
 
 class Subscription:
-    """The session of one thread. `breaker` is shared by all users of the broker."""
+    """The session of one thread. All users of the broker in this process share its
+    `breaker`."""
 
     def __init__(self, stage: Stage, breaker: Breaker) -> None:
         self._stage, self._breaker = stage, breaker
@@ -56,8 +57,8 @@ class Subscription:
         return max(one.remaining for one in breakers)
 
     def open(self) -> Session | None:
-        """Return the session, and open it if necessary. Returns None while the broker
-        is down. Only one of the waiting threads then probes the broker."""
+        """Return the session; open it if necessary. Returns None while the broker is
+        down. Of the threads that wait for the broker, only one tries to connect."""
         if self.session is not None:
             return self.session
         stage, subscriber = self._stage, self._stage.subscriber
@@ -91,19 +92,20 @@ class Subscription:
         return session
 
     def close(self) -> None:
-        """Return all unacknowledged deliveries to the broker."""
+        """Close the session, which returns all unacknowledged deliveries to the
+        broker."""
         if self.session is not None:
             session, self.session = self.session, None
             session.close()
 
     def failed(self, error: BrokerUnavailable) -> None:
-        """Close a broken session, and do not use the broker for a while."""
+        """Close a broken session, and pause before the broker is tried again."""
         self.close()
         self._breaker.failed(error)
 
     def cannot_send(self, error: DestinationUnavailable) -> None:
-        """Close the session and wait: a destination of the stage takes no messages
-        now."""
+        """Close the session and pause, because a destination of the stage takes no
+        messages now."""
         self.close()
         self.turned_away.failed(error)
 

@@ -1,11 +1,11 @@
-"""Requests whose answers continue a run together: a gather of a flow, or a batch.
+"""Requests whose answers together continue a run: the requests of a `gather()` in a
+flow, or of a batch.
 
-An answer is written to the row of its own branch, without a lock that the branches
-share. So two checks find out whether all requests are answered. The transaction that
-writes an answer calls `may_have_ended()`, which counts an answer that another
-transaction is writing as written. So the last of these transactions never counts an
-answer as missing. A separate transaction then calls `has_ended()`, which waits for the
-answers that are being written.
+Each answer is written to its own row, and the rows share no lock. So the service checks
+twice whether all requests are answered. First, the transaction that writes an answer
+calls `may_have_ended()`, which also counts the answers that other transactions are
+writing. So the last transaction never misses an answer. Then a separate transaction
+calls `has_ended()`, which waits until those answers are written.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ _LEFT = Q(left=True)
 
 
 class Progress(NamedTuple):
-    """The number of branches of a batch, and the number of branches with each
-    outcome."""
+    """How many branches a batch has, and how many of them have each outcome."""
 
     total: int
     #: Those with an answer.
@@ -87,7 +86,7 @@ class Progress(NamedTuple):
 
     @property
     def open(self) -> int:
-        """The number of branches whose answer is awaited."""
+        """The number of branches that have no outcome yet."""
         return self.total - self.answered - self.failed - self.left
 
 
@@ -147,13 +146,12 @@ class Batch(models.Model):
         return branch.values_list("request_id", flat=True).get() if written else None
 
     def may_have_ended(self) -> bool:
-        """Return whether the batch has ended, assuming that all answers now being
-        written commit.
+        """Return whether the batch has ended, assuming that every transaction which is
+        now writing an answer commits.
 
-        Rows that other transactions hold are skipped, because those transactions either
-        write an answer or make the same check. Of all transactions that write answers,
-        the one that reaches its own row last sees every other branch as written or
-        held.
+        Rows that other transactions have locked are skipped, because those transactions
+        either write an answer or make the same check. So the last transaction that
+        locks its own row counts every other branch as answered.
         """
         failed = self.enough < self.total and self.rows().filter(_FAILED).count()
         spare = max(self.total - failed - self.enough, 0)

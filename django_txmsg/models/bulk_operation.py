@@ -1,5 +1,5 @@
-"""A bulk operation on dead letters or runs of flows, executed batch by batch, and
-recorded.
+"""A bulk operation on dead letters or on runs of flows. Workers execute it batch by
+batch.
 
 States: `running ⇄ paused`, then `done | cancelled`. The cursor advances in the
 transaction of its batch, so a crash neither loses nor doubles a message.
@@ -39,8 +39,8 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
         return self._move(pk, (BulkState.RUNNING,), state=BulkState.PAUSED)
 
     def resume(self, pk: int) -> bool:
-        """Continue after the last batch. An operation that has stopped itself continues
-        with all remaining dead letters, without another probe."""
+        """Continue after the last batch. If the operation stopped itself after a probe,
+        it continues with all remaining dead letters, without another probe."""
         stopped = ~Q(stopped_why="")
         self.filter(stopped, pk=pk, state=BulkState.PAUSED).update(
             tolerates=None, watched=[], stopped_why=""
@@ -50,8 +50,8 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
         )
 
     def cancel(self, pk: int) -> bool:
-        """End the operation now. Dead letters that it has processed stay as they
-        are."""
+        """End the operation now. Dead letters that the operation has processed are not
+        changed back."""
         return self._move(
             pk,
             (BulkState.RUNNING, BulkState.PAUSED),
@@ -66,9 +66,9 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
 
 
 class BulkOperation(models.Model):
-    """An action on all dead letters, or runs, that match a filter.
+    """An action on all dead letters, or on all runs, that match a filter.
 
-    Messages that died after the request, and later runs, are excluded (`up_to`).
+    `up_to` excludes messages that died, and runs that began, after the request.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -128,10 +128,11 @@ class BulkOperation(models.Model):
 
     @property
     def subject(self) -> str:
-        """The number of requested dead letters or runs, in words."""
+        """The operation's total with its noun, for example "12 dead letters" or "1
+        run"."""
         return f"{self.total:,} {self.noun}{'s' * (self.total != 1)}"
 
     @property
     def noun(self) -> str:
-        """What the operation is about: a dead letter, or a run."""
+        """The kind of row that the operation changes: "dead letter" or "run"."""
         return "run" if self.kind == BulkKind.GO_BACK else "dead letter"

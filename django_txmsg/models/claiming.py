@@ -1,9 +1,10 @@
 """The statement by which a worker claims rows of the outbox, of parked messages, or of
 queues.
 
-It selects rows under locks that other claims skip, limits the selection in rows and
-bytes, and marks the rows as claimed. The selection is materialized: otherwise the
-planner might evaluate it twice, and claim more than requested.
+The statement locks the rows that it selects, skips rows that other claims have locked,
+limits the number of rows and bytes, and marks the rows as claimed. The selection is
+materialized: otherwise the planner might evaluate the selection twice, and claim more
+rows than requested.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ def claim_sql(
     also: str = "TRUE",
     rank: str = "",
 ) -> str:
-    """Return SQL that claims rows of `table`, in the order of their column `due`.
+    """Return SQL that claims rows of `table`, in the order of the column `due`.
 
-    `where` refers to candidates as `c` and must use a clock that is constant within the
-    statement, so that an index scan can stop at the first row that is not due.
-    `assign`, `also` (a last condition) and `returning` refer to the row as `o`, and may
-    use `picked (id, due)`. `before` is a leading CTE. Higher values of the column
-    `rank` come first, whatever is due first. Parameters come in this order: of
-    `before`, of `where`, then `bounds()`, of `assign`, of `also`, of `returning`.
+    - `where` is the condition on a candidate `c`. Its clock must be constant within the
+      statement, so that an index scan can stop at the first row that is not due.
+    - `assign`, `also` (a further condition) and `returning` refer to the row as `o`,
+      and may use `picked (id, due)`. `before` is a leading CTE.
+    - If `rank` names a column, rows with a higher value come first.
+
+    Pass the parameters of `before`, of `where`, then `bounds()`, then those of
+    `assign`, of `also` and of `returning`.
     """
     ranked, highest = (f", c.{rank}", f"{rank} DESC, ") if rank else ("", "")
     return f"""
@@ -62,6 +65,7 @@ def claim_sql(
 def bounds(
     limit: int, max_bytes: int | None = None, *, alone: int = UNLIMITED
 ) -> Sequence[Any]:
-    """Return the parameters that limit the rows and the bytes of a claim. The default
-    limit of bytes is MAX_BYTES. A single message may have up to `alone` bytes."""
+    """Return the parameters that limit how many rows and bytes a claim takes, by
+    default MAX_BYTES. The limit of bytes does not apply to the first message: `alone`
+    limits its size."""
     return [limit, MAX_BYTES if max_bytes is None else max_bytes, alone]

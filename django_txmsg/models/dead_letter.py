@@ -26,7 +26,7 @@ from .fields import Later, MessageKey, SqlManager, given_sql, now_sql, read_uuid
 
 
 class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The only place that changes notes."""
+    """The transitions of operators' notes. Only this class changes notes."""
 
     def keep(
         self,
@@ -41,11 +41,12 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
     ) -> FailureNote:
         """Store a note, and whether its error is muted. None leaves a value unchanged.
 
-        A mute ends after `duration`, by the database's clock; None means never. It does
-        not apply while more than `above` dead letters of the error are open. `seen` is
-        the `version` of the note that the operator has read. Raises TxmsgError if
-        another note has been written since, if an error without a note that gives the
-        reason is to be muted, and if no dead letter has the fingerprint.
+        A mute ends after `duration`, by the database's clock; None means never. The
+        mute does not apply while more than `above` dead letters of the error are open.
+        `seen` is the `version` of the note that the operator has read. Raises
+        TxmsgError in three cases: another operator has changed the note since; the
+        error is to be muted, but the note gives no reason; no dead letter has the
+        fingerprint.
         """
         using = self._db or router.db_for_write(self.model)
         notes = self.using(using)
@@ -105,7 +106,7 @@ class FailureNote(models.Model):
 
     @property
     def version(self) -> str:
-        """A value that changes with every version of the note; "" without a note."""
+        """A value that changes whenever the note changes; "" if there is no note."""
         return f"{self.noted_at.timestamp():.6f}" if self.noted_by else ""
 
 
@@ -151,11 +152,11 @@ class DeadLetterManager(SqlManager):
     def store_again(
         self, again: Sequence[Mapping[str, Any]]
     ) -> list[tuple[int, uuid.UUID]]:
-        """Copy dead letters into the outbox, with their bodies, by one statement of the
-        database.
+        """Copy dead letters, with their bodies, into the outbox by a single statement.
 
-        Each entry of `again` has `id`, and the new row's `key`, `headers`, `replay_id`
-        and `service`. Returns row id and message id of the stored rows.
+        Each entry of `again` has the dead letter's `id`, and the new row's `key`,
+        `headers`, `replay_id` and `service`. Returns the primary key and the message id
+        of each new row.
         """
         connection = connections[self.db]
         source = given_sql(
@@ -182,12 +183,11 @@ class DeadLetterManager(SqlManager):
         return [(pk, read_uuid(message_id)) for pk, message_id in rows]
 
     def park_again(self, again: Sequence[Mapping[str, Any]], *, force: bool) -> None:
-        """Park dead letters of stages in the inbox, due now, by one statement of the
-        database.
+        """Park dead letters of stages in the inbox, due now, by a single statement.
 
-        Each entry of `again` has `id`, and the row's `headers` and `service`. Rows of
-        messages that are parked already stay as they are. So do rows of processed
-        messages, unless `force` is set.
+        Each entry of `again` has the dead letter's `id`, and the new row's `headers`
+        and `service`. Messages that are parked already or revoked stay as they are. So
+        do processed messages, unless `force` is set.
         """
         connection = connections[self.db]
         source = given_sql(
@@ -219,9 +219,10 @@ class DeadLetterManager(SqlManager):
 
 
 class DeadLetter(models.Model):
-    """A message with its original headers and bytes, and the error that buried it.
+    """A message with its original headers and bytes, and the error because of which it
+    was buried.
 
-    `stage` is empty if the message died in the relay, on its way out.
+    `stage` is empty if the relay could not send the message.
     """
 
     id = models.BigAutoField(primary_key=True)

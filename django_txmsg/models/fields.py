@@ -1,7 +1,7 @@
 """Expressions for the clock, and SQL that Django does not provide.
 
-The database computes due times and lease times, so that the clocks of other hosts do
-not matter.
+The database computes due times and lease times, so the clocks of other hosts do not
+matter.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..rules.rule import Rule
 
 
 def now_sql(connection: Any) -> str:
-    """Return SQL for the database's present instant, which advances within a
-    transaction. It is for values to assign, in a statement with parameters."""
+    """Return SQL for the database's current time, which advances within a transaction.
+    Use this SQL for values to assign, in a statement with parameters."""
     if connection.vendor == "postgresql":
         return "clock_timestamp()"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
 
 
 def clock(using: str) -> dt.datetime:
-    """Return the database's present instant in UTC. So calculations in Python do not
+    """Return the database's current time in UTC, so that calculations in Python do not
     depend on the time zone of the connection."""
     connection: Any = connections[using]
     with connection.cursor() as cursor:
@@ -40,24 +40,24 @@ def clock(using: str) -> dt.datetime:
 
 
 def began_sql(connection: Any) -> str:
-    """Return SQL for the instant at which the statement began. It is for conditions: it
-    is the same for all rows, so an index can be searched by it."""
+    """Return SQL for the time at which the statement began. Use this SQL in conditions:
+    the value is the same for all rows, so PostgreSQL can search an index by the
+    value."""
     if connection.vendor == "postgresql":
         return "statement_timestamp()"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
 
 
 def later_sql(connection: Any) -> str:
-    """Return SQL for the database's present instant plus `later_value()` seconds."""
+    """Return SQL for the database's current time plus a parameter, `later_value()`."""
     if connection.vendor == "postgresql":
         return "clock_timestamp() + make_interval(secs => %s)"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', %s)"
 
 
 class Later(models.Func):
-    """The database's present instant plus a number of seconds. Clock changes in the
-    database's time zone do not affect a number of seconds, but would affect an interval
-    of days."""
+    """The database's current time plus a number of seconds. An interval of days would
+    be wrong when daylight saving time begins or ends; a number of seconds is not."""
 
     output_field = models.DateTimeField()
 
@@ -74,16 +74,17 @@ KEY_LENGTH = 255
 
 
 class MessageKey(models.Func):
-    """The ordering key in a column of headers, cut to the longest key that this package
-    allows. A foreign key may be longer than an index of PostgreSQL can hold. The SQL
-    contains the header's name as a constant, because PostgreSQL does not use the index
-    for a parameter."""
+    """The ordering key in a column of headers, cut to KEY_LENGTH characters. A key from
+    another system may be too long for an index of PostgreSQL. The SQL contains the
+    header's name as a constant, because PostgreSQL would not use the index if the name
+    were a parameter."""
 
     output_field = models.TextField()
     template = f"LEFT(%(expressions)s ->> '{wire.KEY}', {KEY_LENGTH})"
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        """Use a function, because SQLite before 3.38 does not support the operator."""
+        """Use a function, because SQLite before 3.38 does not support the operator
+        `->>`."""
         key = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
         template = f"SUBSTR({key}, 1, {KEY_LENGTH})"
         return self.as_sql(compiler, connection, template=template, **context)
@@ -97,26 +98,27 @@ def later_value(connection: Any, seconds: float) -> float | str:
 
 
 def skip_locked_sql(connection: Any) -> str:
-    """Return the clause that lets a claim skip rows which other claims have locked.
-    SQLite has one writer at a time and needs none: its claim is a single statement
-    under the write lock."""
+    """Return the clause with which a claim skips rows that other claims have locked. On
+    SQLite the clause is empty: only one transaction writes at a time, and a claim is a
+    single statement."""
     if connection.vendor == "postgresql":
         return "FOR UPDATE SKIP LOCKED"
     return ""
 
 
 def limit_waits(connection: Any, seconds: float) -> None:
-    """Limit how long statements of the open transaction wait for a lock. They then
-    raise OperationalError (`database_health.gave_up_waiting()`). SQLite has its own
-    time-out."""
+    """Limit how long the statements of the open transaction wait for a lock. A
+    statement that waits longer raises OperationalError
+    (`database_health.gave_up_waiting()`). SQLite has its own time-out."""
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
             cursor.execute(f"SET LOCAL lock_timeout = {int(seconds * 1000)}")
 
 
 def instant_text_sql(connection: Any, column: str) -> str:
-    """Return SQL for an instant in the format of `wire.format_instant()`. PostgreSQL
-    formats faster than Python; SQLite returns the text that it stores."""
+    """Return SQL for an instant in the format of `wire.format_instant()`, because
+    PostgreSQL formats instants faster than Python does. SQLite returns the text that it
+    stores."""
     if connection.vendor != "postgresql":
         return column
     pattern = 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'
@@ -124,18 +126,18 @@ def instant_text_sql(connection: Any, column: str) -> str:
 
 
 def text_sql(connection: Any, column: str) -> str:
-    """Return SQL for a UUID or JSON as text, which costs less than the driver's
+    """Return SQL for a UUID or JSON as text, which is cheaper to read than the driver's
     objects. SQLite returns the text that it stores."""
     return f"{column}::text" if connection.vendor == "postgresql" else column
 
 
 def no_wait_sql(connection: Any) -> tuple[str, str]:
-    """Return a CTE and a condition with which the commit of a single statement does not
-    wait for the disk. Inside a transaction, or where this is not possible, the CTE is
-    empty and the condition is true.
+    """Return a CTE and a condition. A statement with both commits without waiting for
+    the disk. Inside a transaction, and on SQLite, the CTE is empty and the condition is
+    true.
 
-    Use it for changes whose loss in a crash of the server costs a repetition, but no
-    message.
+    Use them for changes that a crash of the server may lose, if the loss only causes a
+    repetition, and never loses a message.
     """
     if connection.vendor != "postgresql" or in_block(connection):
         return "", "TRUE"
@@ -180,8 +182,8 @@ class OneOf(models.Func):
 
 
 def read_instant(value: Any) -> Any:
-    """Return an aware instant, or None, from a raw column. SQLite returns UTC as text.
-    A number is read as Unix time in seconds."""
+    """Return an aware instant, or None, from the value of a column. Text (from SQLite)
+    without an offset is read as UTC, a number as Unix time in seconds."""
     if isinstance(value, float):
         return dt.datetime.fromtimestamp(value, dt.timezone.utc)
     if isinstance(value, str):
@@ -192,13 +194,13 @@ def read_instant(value: Any) -> Any:
 
 
 def read_uuid(value: Any) -> Any:
-    """Return a UUID from a raw column: SQLite returns its hexadecimal text."""
+    """Return a UUID from the value of a column: SQLite returns hexadecimal text."""
     return uuid.UUID(value) if isinstance(value, str) else value
 
 
 def given_sql(connection: Any, name: str, **columns: str) -> str:
-    """Return SQL for a parameter, a JSON array of objects, as a table `name` with these
-    columns of PostgreSQL's types."""
+    """Return SQL that reads a parameter, a JSON array of objects, as a table `name`.
+    `columns` maps each column to its type in PostgreSQL."""
     if connection.vendor == "postgresql":
         typed = ", ".join(f"{column} {kind}" for column, kind in columns.items())
         return f"jsonb_to_recordset(%s::jsonb) AS {name}({typed})"
@@ -237,7 +239,8 @@ class SqlManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
 
 
 class Holds(models.Func):
-    """The condition that a rule is true for a row. `values` are expressions."""
+    """The condition that a rule is true for a row. Each of `values` is an expression
+    that replaces the column of that name in the rule."""
 
     output_field = models.BooleanField()
 

@@ -31,21 +31,21 @@ PATIENCE_MS = 200
 
 
 class SessionManager(SqlManager):
-    """The two ways in which a session can end. Each is a single INSERT, which fails if
-    the other one exists."""
+    """The two ways in which a session can end. Each way is a single INSERT, which fails
+    if the session has already ended in the other way."""
 
     def commit(self, session_id: uuid.UUID) -> bool:
-        """Record, within the session's transaction, that it committed.
+        """Record, within the session's transaction, that the session committed.
 
-        Returns False if a tombstone exists: the transaction must not commit.
+        Returns False if a tombstone exists: then the transaction must not commit.
         """
         return self._insert(session_id, SessionStatus.COMMITTED)
 
     def give_up(self, session_id: uuid.UUID) -> bool:
         """Write a tombstone. Returns False if the session has committed.
 
-        Raises OperationalError if that is unknown after PATIENCE_MS, because the
-        session's transaction is committing.
+        Raises OperationalError if the session's transaction is committing and takes
+        longer than PATIENCE_MS.
         """
         connection = connections[self.db]
         if connection.vendor == "postgresql":
@@ -62,7 +62,7 @@ class SessionManager(SqlManager):
                 cursor.execute(f"PRAGMA busy_timeout = {usual}")
 
     def given_up(self, since: dt.timedelta) -> int:
-        """Count the tombstones written within this time before now."""
+        """Count the tombstones that were written in the last `since`."""
         recent = self.filter(created_at__gte=Now() - since)
         return recent.filter(status=SessionStatus.TOMBSTONE).count()
 
@@ -78,8 +78,9 @@ class SessionManager(SqlManager):
 
 
 class SessionRecord(models.Model):
-    """An outbox session that has ended. The row is written only if the receiver of the
-    control message has to wait to learn how the session ended."""
+    """An outbox session that has ended. A row is written only if the receiver of the
+    session's control message cannot query the outcome of the transaction, and has to
+    wait for the row."""
 
     session_id = models.UUIDField(primary_key=True)
     status = models.CharField(max_length=16, choices=SessionStatus.choices)
@@ -99,7 +100,8 @@ class SessionRecord(models.Model):
 
 
 class IdempotencyKey(models.Model):
-    """One key of one caller. It commits with the request's effects, or not at all."""
+    """One idempotency key of one caller. The row commits together with the effects of
+    the request."""
 
     id = models.BigAutoField(primary_key=True)
     caller = models.CharField(max_length=255)
@@ -153,7 +155,8 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
     """Reads and records the identity of the database."""
 
     def ask(self) -> str:
-        """Return the identity that the database has now; "" if it has none (SQLite)."""
+        """Return the database's current identity; "" on SQLite, which has no
+        identity."""
         connection = connections[self.db]
         if connection.vendor != "postgresql":
             return ""
@@ -165,7 +168,8 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
         return str(identity)[-255:]
 
     def note(self, identity: str) -> dt.datetime:
-        """Record an identity, and return when the database was first seen with it.
+        """Record an identity, and return when the database was first seen with this
+        identity.
 
         Uses a transaction of its own. Raises database errors, also on a standby, which
         accepts no writes.

@@ -1,6 +1,6 @@
 """Hop 7's record: which message ids a stage has received, and how often.
 
-States: `received → processed | dead`. A received row with `due_at` is parked. Then it
+States: `received → processed | dead`. A received row with `due_at` is parked: the row
 holds the whole message until the next attempt, and the broker no longer has the
 message.
 """
@@ -63,7 +63,8 @@ REVOKED = "revoked: no flow waits for it any more"
 
 @dataclass(frozen=True, slots=True)
 class InboxRecord:
-    """The state of a message's inbox row just after an arrival was recorded."""
+    """The state of a message's inbox row just after the arrival of the message was
+    recorded."""
 
     id: int
     message_id: uuid.UUID
@@ -76,12 +77,12 @@ class InboxRecord:
 
     @property
     def settled(self) -> bool:
-        """Whether the message has ended, so that this arrival only needs to be
-        dropped."""
+        """Whether the message is processed, dead or parked, so that the consumer drops
+        this arrival."""
         return self.processed or self.dead or self.parked
 
     def attempted(self, attempt: int) -> InboxRecord:
-        """Return the record with one more attempt."""
+        """Return a copy of the record with this attempt number."""
         return dataclasses.replace(self, attempt=attempt)
 
 
@@ -115,8 +116,7 @@ class InboxState(models.TextChoices):
 
 
 class InboxManager(SqlManager):
-    """The transitions of received messages. Each is a single statement, also for many
-    rows."""
+    """The transitions of received messages."""
 
     def record(
         self,
@@ -126,15 +126,17 @@ class InboxManager(SqlManager):
         idempotent: bool = False,
         together: bool = False,
     ) -> dict[uuid.UUID, InboxRecord]:
-        """Count an arrival of each message, and an attempt for each message that will
+        """Count an arrival of each message, and an attempt of each message that will
         run.
 
-        Commits at once, so that a message that kills its worker is still counted. On
-        PostgreSQL the commit does not wait for the disk, since a lost count costs at
-        most one attempt; if a later statement then finds no row, it calls `recall()`.
-        `idempotent` stages also run messages that they have processed. No attempt is
-        counted for messages that run `together`. If their worker dies, the cause may be
-        any of them, and each message is delivered again alone.
+        The statement commits at once, so that a message that kills its worker is still
+        counted. On PostgreSQL the commit does not wait for the disk. So a crash of the
+        server may lose the rows; a caller that then finds no row calls `recall()`.
+
+        An `idempotent` stage also runs messages that it has already processed. With
+        `together`, the messages will run in one transaction, and no attempt is counted:
+        if the worker dies, any of the messages may be the cause, and each is delivered
+        again alone.
         """
         connection = connections[self.db]
         sql, parameters = self._recording(
@@ -154,14 +156,17 @@ class InboxManager(SqlManager):
         mark: str,
         turn: Turn | None = None,
     ) -> tuple[InboxRecord, bool]:
-        """Record an arrival, commit that, begin the stage's transaction and take the
-        row in it: `record()` and `take()` in one round trip instead of three.
+        """Do `record()` and `take()` in one round trip: record the message's arrival
+        and commit, then begin the stage's transaction and take the row.
 
-        Returns the record, and whether the row was taken; with `turn`, it is taken only
-        if the predecessor has released it. The transaction is open in any case: a
-        `StageTransaction` takes it over, or the caller rolls it back. For a connection
-        of psycopg 3 outside any block (`begins_early()`). If the call fails,
-        `recorded()` finds out by the `mark` whether the first half was committed.
+        Returns the record, and whether the row was taken. With `turn`, the row is taken
+        only if the message's predecessor is processed and no other transaction has
+        locked the key. The transaction stays open in both cases: a `StageTransaction`
+        takes it over, or the caller rolls it back.
+
+        If the call fails, pass the same `mark` to `recorded()`, which returns the
+        record if the first commit succeeded. Requires psycopg 3, and a connection that
+        is outside any transaction (`begins_early()`).
         """
         connection = connections[self.db]
         recording, parameters = self._recording(stage, [message], False, 1)
@@ -189,18 +194,19 @@ class InboxManager(SqlManager):
             return record, bool(cursor.rowcount)
 
     def recorded(self, stage: str, message: Message, mark: str) -> InboxRecord | None:
-        """Return the record that `record_and_begin()` committed before it failed, if it
-        did. The `mark` is a session setting made in that transaction, so it exists only
-        if the transaction committed."""
+        """Return the record that `record_and_begin()` committed before it failed, or
+        None if it committed nothing. `mark` is the value of a session setting, which
+        that transaction set, so the setting has this value only if the transaction
+        committed."""
         return self._find(
             f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
             [message.id, stage, mark],
         )
 
     def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> InboxRecord | None:
-        """Return the record of a message whose arrival was recorded before, if the row
-        still exists. After a crash of the server, another message may have that primary
-        key."""
+        """Return the record of a message whose arrival was recorded before, or None if
+        the row is lost. The stage and the message id are compared too, because after a
+        crash of the server another message may have this primary key."""
         value = prepared(self.model, "message_id", message_id, connections[self.db])
         return self._find(
             "id = %s AND stage = %s AND message_id = %s", [pk, stage, value]
@@ -256,8 +262,8 @@ class InboxManager(SqlManager):
         return sql, parameters
 
     def unrecord(self, pk: int) -> None:
-        """Remove an arrival, and the attempt that it counted, because the arrival will
-        be recorded again."""
+        """Subtract an arrival and its attempt, because the caller will record the
+        arrival again."""
         self.filter(pk=pk).update(
             deliveries=models.F("deliveries") - 1, attempts=models.F("attempts") - 1
         )
@@ -277,11 +283,13 @@ class InboxManager(SqlManager):
     ) -> bool:
         """Keep the whole message in its row until it is due again in `delay` seconds.
 
-        `needs` names a message type and the oldest version that reads it: workers with
-        older code do not claim the message. `slot` is the slot for which it waits, in
-        the line of `key`. Neither wait counts an attempt. Returns False if the message
-        is already processed or dead, or if its lease, `token`, has ended and another
-        worker has it.
+        `needs` names a message type and the oldest version of the code that can read
+        it: workers with older code do not claim the message. `slot` is the slot for
+        which the message waits, in the line of `key`. A message that waits for newer
+        code or for a slot does not use up an attempt.
+
+        Returns False if the message is already processed or dead. Also returns False if
+        its lease, `token`, has ended and another worker has claimed the message.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
@@ -311,7 +319,7 @@ class InboxManager(SqlManager):
         )
 
     def due_stages(self, stages: Mapping[str, Reads | None]) -> set[str]:
-        """Return which of the stages have parked messages that are due, unclaimed and
+        """Return the stages that have a parked message which is due, unclaimed and
         readable by this code."""
         connection = connections[self.db]
         now = began_sql(connection)
@@ -376,7 +384,8 @@ class InboxManager(SqlManager):
 
     def next_due(self, stage: str) -> float | None:
         """Return the seconds until a stage's next parked message is due, or None if
-        there is none. Messages that a worker has claimed do not count."""
+        there is none. Ignores messages that a worker has claimed or that need newer
+        code."""
         free = Q(lease_until=None) | Q(lease_until__lte=Now())
         rows = self.filter(free, stage=stage, due_at__isnull=False, needs_version=None)
         first = rows.order_by("due_at", "id").annotate(now=Now())
@@ -399,15 +408,15 @@ class InboxManager(SqlManager):
         )
 
     def unpark(self, pk: int, token: uuid.UUID, *, attempts: int = 1) -> None:
-        """Release a claimed parked message, due now, and subtract attempts that were
-        counted but not made."""
+        """Release a claimed parked message, and subtract the `attempts` that were
+        counted but not made. The message is due at once."""
         self.filter(pk=pk, lease_token=token).update(
             lease_until=None, lease_token=None, attempts=models.F("attempts") - attempts
         )
 
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
-        """Count another attempt of a message that stays claimed, for blocking
-        redelivery. Returns the attempt's number, or 0 if another worker has the
+        """Count another attempt of a message that its worker keeps, for blocking
+        redelivery. Returns the attempt's number, or 0 if another worker has claimed the
         message."""
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
@@ -420,8 +429,9 @@ class InboxManager(SqlManager):
         return int(row[0]) if row else 0
 
     def lock(self, ids: list[int]) -> set[int]:
-        """Lock rows for this transaction. A worker with a copy waits here until the
-        transaction ends. Returns the rows that are still to be processed."""
+        """Lock these rows until the transaction ends, and return the rows that still
+        have to be processed. A worker with another copy of such a message waits for the
+        lock."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
         condition += f" AND due_at IS NULL AND {OPEN.sql()}"
@@ -434,13 +444,14 @@ class InboxManager(SqlManager):
     def take(
         self, pk: int, token: uuid.UUID | None = None, turn: Turn | None = None
     ) -> bool:
-        """Mark one row as processed before its work is done. The same statement locks
-        the row, so a worker with a copy waits here. The mark commits with the work or
-        not at all. Returns False if the message is already processed, parked or dead.
+        """Mark one row as processed before the handler runs. The mark commits together
+        with the handler's work. The statement also locks the row, so that a worker with
+        another copy of the message waits.
 
-        `token` is the lease of a parked message. With `turn` the row is taken only if
-        its predecessor has released it, and no other transaction has a message of its
-        key.
+        Returns False if the message is already processed, parked or dead. For a parked
+        message, `token` is its lease. With `turn`, the row is taken only if the
+        message's predecessor has released it and no other transaction has locked the
+        message's key.
         """
         connection = connections[self.db]
         condition, parameters = "due_at IS NULL", [pk]
@@ -459,7 +470,7 @@ class InboxManager(SqlManager):
         return False
 
     def finish(self, ids: list[int]) -> None:
-        """Mark rows as processed now, in the transaction that holds their work."""
+        """Mark rows as processed, in the transaction of their handlers' work."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
         self._changed(
@@ -470,8 +481,9 @@ class InboxManager(SqlManager):
         )
 
     def revoke(self, stage: str, message_id: uuid.UUID) -> bool:
-        """Revoke a message: the stage never processes it, whether it has not arrived
-        yet, is parked, or is dead. Waits for a worker that is processing it.
+        """Revoke a message, so that the stage never processes it. The message may be
+        parked or dead, or may arrive later. If a worker is processing the message,
+        waits for that worker.
 
         Returns False, and changes nothing, if the message is processed.
         """
@@ -509,11 +521,11 @@ class InboxManager(SqlManager):
         *,
         revoked: bool = False,
     ) -> int:
-        """Mark a received message as dead. Its bytes are in the dead letter, unless it
-        is `revoked`.
+        """Mark a received message as dead, and clear its headers and body. The dead
+        letter has them, unless the message is `revoked`.
 
-        Returns 0 if it is already processed or dead, or if its lease, `token`, has
-        ended and another worker has it.
+        Returns 0 if the message is already processed or dead. Also returns 0 if its
+        lease, `token`, has ended and another worker has claimed the message.
         """
         rows = self.filter(pk=pk, processed_at=None, dead_at=None)
         if token is not None:
@@ -548,8 +560,8 @@ def read_record(row: Sequence[Any]) -> InboxRecord:
 
 def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
     """Return the condition that code with these types can read a row, and the
-    condition's parameters. The condition is empty for a stage that takes bodies as
-    parsed JSON."""
+    condition's parameters. The condition is empty if `reads` is None: the stage reads
+    every message."""
     if reads is None:
         return "", []
     one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"
@@ -558,8 +570,8 @@ def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
 
 
 class InboxMessage(models.Model):
-    """One message at one stage. The unique constraint lets each message have one row,
-    so copies are dropped."""
+    """One message at one stage. A unique constraint allows one row for each message at
+    each stage, so duplicates are dropped."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255)

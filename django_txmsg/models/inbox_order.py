@@ -1,12 +1,12 @@
-"""Order per key in the inbox: decides which messages run, wait or are released.
+"""Order per key in the inbox: which messages run, wait or are released.
 
-A message releases its follower once it is processed or passed. It is passed if it has
-expired, was discarded, or is dead at a stage that skips dead messages. A replaced
-message is passed once its copy is processed or passed.
+A message releases its follower once the message is processed or passed. A message is
+passed if it has expired, was discarded, or is dead at a stage that skips dead messages.
+A message that was replaced is passed once its copy is processed or passed.
 
-A waiting row is a parked row that names its predecessor in `waits_for`. It becomes due
-when its predecessor ends. If the predecessor waits too, the row's due time is `NEVER`,
-until the predecessor releases it.
+A waiting row is a parked row that names its predecessor in `waits_for`. The row becomes
+due when its predecessor ends. If the predecessor waits too, the row's due time is
+`NEVER` until the predecessor releases the row.
 
 A message that ends releases its followers in the last statement of its transaction.
 Followers that this statement misses are checked again at growing intervals. If a
@@ -71,15 +71,15 @@ class Turn:
 
     @property
     def lock(self) -> int:
-        """The number of the advisory lock that lets only one message of a key run at a
-        time."""
+        """The number of the advisory lock of the key. Only the transaction that holds
+        the lock may run a message of the key."""
         named = hashlib.sha256(f"{self.stage}\0{self.key}".encode("utf-8", "replace"))
         return int.from_bytes(named.digest()[:8], "big", signed=True)
 
 
 def passed_sql(message: str, stage: str, *, skips: bool) -> str:
-    """Return the condition that a message releases its followers at a `stage`.
-    `message` is SQL for the message's id, and `stage` is SQL that is used once."""
+    """Return the condition that a message releases its followers at a `stage`. Both
+    `message`, the id, and `stage` are SQL; `stage` appears once in the condition."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
         f" AND p.stage = {stage} AND {passes_sql(skips=skips)})"
@@ -96,9 +96,9 @@ def passes_sql(*, skips: bool) -> str:
 
 
 def waits_sql(row: str) -> str:
-    """Return the condition that a row waits for its turn: it names its predecessor, and
-    no worker has claimed it. The transaction of a claimed message may already have
-    released its followers."""
+    """Return the condition that a row waits for its turn: the row names a predecessor,
+    and no worker has claimed the row. A claimed message does not count, because its
+    transaction may already have released its followers."""
     return f"{BLOCKED.sql(row)} AND {row}.lease_token IS NULL AND {OPEN.sql(row)}"
 
 
@@ -131,14 +131,14 @@ def turn_sql(
     *,
     dead_too: bool = True,
 ) -> tuple[str, list[Any]]:
-    """Return a further condition for taking a message, and the condition's parameters:
-    the message's turn has come, and no other transaction holds a message of its key.
-    The condition is empty for a message without an order.
+    """Return a condition for the statement that takes a message, and the condition's
+    parameters: the message's predecessor has released it, and no other transaction has
+    locked the message's key. Without a `turn`, the condition is empty.
 
-    The turn is checked first, so that a message that must wait does not lock its key.
-    Most predecessors are processed. The other cases are added with `dead_too` only,
-    because planning them takes PostgreSQL longer than running the rest of the
-    statement.
+    The predecessor is checked first, so that a message that must wait does not lock its
+    key. Without `dead_too`, only a processed predecessor counts. That is the usual
+    case, and the full condition takes PostgreSQL longer to plan than the rest of the
+    statement takes to run.
     """
     if turn is None:
         return "", []
@@ -199,8 +199,9 @@ _REPLACED = f"""
 def held_sql(
     model: type[models.Model], connection: Any, token: uuid.UUID | None
 ) -> tuple[str, list[Any]]:
-    """Return the condition that a parked message is still held under `token`, and the
-    condition's parameters. For a message from the broker there is no condition."""
+    """Return the condition that a parked message is still claimed under `token`, and
+    the condition's parameters. The condition is empty for a message from the broker,
+    which has no token."""
     if token is None:
         return "", []
     held = prepared(model, "lease_token", token, connection)
@@ -208,10 +209,10 @@ def held_sql(
 
 
 class OrderManager(SqlManager):
-    """The transitions of messages that wait for their turn, each in one statement."""
+    """The transitions of messages that wait for their turn."""
 
     def has_come(self, turn: Turn) -> bool:
-        """Return whether the message's predecessor releases it."""
+        """Return whether the message's predecessor has released it."""
         if turn.after_id is None:
             return True
         before = self.filter(message_id=turn.after_id, stage=turn.stage)
@@ -239,7 +240,7 @@ class OrderManager(SqlManager):
 
     def lock_keys(self, turns: Collection[Turn]) -> set[str]:
         """Lock the keys of these messages until the transaction ends. Returns the keys
-        that no other transaction has locked."""
+        that were locked; other transactions hold the rest."""
         connection = connections[self.db]
         wanted = {turn.key: turn.lock for turn in turns}
         if connection.vendor != "postgresql":
@@ -263,12 +264,12 @@ class OrderManager(SqlManager):
         uncounted: int,
         aside: bool = False,
     ) -> bool:
-        """Park a message whose turn has not come, and subtract the attempts
-        `uncounted`. With `aside`, its turn has come, but another transaction has locked
-        its key. Call it outside any transaction: the next statement must see what
-        others have committed meanwhile.
+        """Park a message whose turn has not come, and subtract `uncounted` attempts.
+        With `aside`, the turn has come, but another transaction has locked the key.
 
-        Returns whether the message can be claimed at once after all.
+        Call this outside any transaction: the second statement must see what other
+        transactions have committed since the first. Returns whether the message can be
+        claimed at once after all.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
@@ -304,8 +305,8 @@ class OrderManager(SqlManager):
         return self._look(pk, turn, row[0])
 
     def _look(self, pk: int, turn: Turn, due: Any) -> bool:
-        """Check a message that was just parked once more. Its predecessor may have
-        ended just before, unseen by this transaction, or may itself be waiting."""
+        """Check a message again that was just parked. Its predecessor may have ended
+        before the row was visible to other transactions, or may itself be waiting."""
         connection = connections[self.db]
         now, never = now_sql(connection), never_sql(connection)
         # If a crash loses this, the message is rechecked later.
@@ -324,8 +325,8 @@ class OrderManager(SqlManager):
         return row is not None and row[0] is None
 
     def aside(self, pk: int, turn: Turn) -> None:
-        """Record the key of a failed message, so that the messages which it blocks can
-        be shown."""
+        """Record the key of a failed message, so that the admin can show which messages
+        it blocks."""
         self.filter(pk=pk).update(
             key=turn.key, after_at=turn.after_at, waits_for=None, waits_since=None
         )
@@ -356,16 +357,17 @@ class OrderManager(SqlManager):
         return int(rows.exclude(key="").filter(processed_at=None)[:most].count())
 
     def wake(self, stage: str, messages: Collection[uuid.UUID]) -> int:
-        """Make the followers of the messages that end in this transaction due, and
-        return their number. Must be the transaction's last statement. A follower that
-        commits after this statement began finds out itself that the message has
-        ended."""
+        """Make the followers of these messages, which end in this transaction, due.
+        Returns the number of followers. Must be the transaction's last statement. A
+        follower that was parked after this statement began checks its predecessor
+        itself."""
         ids, values = ids_sql(connections[self.db], "waits_for", messages)
         return self._release(stage, ids, values)
 
     def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
-        """Check a stage's due waiting rows again, and postpone those whose turn has not
-        come: by a second if `soon`. Returns the number of postponed rows."""
+        """Check a stage's due waiting rows again, and postpone the rows whose turn has
+        not come. Returns the number of postponed rows. The pauses grow, but with `soon`
+        each is a second."""
         longest = FIRST_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
         now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
@@ -410,9 +412,9 @@ class OrderManager(SqlManager):
         retention: dt.timedelta | None,
         link: str,
     ) -> int:
-        """Release messages whose predecessor is missing and that have waited long
-        enough, if no earlier message of their key is open here. `link` is the header
-        that names the predecessor. Returns how many were released."""
+        """Release messages that have waited long enough for a missing predecessor, if
+        no earlier message of their key is open here. `link` is the header that names
+        the predecessor. Returns the number of released messages."""
         connection, table = connections[self.db], self._table
         held = "e.dead_at IS NULL"
         lost, parameters = "", [stage, later_value(connection, -patience)]
@@ -451,12 +453,11 @@ class OrderManager(SqlManager):
         )
 
     def let_go(self, stage: str, key: str, *, link: str) -> int:
-        """Release the first waiting message of a key on an operator's request, whatever
-        the message waits for. Returns the number of released messages: 1, or 0 if no
-        message waits or the first was released meanwhile.
+        """Release the first waiting message of a key, because an operator requests it.
+        Returns 1, or 0 if no message waits or the first was released meanwhile.
 
-        Raises OperationalError if a worker holds the message for longer than PATIENCE,
-        because it is running.
+        Raises OperationalError if a worker is processing the message and does not
+        finish within PATIENCE.
         """
         connection, table = connections[self.db], self._table
         # The first message is chosen once, even if a worker holds it: the operator

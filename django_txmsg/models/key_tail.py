@@ -20,11 +20,11 @@ Chain = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Where a new message is added to the chain of its key, and its predecessor there,
-    if any.
+    """The place of a new message in the chain of its key, and the message's
+    predecessor, if any.
 
-    Instants are microseconds since 1970 by the database's clock, and grow within a
-    chain even if that clock does not.
+    Instants are microseconds since 1970 by the database's clock. Within a chain they
+    grow, even if that clock does not.
     """
 
     previous_id: uuid.UUID | None
@@ -33,14 +33,15 @@ class Joint:
 
 
 class KeyTailManager(SqlManager):
-    """The one transition of a tail."""
+    """The only transition of a key's tail."""
 
     def advance(
         self, broker: str, ends: Mapping[Chain, uuid.UUID], longest: int
     ) -> dict[Chain, Joint]:
-        """Make these messages the last ones of their chains. Each chain grows by at
-        most `longest` messages. Locks the tails, always in the same order, until the
-        transaction ends, so that no other relay extends these chains meanwhile."""
+        """Make these messages the last messages of their chains. `longest` is the most
+        messages by which any chain grows now. The tails stay locked until the
+        transaction ends, so that no other relay extends these chains meanwhile. The
+        tails are always locked in the same order."""
         connection = connections[self.db]
         native = connection.vendor == "postgresql"
         given = [

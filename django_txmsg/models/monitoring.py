@@ -1,4 +1,4 @@
-"""What the service records about its operation: alerts, counts of finished periods, and
+"""Records about the operation of the service: alerts, counts of finished periods, and
 the actions of operators."""
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ KEPT = dt.timedelta(days=90)
 
 
 class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of an alert. Only one process makes each of them."""
+    """The transitions of an alert. If several processes try the same transition, only
+    one succeeds."""
 
     def begin(self, service: str, name: str, kind: str, text: str) -> bool:
-        """Open an alert. Returns False if it is open already."""
+        """Open an alert. Returns False if the alert is open already. Also deletes
+        alerts that ended long ago."""
         self.filter(ended_at__lt=Later(-KEPT.total_seconds())).delete()
         try:
             with transaction.atomic(using=self.db):
@@ -42,16 +44,16 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return True
 
     def end(self, pk: int) -> bool:
-        """End an open alert. Returns False if it has ended."""
+        """End an open alert. Returns False if the alert has ended already."""
         ended = self.filter(pk=pk, ended_at=None).update(
             ended_at=Now(), lease_until=None
         )
         return bool(ended)
 
     def undelivered(self, service: str) -> Iterable[Alert]:
-        """Return the alerts whose beginning or end must be delivered, and that no
-        process is delivering. If the beginning of an alert was not delivered, its end
-        is not delivered either."""
+        """Return the alerts whose beginning or end must be delivered, and which no
+        process is delivering. The end of an alert is delivered only if its beginning
+        was."""
         begun = Q(ended_at=None, delivered="")
         ended = Q(ended_at__isnull=False, delivered="firing")
         free = Q(lease_until=None) | Q(lease_until__lt=Now())
@@ -73,8 +75,8 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 class Alert(models.Model):
-    """One occurrence of a problem. Its name says what kind of problem it is, and
-    where."""
+    """One occurrence of a problem. The alert's name says what kind of problem it is,
+    and where it occurs."""
 
     id = models.BigAutoField(primary_key=True)
     service = models.CharField(max_length=255)
@@ -118,7 +120,7 @@ PERIOD = dt.timedelta(minutes=5)
 
 
 class PeriodCount(models.Model):
-    """One finished period of one series of counts at one place."""
+    """One count of one finished period: its series, and its destination or stage."""
 
     id = models.BigAutoField(primary_key=True)
     start = models.DateTimeField()
@@ -176,7 +178,7 @@ class Deed(StrEnum):
 
 
 class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The only place that creates entries."""
+    """Records the actions of operators. Only this class creates entries."""
 
     def record(
         self,
@@ -187,13 +189,13 @@ class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         count: int | None = 1,
         operation: BulkOperation | None = None,
     ) -> None:
-        """Record an action. Call it in the transaction of the action, in its database.
-        When the transaction commits, the action is also logged, for systems that
-        collect logs.
+        """Record an action. Call this in the transaction of the action, in the same
+        database. When the transaction commits, the action is also logged, for systems
+        that collect logs.
 
-        `count` is the number of messages, stages or other rows that the operator was
-        shown, or None if they were not counted. For a bulk `operation`, it is the
-        number of its rows; the operation counts its finished rows.
+        `count` is how many messages, stages or other rows the operator was shown, or
+        None if they were not counted. For a bulk `operation`, the entry has the
+        operation's total instead.
         """
         self.create(
             by=by[:255],
@@ -240,7 +242,7 @@ class AuditEntry(models.Model):
 
     @property
     def done(self) -> int | None:
-        """The number of rows that the action has changed so far. An action without a
-        bulk operation has changed all of them with its entry."""
+        """The number of rows that the action has changed so far. Without a bulk
+        operation, the action changed all rows at once."""
         operation: Any = self.operation
         return self.count if operation is None else int(operation.done)

@@ -1,8 +1,8 @@
 """Hop 2: a message stored with the business data, and the message's states.
 
 States: `pending → dispatched | dead | cancelled`. A pending row is settled only by a
-receipt, a definite rejection, its own expiry, or a cancellation. Nothing deletes a
-pending row. A cancelled row has `cancelled_at` beside `dead_at`, and the reason in its
+receipt, a definite rejection, the message's expiry, or a cancellation. No code deletes
+a pending row. A cancelled row has both `cancelled_at` and `dead_at`, and the reason in
 `last_error`.
 """
 
@@ -46,16 +46,16 @@ Changed = list[tuple[int, str]]
 
 
 class PendingManager(SqlManager):
-    """The transitions, by message id, of pending rows that no relay holds.
+    """Changes pending rows by message id, and frees or holds unique keys.
 
-    A row that a relay holds is never changed, because its message may be on the way to
-    the broker.
+    `cancel()` and `make_due()` never change a row that a relay holds, because the row's
+    message may be on its way to the broker.
     """
 
     def cancel(self, message_id: uuid.UUID, *, why: str) -> Changed:
-        """Cancel rows. No dead letters are made, because no operator needs to act. A
-        row that has a place in the order of its key is not cancelled, because the next
-        message waits for it."""
+        """Cancel rows. No dead letter is made, because no operator needs to act. A row
+        that already has its place in the order of its key is not cancelled, because the
+        next message waits for it."""
         now = now_sql(connections[self.db])
         assign = (
             f"dead_at = {now}, cancelled_at = {now}, last_error = %s,"
@@ -71,7 +71,7 @@ class PendingManager(SqlManager):
         delay: float | None = None,
         at: dt.datetime | None = None,
     ) -> Changed:
-        """Let rows be sent at an instant, or in a number of seconds from now."""
+        """Let rows be sent at the time `at`, or `delay` seconds from now."""
         connection: Any = connections[self.db]
         if at is not None:
             value = prepared(self.model, "due_at", at, connection)
@@ -80,10 +80,14 @@ class PendingManager(SqlManager):
         return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
 
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
-        """Take these unique keys from rows that no longer hold them. Such a row's
-        message has expired. Or its key is held until it is processed, and the message
-        was processed or buried here, is the `cause` that this transaction is
-        processing, or was sent so long ago that the inbox may have forgotten it."""
+        """Clear these unique keys in rows that no longer need them.
+
+        A row no longer needs its key if its message has expired. A row that holds its
+        key until the message is processed gives up the key if the message was processed
+        or buried here, or is the `cause` that this transaction is processing. The row
+        also gives up the key if the message was sent so long ago that the inbox may
+        have deleted its record.
+        """
         connection, table = connections[self.db], self._table
         inbox_table = InboxMessage._meta.db_table
         having, values = ids_sql(connection, "unique_key", keys)
@@ -110,11 +114,12 @@ class PendingManager(SqlManager):
         )
 
     def hold(self, wanted: Mapping[str, float | None]) -> list[int]:
-        """Lock the pending rows with these unique keys until the open transaction ends,
-        and return the primary keys of all rows that hold the keys.
+        """Lock the pending rows with these unique keys until the open transaction ends.
+        Returns the primary keys of all rows that hold the keys.
 
-        `wanted` maps each key to the seconds after which the message that was not
-        stored would expire, or None for never. The row will expire no sooner.
+        `wanted` maps each key to the expiry, in seconds, of the new message that was
+        not stored because of the row; None means never. If the row would expire sooner,
+        its expiry is extended.
         """
         connection, table = connections[self.db], self._table
         now, later = now_sql(connection), later_sql(connection)
@@ -167,7 +172,7 @@ class PendingManager(SqlManager):
 
 
 class OutboxManager(StoringManager, ClaimingManager, PendingManager):
-    """The transitions of many rows at once. Each is a single statement."""
+    """The transitions of the outbox's rows."""
 
 
 class OutboxMessage(models.Model):

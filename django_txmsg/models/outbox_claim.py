@@ -1,7 +1,7 @@
 """The statements by which a relay claims and settles pending rows of the outbox.
 
-A claim is a lease with a token, which every later statement checks: a relay whose lease
-has ended can change nothing.
+A claim is a lease with a token, and every later statement checks the token. So a relay
+whose lease has ended can change nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from .fields import (
 
 class Claimed(NamedTuple):
     """A pending row that one relay holds until its lease ends. A busy relay creates
-    very many of these, so the values stay as the statement returns them where
-    possible."""
+    very many of these tuples, so most values stay as the database returns them."""
 
     id: int
     #: The message's UUID, in the form of its header.
@@ -65,7 +64,8 @@ class Claimed(NamedTuple):
 
 
 class ClaimingManager(SqlManager):
-    """The transitions of pending rows. Each is one statement for many rows."""
+    """The transitions of pending rows. Each transition is one statement for many
+    rows."""
 
     def claim(
         self,
@@ -83,17 +83,19 @@ class ClaimingManager(SqlManager):
         only: str | None = None,
         but: Collection[str] = (),
     ) -> list[Claimed]:
-        """Claim due rows for `lease` seconds, oldest first; no other relay gets them.
-        At most `limit` rows, and no more than `max_bytes` of bodies
-        (claiming.MAX_BYTES), except a single row if `larger` is set. Only rows stored
-        by one of `services`, or by a release that did not record the service; None
-        claims the rows of all services.
+        """Claim due rows for `lease` seconds, the oldest first. No other relay gets
+        these rows. A row with a key is claimed only together with all earlier pending
+        rows of its key.
 
-        A row with a key is claimed only together with all earlier pending rows of that
-        key, even if one of them is due later because of a retry. `ids`, `session_id` or
-        `only`, a destination, narrow the selection. Rows to the destinations `but` are
-        left out, with the rows that must follow them by key. `floor` skips rows due
-        before it, so that a busy relay does not scan again what it has just settled.
+        - `limit` and `max_bytes` (of bodies, by default `claiming.MAX_BYTES`) limit the
+          claim. If the first row alone is larger than `max_bytes`, it is claimed only
+          with `larger`.
+        - `services` selects the rows that these services stored, and the rows of
+          releases that did not record the service. None selects all rows.
+        - `ids`, `session_id` and the destination `only` narrow the selection.
+        - `but` excludes destinations, and the rows that must follow an excluded row.
+        - `floor` skips rows that were due earlier, so that a busy relay does not scan
+          the rows that it has just settled.
         """
         connection, table = connections[self.db], self._table
         now = began_sql(connection)
@@ -176,10 +178,10 @@ class ClaimingManager(SqlManager):
         broker: str,
         services: Sequence[str] | None = None,
     ) -> list[int]:
-        """Return the primary keys of due, unclaimed rows among `ids` whose key has
-        earlier pending rows, with those earlier rows, in the order in which they are
-        sent: the first `limit` of them. Only rows that a claim with this `broker` and
-        these `services` takes."""
+        """Return the primary keys of rows that must be claimed together: the due,
+        unclaimed rows among `ids` with a key, and all earlier pending rows of these
+        keys. Returns the first `limit` keys in the order in which the rows are sent.
+        `broker` and `services` select rows as in `claim()`."""
         connection, table = connections[self.db], self._table
         condition, values = ids_sql(connection, "c.id", ids)
         own, stored_by = _ours_sql(services)
@@ -205,8 +207,9 @@ class ClaimingManager(SqlManager):
         return [pk for (pk,) in rows]
 
     def link(self, links: Mapping[int, str | None], token: uuid.UUID, name: str) -> int:
-        """Store each row's link to its predecessor, as the header `name` records it;
-        None is the first place. Returns how many rows still belonged to this lease."""
+        """Store each row's link to its predecessor in the header `name`; None means
+        that the row is the first of its key. Returns the number of rows that still
+        belonged to this lease."""
         connection, table = connections[self.db], self._table
         given = [{"id": pk, "after": after} for pk, after in links.items()]
         source = given_sql(connection, "g", id="bigint", after="text")
@@ -225,15 +228,15 @@ class ClaimingManager(SqlManager):
         )
 
     def mark_dispatched(self, ids: list[int], token: uuid.UUID) -> int:
-        """Settle rows whose receipts have come. Returns the number of rows that still
-        belonged to this lease."""
+        """Mark rows as dispatched, because their receipts have come. Returns the number
+        of rows that still belonged to this lease."""
         return self._leased(
             ids, token, "dispatched_at = {now}, lease_until = NULL, lease_token = NULL"
         )
 
     def release(self, ids: list[int], token: uuid.UUID, *, error: str = "") -> int:
-        """Release rows without counting an attempt. Without an `error`, the broker did
-        not answer; with one, the destination takes no messages now."""
+        """Release rows without counting an attempt. Pass an `error` if the destination
+        takes no messages now; without an error, the broker did not answer."""
         free, values = "lease_until = NULL, lease_token = NULL", []
         if error:
             free, values = f"{free}, last_error = %s", [error]
@@ -241,7 +244,7 @@ class ClaimingManager(SqlManager):
 
     def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> int:
         """Extend the lease of rows to `lease` seconds from now. Returns the number of
-        rows that were still held."""
+        rows that still belonged to this lease."""
         connection = connections[self.db]
         value = later_value(connection, lease)
         return self._leased(
@@ -280,8 +283,7 @@ class ClaimingManager(SqlManager):
         assignments: str,
         values: Sequence[Any] = (),
     ) -> int:
-        """Change rows that are still pending and belong to this lease. All statements
-        with a token use this."""
+        """Change rows that are still pending and belong to this lease."""
         connection, table = connections[self.db], self._table
         condition, id_values = ids_sql(connection, "id", ids)
         assignments = assignments.replace("{now}", now_sql(connection))
@@ -310,8 +312,8 @@ def _ours_sql(services: Sequence[str] | None) -> tuple[str, list[str]]:
 
 
 def _leads_sql(table: str, row: str, ours: str, stays: str) -> str:
-    """Return the condition that a row may be sent: it has no key, or no earlier pending
-    row `e` of its key for which `stays` is true."""
+    """Return the condition that a row may be sent: the row has no key, or no earlier
+    pending row `e` of its key meets the condition `stays`."""
     return f"""
         ({row}.key = '' OR NOT EXISTS (
             SELECT 1 FROM {table} e

@@ -1,7 +1,7 @@
 """Inserts new rows into the outbox, many by each statement.
 
-Values are written in each database's own format, because the fields' conversions would
-cost as much as everything else together.
+Values are written in each database's own format, because the conversions of Django's
+fields would cost as much as the rest of the insertion.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ UniqueUntil = Literal["left", "processed"]
 
 @dataclass(slots=True)
 class NewMessage:
-    """A message to be stored: due in `delay` seconds, expiring after `expiry`.
+    """A message to be stored. `delay` and `expiry` are seconds from now.
 
-    A model instance would cost more than everything else in storing a thousand
-    messages.
+    This is no model instance: creating the instances would cost more than the rest of
+    storing a thousand messages.
     """
 
     message_id: uuid.UUID
@@ -72,9 +72,9 @@ class NewMessage:
 
 
 class Stored(NamedTuple):
-    """The primary key and creation instant of each inserted row, by message id. If
-    requested, also the transaction's id; and if a lock was taken, the database's clock
-    after that."""
+    """The primary key and creation time of each inserted row, by message id.
+    `transaction` is the transaction's id, if requested. `locked_at` is the database's
+    clock after a lock was taken."""
 
     created: dict[uuid.UUID, tuple[int, dt.datetime]]
     transaction: str | None = None
@@ -92,14 +92,14 @@ class StoringManager(SqlManager):
         tell_transaction: bool = False,
         lock: int | None = None,
     ) -> Stored:
-        """Insert rows, in their order, inside the open transaction.
+        """Insert rows, in their order, inside the open transaction. Returns the
+        inserted rows.
 
-        Returns the inserted rows: a row whose message id is stored already is skipped
-        without an error. With `new_ids`, no id can be stored already.
-        `tell_transaction` requests the transaction's id too, which only PostgreSQL has.
-        `lock` is an advisory lock of PostgreSQL that each statement takes, shared,
-        until the transaction ends or its savepoint is rolled back; the statement then
-        also returns the clock.
+        A row whose message id is stored already is skipped without an error. Pass
+        `new_ids` if all ids are new. `tell_transaction` also requests the transaction's
+        id, on PostgreSQL. With `lock`, each statement takes this advisory lock of
+        PostgreSQL in shared mode, and also returns the database's clock. The lock is
+        held until the transaction ends or its savepoint is rolled back.
         """
         connection, table = connections[self.db], self._table
         unique = bool([row for row in rows if row.unique])
@@ -152,8 +152,8 @@ class StoringManager(SqlManager):
         return Stored(stored, xid, read_instant(locked_at))
 
     def there(self, ids: Collection[int]) -> list[tuple[int, uuid.UUID, str]]:
-        """Return primary key, message id and destination of the existing rows among
-        these primary keys, in their order."""
+        """Return the rows with these primary keys that exist: primary key, message id
+        and destination, in the order of the primary keys."""
         connection, table = connections[self.db], self._table
         having, keys = ids_sql(connection, "id", ids)
         rows = self._rows(
@@ -165,8 +165,9 @@ class StoringManager(SqlManager):
 
 
 class _Column(NamedTuple):
-    """A column for a field of NewMessage. `type` is PostgreSQL's. `empty` is the SQL of
-    an empty value, if there can be one: a parameter costs more."""
+    """A column of the outbox, and of NewMessage. `type` is its type in PostgreSQL. If
+    the column can be empty, `empty` is SQL for the empty value, which is cheaper than a
+    parameter."""
 
     name: str
     type: str
@@ -247,8 +248,8 @@ def _values(
 def _copy(
     connection: Any, cursor: Any, table: str, rows: Sequence[NewMessage]
 ) -> Stored:
-    """Insert rows by COPY (psycopg 3), which costs less: nothing is parsed or returned
-    for each row."""
+    """Insert rows by COPY (psycopg 3). COPY is cheaper than INSERT: PostgreSQL neither
+    parses nor returns anything for each row."""
     from psycopg.types.json import Jsonb
 
     cursor.execute(

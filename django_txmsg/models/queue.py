@@ -30,19 +30,20 @@ REMOVED_TOGETHER = 1000
 
 
 def queue_name(destination: str, subscriber: str | None) -> str:
-    """Return the queue for a destination's messages; each subscriber of a topic has
-    one."""
+    """Return the queue for a destination's messages. Each subscriber of a topic has its
+    own queue."""
     return f"{destination}@{subscriber}" if subscriber else destination
 
 
 def due_in(seconds: float) -> models.Func:
-    """Return the time at which a message sent with this delay becomes available."""
+    """Return an expression for the time at which a message sent with this delay becomes
+    available."""
     return Later(seconds) if seconds else Now()
 
 
 class QueueManager(SqlManager):
-    """The leases on queued messages. Each transition is a single statement with the
-    lease's token as a condition."""
+    """The claims of queued messages. Statements that change a claimed message check the
+    token of its lease."""
 
     def claim(
         self,
@@ -53,10 +54,10 @@ class QueueManager(SqlManager):
         lease: float,
         room: Room | None = None,
     ) -> list[tuple[int, str, bytes, int]]:
-        """Claim due messages of a queue, in order: at most `limit`, and no more bytes
-        than there is `room` for, by default claiming.MAX_BYTES or one larger body.
+        """Claim due messages of a queue, in order, at most `limit`. `room` limits their
+        bytes, by default to `claiming.MAX_BYTES` or a single larger message.
 
-        Returns id, headers as JSON, body and number of deliveries of each.
+        Returns the id, headers as JSON, body and number of deliveries of each message.
         """
         return self._claim(queue, token, limit, lease, room or _whole_room())
 
@@ -69,7 +70,7 @@ class QueueManager(SqlManager):
         lease: float,
         room: Room | None = None,
     ) -> list[tuple[int, str, bytes, int]]:
-        """Claim due messages like `claim()`, those of higher priority first."""
+        """Claim due messages like `claim()`, but messages of higher priority first."""
         room = room or _whole_room()
         due = self.filter(queue=queue, available_at__lte=Now())
         if not due.exclude(priority=0).exists():
@@ -134,7 +135,7 @@ class QueueManager(SqlManager):
         ]
 
     def extend(self, ids: Sequence[int], token: uuid.UUID, lease: float) -> None:
-        """Hold messages for `lease` seconds from now."""
+        """Extend the lease of messages to `lease` seconds from now."""
         connection = connections[self.db]
         self._change(
             f"UPDATE {_TABLE} SET available_at = {later_sql(connection)}",  # noqa: S608 - constants only
@@ -144,7 +145,7 @@ class QueueManager(SqlManager):
         )
 
     def release(self, ids: Sequence[int], token: uuid.UUID) -> None:
-        """Release messages, due now."""
+        """Release messages. They are due at once."""
         now = now_sql(connections[self.db])
         self._change(
             f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL",  # noqa: S608 - constants only
@@ -170,7 +171,7 @@ class QueueManager(SqlManager):
 
 
 class QueueMessage(models.Model):
-    """A message in a queue. Acknowledging deletes the row."""
+    """A message in a queue. The row is deleted when the message is acknowledged."""
 
     id = models.BigAutoField(primary_key=True)
     queue = models.CharField(max_length=511)
@@ -206,13 +207,14 @@ class SubscriptionManager(SqlManager):
     """Starts and ends subscriptions, and finds the queues of a topic."""
 
     def add(self, topic: str, subscriber: str) -> None:
-        """Deliver a copy of each message of the topic to the subscriber's queue."""
+        """Subscribe: from now on, the subscriber's queue gets a copy of each message of
+        the topic."""
         self.get_or_create(topic=topic, subscriber=subscriber)
 
     def queues(self, topics: Collection[str]) -> dict[str, list[str]]:
-        """Return the queues to which each topic's messages are delivered. `remove()`
-        waits until the caller's transaction has ended, so that it deletes the copies
-        which that transaction inserts."""
+        """Return the queues to which each topic's messages are delivered. Locks the
+        subscriptions until the caller's transaction ends, so that a concurrent
+        `remove()` also deletes the copies that this transaction inserts."""
         found: dict[str, list[str]] = {topic: [] for topic in topics}
         connection = connections[self.db]
         condition, values = ids_sql(connection, "topic", list(found))
@@ -226,8 +228,8 @@ class SubscriptionManager(SqlManager):
         return found
 
     def remove(self, topic: str, subscriber: str) -> int:
-        """End a subscription. It gets no more copies, and the messages in its queue are
-        deleted, in bounded transactions. Returns how many were deleted."""
+        """End a subscription, and delete the messages in its queue in transactions of
+        limited size. Returns the number of deleted messages."""
         self.filter(topic=topic, subscriber=subscriber).delete()
         rows = QueueMessage.objects.db_manager(self.db).filter(
             queue=queue_name(topic, subscriber)

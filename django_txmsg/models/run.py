@@ -1,9 +1,8 @@
 """Runs of flows, with their committed steps and their undos.
 
-A run holds its state, what it waits for, and its caller. Its states are `waiting →
-undoing → ended`, or from waiting directly to ended. A run waits under a turn. The
-message that takes the run's row under the present turn continues the run, and gives it
-a new turn.
+A run holds its state, what it waits for, and its caller. States: `waiting → ended`, or
+`waiting → undoing → ended`. Each wait has a token of its own, the run's `turn`. Only a
+message with the current turn can continue the run, which then gets a new turn.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ class Outcome(models.TextChoices):
 
 @cache
 def _readers() -> dict[str, Callable[[Any], Any] | None]:
-    """Return the columns of a run, each with the function that reads its raw value."""
+    """Return the columns of a run, each with the function that converts a value from
+    the database."""
     readers: dict[str, Callable[[Any], Any]] = {
         "BooleanField": bool,
         "DateTimeField": read_instant,
@@ -75,8 +75,8 @@ class RunManager(SqlManager):
         return self._locked("run_id = %s", run_id)
 
     def take(self, run_id: uuid.UUID, turn: uuid.UUID) -> Run | None:
-        """Return the run that waits under this turn, locked as by `locked()`. Returns
-        None if the run has continued."""
+        """Return the run with this turn, locked as by `locked()`. Returns None if the
+        run has continued."""
         return self._locked("run_id = %s AND turn = %s", run_id, turn)
 
     def _locked(self, condition: str, *values: uuid.UUID) -> Run | None:
@@ -103,9 +103,10 @@ class RunManager(SqlManager):
         *,
         step: tuple[str, uuid.UUID, str] | None,
     ) -> bool:
-        """Write these columns of a run, and a row of its history: the step, its message
-        and what the run waits for then. PostgreSQL does both in one statement. Returns
-        False, with nothing written, if the run does not wait under this turn."""
+        """Write these columns of a run. With `step` (the step's name, its message's id,
+        and what the run waits for next), also add a row to the run's history. On
+        PostgreSQL both happen in one statement. Returns False, and writes nothing, if
+        the run no longer has this turn."""
         connection = connections[self.db]
         table, quoted = self._table, connection.ops.quote_name
         places: list[str] = []
@@ -145,9 +146,9 @@ class RunManager(SqlManager):
             return moved
 
     def claim_due(self, service: str, flows: Collection[str], limit: int) -> list[Run]:
-        """Return runs of these flows whose deadline has passed, and postpone the
-        deadline by a minute, in which they should be continued. Call it inside a
-        transaction."""
+        """Return runs of these flows whose deadline has passed, and postpone each
+        deadline by a minute, so that the caller can continue the run. Call this inside
+        a transaction."""
         skips = connections[self.db].vendor == "postgresql"
         due = (
             self.select_for_update(skip_locked=skips)
@@ -159,8 +160,9 @@ class RunManager(SqlManager):
         return runs
 
     def next_due(self, service: str, flows: Collection[str]) -> float | None:
-        """Return the seconds until the earliest deadline of these flows: 0 or less if
-        it has passed, None if there is no deadline."""
+        """Return the seconds until the earliest deadline of these flows' runs. The
+        value is 0 or less if the deadline has passed, and None if there is no
+        deadline."""
         rows = self.filter(service=service, flow__in=flows, due_at__isnull=False)
         first = rows.order_by("due_at").values_list("due_at", Now()).first()
         return None if first is None else (first[0] - first[1]).total_seconds()
@@ -295,7 +297,8 @@ class Run(models.Model):
         return f"{self.flow} {self.key or self.run_id}"
 
     def wait(self, waits_for: WaitsFor, step: str, **more: Any) -> None:
-        """Wait for `waits_for`, under a new turn unless one is given."""
+        """Let the run wait for `waits_for`, under a new turn unless a turn is given.
+        `step` runs next."""
         self.waits_for, self.step = waits_for, step
         self.turn = more.get("turn") or uuid.uuid4()
         self.otherwise = more.get("otherwise", "")

@@ -1,7 +1,7 @@
 """The last tick of a recurring message, and whether the message is paused.
 
-The row makes each tick happen once: the process that advances the row from the previous
-tick stores the message, in the same transaction.
+The row ensures that each tick happens once: only one process can advance the row from
+the previous tick, and that process stores the message in the same transaction.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         self.bulk_create(rows, ignore_conflicts=True)
 
     def advance(self, row: Schedule, tick: dt.datetime, timing: str) -> bool:
-        """Advance a row to a tick. Returns False if another process has advanced the
-        row since it was read, or if it was paused meanwhile."""
+        """Advance a row to a tick. Returns False if the row was advanced or paused
+        after the caller read it."""
         return bool(
             self.filter(pk=row.pk, moves=row.moves, paused_at=None).update(
                 last_tick=tick, timing=timing, moves=row.moves + 1
@@ -32,15 +32,15 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def go_on(self, row: Schedule, instant: dt.datetime, timing: str) -> None:
-        """Let the ticks continue from an instant, unless the row has changed since it
-        was read."""
+        """Let the ticks continue after an instant, unless the row was changed after the
+        caller read it."""
         self.filter(pk=row.pk, moves=row.moves).update(
             last_tick=instant, timing=timing, moves=row.moves + 1
         )
 
     def pause(self, service: str, name: str, *, by: str = "", why: str = "") -> bool:
-        """Pause the message: its ticks are skipped. Returns False if it was paused
-        already."""
+        """Pause a recurring message: its ticks are skipped. Returns False if the
+        message was already paused."""
         self.begin([self.model(service=service, name=name)])
         return bool(
             self.filter(service=service, name=name, paused_at=None).update(
@@ -49,21 +49,22 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def make(self, service: str, name: str, given: dict[str, Any], timing: str) -> None:
-        """Store the arguments of a message that recurs from now on."""
+        """Store a recurring message that is made at run time: its arguments and
+        timing."""
         self.begin([self.model(service=service, name=name)])
         self.filter(service=service, name=name).update(
             made=given, timing=timing, last_tick=Now(), moves=F("moves") + 1
         )
 
     def unmake(self, service: str, name: str) -> bool:
-        """Remove a message that was made at run time. Returns False if there is
-        none."""
+        """Remove a recurring message that was made at run time. Returns False if there
+        is no such message."""
         rows: Any = self.filter(service=service, name=name, made__isnull=False)
         return bool(rows.delete()[0])
 
     def resume(self, service: str, name: str) -> bool:
-        """Go on with the next tick; the ticks of the pause are not caught up. Returns
-        False if the message was not paused."""
+        """Resume a recurring message at its next tick. Ticks of the pause are not
+        caught up. Returns False if the message was not paused."""
         paused: Any = self.filter(service=service, name=name, paused_at__isnull=False)
         return bool(
             paused.update(

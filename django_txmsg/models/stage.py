@@ -1,4 +1,4 @@
-"""Operators' requests to a stage (pause, use another rate, stop a message), and the
+"""Operators' requests to a stage (pause it, change its rate, stop a message), and the
 slots of a stage with a rate."""
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         return self._notified(resumed)
 
     def _notified(self, changed: int) -> bool:
-        """Wake the consumers, which then read the state. Returns whether anything
-        `changed`."""
+        """If a row was `changed`, wake the consumers, which then read the stage's
+        state. Returns whether a row was changed."""
         if changed and conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})
         return bool(changed)
 
     def limit(self, stage: str, rate: str, period: dt.timedelta, *, by: str) -> None:
-        """Give a stage another rate for a while."""
+        """Change the rate of a stage for a `period`."""
         self.get_or_create(stage=stage)
         changed = self.filter(stage=stage).update(
             rate=rate, rate_until=Now() + period, rate_by=by[:255]
@@ -59,15 +59,16 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         self._notified(changed)
 
     def unlimit(self, stage: str) -> bool:
-        """Restore a stage's declared rate. Returns False if the stage already has that
-        rate."""
+        """Restore a stage's declared rate. Returns False if the rate was not
+        changed."""
         changed = self.filter(stage=stage, rate_until__gt=Now()).update(
             rate="", rate_until=None, rate_by=""
         )
         return self._notified(changed)
 
     def rates(self) -> dict[str, tuple[str, float]]:
-        """Return the changed rates that hold now, each with the seconds left."""
+        """Return the changed rates that apply now, each with the seconds for which it
+        still applies."""
         rows = self.filter(rate_until__gt=Now()).annotate(now=Now())
         return {
             row.stage: (row.rate, (row.rate_until - row.now).total_seconds())
@@ -75,14 +76,15 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         }
 
     def ordered(self, stage: str) -> None:
-        """Record when the stage first ran in order in this database."""
+        """Record that a stage runs in order in this database now, unless that is
+        recorded already."""
         if not self.filter(stage=stage, ordered_since__isnull=False).exists():
             self.get_or_create(stage=stage)
             self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
 
     def full(self, stage: str, full: bool) -> None:
-        """Record that a stage is full of waiting messages since now, or that it is not
-        full any more."""
+        """Record that a stage takes no more messages, because too many messages wait
+        there. With False, record that it takes messages again."""
         if full:
             self.get_or_create(stage=stage)
         self.filter(stage=stage, full_since__isnull=full).update(
@@ -96,8 +98,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
 
 
 class StageState(models.Model):
-    """Whether one stage is paused, since when, by whom and why; its changed rate; and
-    the state of its order."""
+    """Whether a stage is paused, since when, by whom and why. Also the stage's changed
+    rate, and the state of its order."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255, unique=True)
@@ -152,7 +154,7 @@ _ORIGIN = "{now} - ({now} - l.origin) / l.period * %s"
 
 
 class RateLineManager(SqlManager):
-    """The transitions of lines. Each is one statement with a commit of its own."""
+    """The transitions of lines. Each transition commits by itself."""
 
     def place(
         self,
@@ -163,12 +165,12 @@ class RateLineManager(SqlManager):
         slot: int | None = None,
         count: int = 1,
     ) -> tuple[int, float]:
-        """Take the line's next slot, or `count` of them, or return to a `slot` taken
-        before.
+        """Take the line's next slot, or `count` slots. With `slot`, return to a slot
+        that was taken before.
 
         Returns the first slot, and the seconds until it is due: 0 or less if it is due
-        now. On PostgreSQL the commit does not wait for the disk: a crash may free the
-        last slots.
+        now. On PostgreSQL the commit does not wait for the disk, so a crash may free
+        the last slots.
         """
         connection = connections[self.db]
         native = connection.vendor == "postgresql"
@@ -200,8 +202,8 @@ class RateLineManager(SqlManager):
         return place, origin + place * period
 
     def changed(self, stage: str, period: float) -> None:
-        """Move all lines of a stage whose rate has changed, and the messages that wait
-        in them."""
+        """Apply a stage's changed rate to all its lines, and reschedule the messages
+        that wait for a slot."""
         connection = connections[self.db]
         now = _epoch_sql(connection)
         # Both or none: a second try would not find that the rate has changed.
@@ -216,7 +218,7 @@ class RateLineManager(SqlManager):
                 self._move(cursor, "i.stage = %s", [stage])
 
     def no_more(self, stage: str) -> None:
-        """Release the messages that wait in the lines of a stage which no longer has a
+        """Release all messages that wait for a slot, because the stage no longer has a
         rate."""
         waiting = InboxMessage.objects.using(self.db).filter(
             stage=stage, slot__isnull=False, due_at__isnull=False
@@ -224,9 +226,9 @@ class RateLineManager(SqlManager):
         waiting.update(due_at=Now(), slot=None, key="")
 
     def move_overdue(self, stage: str, key: str) -> None:
-        """Move waiting messages of a line whose origin has moved to the new instants of
-        their slots. Moves only messages that would be claimed too early, and at most
-        MOVED messages."""
+        """Reschedule messages that wait for a slot of a line whose slots have become
+        later. Changes only messages whose row is already due, and at most MOVED
+        messages."""
         connection = connections[self.db]
         table, now = InboxMessage._meta.db_table, began_sql(connection)
         with connection.cursor() as cursor:
@@ -263,7 +265,7 @@ def _epoch_sql(connection: Any) -> str:
 
 
 class RateLine(models.Model):
-    """The slots of one key at one stage."""
+    """The slots of a stage with a rate, for one key."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255)
@@ -293,10 +295,11 @@ HOLDS = dt.timedelta(minutes=1)
 
 
 class StopRequestManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """Creates and reads requests."""
+    """Creates and reads requests to stop messages."""
 
     def ask(self, stage: str, message_id: uuid.UUID, why: str) -> None:
-        """Ask the consumer that runs a message at a stage to stop it."""
+        """Request that the consumer which is processing a message at a stage stops
+        it."""
         self.create(stage=stage, message_id=message_id, why=why[:255])
         if conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})

@@ -14,8 +14,8 @@ class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     """The two transitions of a task's run."""
 
     def begin(self, message_id: uuid.UUID, worker: str) -> TaskRun | None:
-        """Record that `worker` begins, outside of any transaction. Returns the run, or
-        None if the task has finished already."""
+        """Record that `worker` begins a task. Call this outside any transaction.
+        Returns the run, or None if the task has finished already."""
         run: TaskRun
         run, made = self.get_or_create(
             message_id=message_id, defaults={"workers": [worker]}
@@ -48,8 +48,8 @@ class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 
 
 class TaskRun(models.Model):
-    """A run of a task of django.tasks. `finished_at` is set when it succeeded; failures
-    are recorded by the inbox, its attempts and its dead letter."""
+    """A run of a task of django.tasks. `finished_at` is set when the task succeeds.
+    Failures are in the inbox row, the message's attempts and its dead letter."""
 
     id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField(unique=True)

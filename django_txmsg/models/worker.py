@@ -14,7 +14,7 @@ def silent_after(heartbeat: float) -> dt.timedelta:
     """Return the age of the last heartbeat at which a worker counts as dead.
 
     `heartbeat` is the worker's interval between heartbeats, in seconds. Two heartbeats
-    may be late or lost, and a slow database may take 15 seconds for one.
+    may be late or lost, and a slow database may need 15 seconds to store a heartbeat.
     """
     return dt.timedelta(seconds=3 * heartbeat + 15)
 
@@ -28,10 +28,11 @@ def living() -> Q:
 
 
 class Worker(models.Model):
-    """A running process. It deletes its row when it stops in an orderly way.
+    """A running process. A process deletes its row when it stops normally.
 
-    A worker is alive until its last heartbeat is older than its own `silent_after`:
-    every process applies the same rule, whatever heartbeat its own settings have.
+    A worker is alive until its last heartbeat is older than its `silent_after`. Each
+    row has its own value, so all processes agree, whatever heartbeat their settings
+    say.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -68,6 +69,6 @@ class Worker(models.Model):
         return self.name
 
     def lives(self, now: dt.datetime) -> bool:
-        """Return whether the worker is alive at this instant of the database's
+        """Return whether the worker is alive at `now`, a time of the database's
         clock."""
         return now - self.heartbeat_at <= self.silent_after
