@@ -1,1 +1,1 @@
-"""After the last attempt: burying messages, and the operators' actions on them."""
+"""After the last attempt: dead letters, and the operators' actions on them."""

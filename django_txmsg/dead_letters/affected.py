@@ -1,4 +1,5 @@
-"""Whom dead letters concern: their keys, flows and tenants, as counts and as CSV."""
+"""Shows whom dead letters affect: their keys, flows and tenants, as counts and as
+CSV."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ _FORMULA = tuple("=+-@\t\r")
 
 @dataclass
 class Affected:
-    """The values of one kind: how many different ones, how many dead letters have none,
-    and the values with the most dead letters."""
+    """Values of one kind (key, flow or tenant): the number of different values, the
+    number of dead letters without a value, and the values that most dead letters
+    have."""
 
     kind: str
     distinct: int
@@ -36,8 +38,8 @@ class Affected:
 
 
 def read(letters: QuerySet[DeadLetter]) -> list[Affected]:
-    """Return the keys and flows of dead letters, and their tenants if the setting
-    TENANT_HEADER names a header. Values of headers are masked."""
+    """Return the keys and flows of dead letters. If the setting TENANT_HEADER names a
+    header, also return their tenants. Values of headers are masked."""
     tenant = conf.get().TENANT_HEADER
     kinds: list[tuple[str, Any, str]] = [
         ("key", MessageKey("headers"), wire.KEY),
@@ -71,8 +73,8 @@ def _read(
 
 
 def as_csv(letters: QuerySet[DeadLetter]) -> Iterator[str]:
-    """Yield dead letters as lines of CSV: who is affected, without bodies, headers and
-    errors. Values of headers are masked."""
+    """Yield lines of CSV that show whom each dead letter affects, without bodies, other
+    headers and errors. Values of headers are masked."""
     tenant = conf.get().TENANT_HEADER
     names = ["message_id", "stage", "destination", "reason", "died", "key", "flow"]
     write = csv.writer(_Line()).writerow
@@ -93,7 +95,7 @@ def as_csv(letters: QuerySet[DeadLetter]) -> Iterator[str]:
 
 
 class _Line:
-    """A file for `csv.writer` that returns the line instead of keeping it."""
+    """A file for `csv.writer` that returns each line instead of storing it."""
 
     def write(self, line: str) -> str:
         return line

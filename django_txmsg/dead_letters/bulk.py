@@ -1,9 +1,10 @@
 """Bulk operations on dead letters and runs of flows: many thousands, in batches.
 
-The request is a row (`BulkOperation`), and `manage.py consume` executes the operation
-in growing batches. Closing the browser does not stop it. The cursor advances in the
-batch's own transaction, so a crash neither loses nor doubles a message. Small
-operations work the same way, executed at once by the process that started them.
+An operator's request is a row (`BulkOperation`), and `manage.py consume` executes the
+operation in growing batches, even if the operator closes the browser. The cursor
+advances in the batch's own transaction, so a crash neither loses nor doubles a message.
+A small operation works the same way, but the process that starts the operation also
+executes it, at once.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ PAUSE = 0.5
 
 
 def died_again(operation: BulkOperation, using: str) -> int:
-    """Return the number of messages that the operation has redelivered and that have
-    died again since it began. Another error of the same message counts too."""
+    """Return how many messages that the operation redelivered have died again. A
+    message counts even if it died because of another error."""
     filters = {name: operation.filter[name] for name in operation.filter.keys() & _KEPT}
     letters = selection.filtered(filters, using=using).filter(
         pk__lte=operation.cursor,
@@ -62,7 +63,7 @@ def died_again(operation: BulkOperation, using: str) -> int:
 
 
 def unsettled(operation: BulkOperation, using: str) -> bool:
-    """Return whether the operation still waits for the outcome of a message, which is
+    """Return whether the operation must wait, because a message of its last batch is
     neither processed nor dead again."""
     letters = DeadLetter.objects.using(using).filter(
         pk__in=operation.watched, resolution=Resolution.REDELIVERED
@@ -82,8 +83,9 @@ def unsettled(operation: BulkOperation, using: str) -> bool:
 
 
 def most(operation: BulkOperation, back: int) -> int:
-    """Return the size limit of the next batch. Before a message has succeeded, a batch
-    has only as many messages as must die to stop the operation."""
+    """Return the size limit of the operation's next batch. `back` messages have died
+    again. Until a message succeeds, the batch has only as many messages as must die to
+    stop the operation."""
     assert operation.tolerates is not None
     if operation.done > back:
         return STEPS[-1] * 10
@@ -91,8 +93,8 @@ def most(operation: BulkOperation, back: int) -> int:
 
 
 def next_step(step: int, batch: list[DeadLetter], tally: Tally) -> dict[str, Any]:
-    """Return what an operation records after a batch: the messages whose outcome it
-    waits for, and the size of the next batch."""
+    """Return the columns to store after a batch: the messages for whose outcome the
+    operation waits, and the size of the next batch."""
     watched = [one.pk for one in batch if one.pk not in tally.skipped]
     if step > STEPS[-1]:
         return {"watched": []}
@@ -112,9 +114,9 @@ _PROVIDED: dict[str, tuple[Matching, Do]] = {}
 
 
 def provide(kind: BulkKind, matching: Matching, do: Do) -> None:
-    """Declare what operations of a kind are about: `matching` selects the rows by a
-    filter, `do` handles a batch of them in its transaction. The filter names the
-    service whose processes execute the operation."""
+    """Register the functions for operations of a kind. `matching` selects the rows by a
+    filter. `do` handles a batch of rows in the batch's transaction. The filter names
+    the service whose processes execute the operation."""
     _PROVIDED[kind] = matching, do
 
 
@@ -141,7 +143,7 @@ REMEMBERED = 50
 
 
 class _Moved(OperationalError):
-    """Another worker has executed this batch."""
+    """Another worker has executed this batch already."""
 
 
 def start(
@@ -156,15 +158,15 @@ def start(
     shown: Shown | None = None,
     tolerates: int | None = None,
 ) -> BulkOperation:
-    """Request `kind` for the rows that match now. Nothing is executed yet.
+    """Request the operation `kind` for all rows that match now. No row is changed yet.
 
     `rate` limits the rows per second. Messages that die later are not included. With
-    `shown`, exactly the shown rows are included: raises Changed if one of them no
-    longer matches.
+    `shown`, only the rows that the operator was shown are included, and Changed is
+    raised if one of them no longer matches.
 
-    With `tolerates`, a redelivery tries one message first, then 10, then 100, then the
-    rest, each after the messages before were processed. The redelivery stops itself
-    when more than `tolerates` messages have died again.
+    With `tolerates`, a redelivery begins with one message, then 10, then 100, then the
+    rest. Each batch waits for the outcome of the batch before. The operation stops
+    itself when more than `tolerates` messages have died again.
     """
     if wrong := dead_letters.wrong_rate(rate):
         raise TxmsgError(wrong)
@@ -204,9 +206,10 @@ def start(
 
 
 def work_off(using: str, stop: threading.Event) -> int:
-    """Execute all running operations until none is due. Returns the number of messages.
+    """Execute all running operations until none is due. Returns the number of handled
+    messages.
 
-    Several processes may do so at once, because each batch belongs to one of them. If
+    Several processes may do this at once, because each batch belongs to one process. If
     `stop` is set, the current batch is completed.
     """
     worked = 0
@@ -220,8 +223,8 @@ def work_off(using: str, stop: threading.Event) -> int:
 
 
 def running(using: str) -> bool:
-    """Return whether an operation has work left, including work that its rate
-    postpones."""
+    """Return whether this service has a running operation, including one whose next
+    batch is not due yet."""
     return _ours(using).exists()
 
 
@@ -231,10 +234,10 @@ def finish(
     patience: float | None = None,
     on_batch: Callable[[BulkOperation], None] | None = None,
 ) -> BulkOperation:
-    """Execute one operation until it has ended, for at most `patience` seconds.
+    """Execute one operation until it ends, for at most `patience` seconds.
 
-    Returns the operation as it is then: ended, paused, or still running in another
-    process.
+    Returns the operation, which has ended, is paused, or is still running. Another
+    process may also execute its batches.
     """
     using = operation._state.db or "default"
     deadline = None if patience is None else time.monotonic() + patience
@@ -334,7 +337,7 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
 
 
 def _stop(operation: BulkOperation, using: str, back: int) -> int:
-    """Pause an operation whose messages die again."""
+    """Pause an operation, because too many of its messages have died again."""
     why = f"{back:,} of {operation.done:,} redelivered messages died again"
     _advance(operation, using, state=BulkState.PAUSED, stopped_why=why, watched=[])
     log.error("bulk operation %d has stopped itself: %s", operation.pk, why)
@@ -379,8 +382,8 @@ def _do(operation: BulkOperation, batch: list[Any], tally: Tally, using: str) ->
 
 
 def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
-    """Make the batches smaller, because one has failed and was rolled back. In the end,
-    a batch of one message shows which message causes the failure."""
+    """Make the operation's batches smaller, because a batch failed and was rolled back.
+    If a batch of one message fails, skip that message."""
     log.warning("bulk operation %d: a batch failed: %s", operation.pk, error)
     with transaction.atomic(using=using), suppress(_Moved):
         if operation.batch_size > 1:

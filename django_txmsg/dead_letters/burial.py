@@ -41,7 +41,7 @@ def bury(
 ) -> DeadLetter:
     """Store a message as a dead letter, inside the caller's transaction.
 
-    If a redelivered message dies again, its dead letter is opened again, with one more
+    If a redelivered message dies again, its dead letter is reopened, with one more
     death.
     """
     text_headers = {
@@ -85,8 +85,8 @@ def bury(
 def bury_outgoing(
     row: Claimed, using: str, broker: str, reason: str, error: str
 ) -> DeadLetter:
-    """Store a message that could not be sent, because it has expired or the broker has
-    rejected it. A flow that waits for the message's answer gets `Dead`."""
+    """Store a dead letter for a message that could not be sent: it expired, or the
+    broker rejected it. A flow that waits for the message's answer gets `Dead`."""
     service = row.service or conf.get().SERVICE
     letter = bury(
         using=using,
@@ -127,8 +127,8 @@ def _announcement(letter: DeadLetter, error: str) -> Callable[[], None]:
 
 
 def _storable(text: str) -> str:
-    """Return a text without NUL and lone surrogates, which JSON columns of PostgreSQL
-    cannot store."""
+    """Return the text with NUL and lone surrogates escaped, because JSON columns of
+    PostgreSQL cannot store them."""
     cleaned = text.replace("\x00", "\\x00")
     return cleaned.encode("utf-8", "backslashreplace").decode()
 
@@ -141,9 +141,9 @@ _BATCH = 100
 
 
 def bury_unread(using: str, stage: str = "") -> int:
-    """Bury the parked messages that need newer code, of one stage or of all, in bounded
-    transactions. Returns the number of buried messages. When they are redelivered, they
-    wait for the newer code again."""
+    """Bury the parked messages that need newer code, of `stage` or of all stages, in
+    transactions of limited size. Returns the number of buried messages. If an operator
+    redelivers them, they wait for the newer code again."""
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))

@@ -26,9 +26,8 @@ def shown(
     body: bytes | None,
     content_type: str,
 ) -> tuple[dict[str, str], Any]:
-    """Return headers and the decoded body (bytes, if it cannot be decoded), masked.
-
-    `body` is None if only the headers are to be shown.
+    """Return the headers and the decoded body, both masked. A body that cannot be
+    decoded stays bytes. Without a `body`, only the headers are masked.
 
     If the mask raises an exception, everything is hidden.
     """
@@ -50,8 +49,8 @@ def shown(
 
 
 def call_shown(headers: Mapping[str, str], body: Any) -> str:
-    """Return a task in the form of a function call, from the parts that `shown()`
-    returns; "" if the message is not a task."""
+    """Return the text of a task as a function call, made from the headers and the body
+    that `shown()` returns. Returns "" if the message is not a task."""
     path = headers.get(wire.TASK, "")
     if not path or not isinstance(body, dict) or not body.keys() >= {"args", "kwargs"}:
         return path

@@ -1,6 +1,6 @@
-"""The operators' actions on dead letters, a locked batch at a time.
+"""The operators' actions on dead letters, one locked batch at a time.
 
-`bulk.py` makes the batches, both for the admin and for `manage.py dead_letters`.
+`bulk.py` selects and locks the batches, for the admin and for `manage.py dead_letters`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ..stages import all_stages, consumers
 
 @dataclass
 class Tally:
-    """The result of an operation. `skipped` maps a dead letter's id to the reason."""
+    """The result of an action: how many dead letters it changed, and for each skipped
+    dead letter, by id, the reason."""
 
     done: int = 0
     skipped: dict[int, str] = field(default_factory=dict)
@@ -45,10 +46,11 @@ def redeliver(
 ) -> None:
     """Redeliver open dead letters that the caller's transaction has locked.
 
-    A stage's dead letter is parked in the stage's inbox again, due now: only that stage
-    gets it, and no broker is needed. A relay's dead letter is sent again through the
-    outbox. A stage's dead letter is also sent through the outbox if no process runs the
-    stage, and no stage of that name is declared here for this database.
+    A stage's dead letter is parked in the stage's inbox again, due now. So only that
+    stage gets the message, and no broker is needed. A relay's dead letter is sent again
+    through the outbox. A stage's dead letter is also sent through the outbox if no live
+    process runs the stage and this service does not declare the stage for this
+    database.
     """
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)
@@ -94,10 +96,12 @@ def redeliver(
 
 
 def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:
-    """Return the reason why a dead letter is closed instead of redelivered, or "" if it
-    is not. The message may be revoked. Or the message is a flow's request that has
-    expired or that the broker has rejected: the flow got `Dead` as the answer and has
-    gone on."""
+    """Return why a dead letter must be closed instead of redelivered, or "".
+
+    A dead letter is closed in two cases. The message was revoked. Or the message is a
+    flow's request that has expired or was rejected by the broker: the flow got `Dead`
+    as the answer and has gone on.
+    """
     given = letter.headers
     until = wire.expires(wire.conversation(given))
     expired = until is not None and until <= now
@@ -113,7 +117,8 @@ def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> 
 def _known(
     batch: list[DeadLetter], using: str
 ) -> dict[tuple[uuid.UUID, str], InboxMessage]:
-    """Return the inbox rows of dead letters, by message and stage."""
+    """Return the inbox rows of dead letters, by message id and stage. Waits for workers
+    that are processing such a message."""
     inbox = InboxMessage.objects.using(using)
     inbox = inbox.only("message_id", "stage", "processed_at", "dead_at", "revoked_at")
     pairs = {(one.message_id, one.stage) for one in batch if one.stage}
@@ -133,9 +138,8 @@ def _known(
 
 
 def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
-    """Return the stages whose parked messages are in this database. Some are declared
-    here for it. Others run only in live processes of another service or with other
-    code, and have buried their messages in this database."""
+    """Return the stages that park their messages in this database: stages that this
+    service declares for it, and stages of live processes that run other code."""
     declared = {one.name: one.definition.using for one in all_stages()}
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):
@@ -148,8 +152,8 @@ def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
 
 
 def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
-    """Discard open dead letters that the caller's transaction has locked. For an undo
-    in doubt, that confirms the undo."""
+    """Discard open dead letters that the caller's transaction has locked. If the dead
+    letter is an undo in doubt, this confirms the undo."""
     tally.done += _resolve(batch, using, Resolution.DISCARDED, by)
     for one in batch:
         if one.reason == undoing.IN_DOUBT:
@@ -170,7 +174,7 @@ def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") 
 
 
 def _undone_by(undo: DeadLetter) -> list[str]:
-    """Return the stages here whose work an undo undoes."""
+    """Return the stages of this service whose work an undo reverses."""
     for one in all_stages():
         if one.name == undo.stage and one.undoes is not None:
             return consumers(one.undoes, one.broker)
@@ -178,8 +182,8 @@ def _undone_by(undo: DeadLetter) -> list[str]:
 
 
 def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:
-    """Reopen discarded dead letters that the caller's transaction has locked. Revoked
-    ones are skipped, because no stage processes them any more."""
+    """Reopen discarded dead letters that the caller's transaction has locked. Skips
+    revoked messages, because no stage processes them any more."""
     known, kept, now = _known(batch, using), [], clock(using)
     for letter in batch:
         row = known.get((letter.message_id, letter.stage))
@@ -201,12 +205,11 @@ def redeliver_copy(
     body: bytes,
     by: str = "",
 ) -> uuid.UUID:
-    """Send an edited copy under a new id, linked to the original, and close the
-    original.
+    """Send an edited copy of a dead letter under a new id, and close the dead letter,
+    which records that id.
 
-    Raises InvalidMessage for headers that cannot be sent or a JSON body that does not
-    parse, and TxmsgError if the dead letter is no longer open, or its message is
-    revoked.
+    Raises InvalidMessage if a header cannot be sent or a JSON body cannot be parsed.
+    Raises TxmsgError if the dead letter is no longer open or its message is revoked.
     """
     using = letter._state.db or "default"
     content_type = letter.content_type or wire.BYTES
@@ -246,9 +249,9 @@ def redeliver_copy(
 
 
 def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
-    """Park dead letters without their order, because their turn had come before they
-    died. The parked messages no longer expire, because the operator has decided to
-    redeliver them. Only a flow's request keeps its expiry."""
+    """Park dead letters again. The link to the predecessor is removed, because the
+    message's turn had come before it died. The expiry is removed, because an operator
+    decided to redeliver the message. Only a flow's request keeps its expiry."""
     passed = (wire.EXPIRES, wire.AFTER)
     DeadLetter.objects.db_manager(using).park_again(
         [
@@ -265,8 +268,8 @@ def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
 
 
 def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
-    """Park the copy at the stage, so that only this stage gets it. If it were sent to a
-    topic, other stages would get it too."""
+    """Park the copy at the stage, so that only this stage gets it. A copy sent to a
+    topic would reach the other subscribers, too."""
     kept = (wire.SERVICE, wire.CREATED, wire.KEY, wire.CORRELATION_ID, wire.TYPE)
     headers = {name: letter.headers[name] for name in kept if name in letter.headers}
     headers |= {**copy.headers, wire.CONTENT_TYPE: copy.content_type}
@@ -284,8 +287,8 @@ def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
 
 
 def _store_again(letters: list[DeadLetter], using: str) -> None:
-    """Put dead letters into the outbox with their own ids, in one statement, so that
-    many bodies do not go through Python."""
+    """Insert dead letters into the outbox, with the same message ids. One statement
+    copies them, so that large bodies do not pass through Python."""
     stored = DeadLetter.objects.db_manager(using).store_again(
         [
             {
@@ -307,16 +310,17 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
 
 
 def _sender(letter: DeadLetter) -> str:
-    """Return the service whose relay must send the message again. That is the service
-    that stored it, because its relay has that broker. A stage's message may come from
-    anywhere, so this service sends it."""
+    """Return the service whose relay must send the message again. For a relay's dead
+    letter, that is the service that stored the message, whose relay has the broker. For
+    a stage's dead letter it is this service, because the message may come from any
+    service."""
     stored = "" if letter.stage else letter.headers.get(wire.SERVICE, "")
     return stored[:100] or conf.get().SERVICE
 
 
 def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of an edited copy: the edited ones, and those that cannot be
-    edited (the body's type and the conversation's)."""
+    """Return the headers of an edited copy: the edited headers, and the headers that an
+    operator cannot edit (the type of the body, and the conversation)."""
     kept = wire.conversation(letter.headers)
     if wire.TYPE in letter.headers:
         kept[wire.TYPE] = letter.headers[wire.TYPE]

@@ -1,6 +1,6 @@
 """Selects dead letters by a filter. Pages and commands use the same filters.
 
-The filter is stored with a bulk operation, and applied again with every batch.
+A bulk operation stores its filter, and applies it again for every batch.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ MOST_IDS = 5_000
 def matching(
     kind: BulkKind | str, filters: Mapping[str, Any], *, using: str
 ) -> QuerySet[DeadLetter]:
-    """Return the dead letters to which `kind` would apply under `filters`.
+    """Return the dead letters that match `filters` and on which the operation `kind` is
+    possible.
 
-    Raises TxmsgError for an unknown filter, because ignoring it would select too many.
+    Raises TxmsgError if a filter is unknown: if it were ignored, too many dead letters
+    would match.
     """
     if kind == BulkKind.RESTORE:
         state = Q(resolution=Resolution.DISCARDED)
@@ -89,7 +91,7 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
 
 
 def insist_on_few_ids(filters: Mapping[str, Any]) -> None:
-    """Raise TxmsgError if too many dead letters are selected by id."""
+    """Raise TxmsgError if the filter has too many ids."""
     number = len(filters.get("ids", ()))
     if number > MOST_IDS:
         raise TxmsgError(
@@ -99,8 +101,9 @@ def insist_on_few_ids(filters: Mapping[str, Any]) -> None:
 
 
 def searched(text: str) -> Q:
-    """Return the condition that finds dead letters by one of their ids, which must be
-    complete. Each kind of id has an index."""
+    """Return the condition for dead letters with this id: a message id, a correlation
+    id, a key or a fingerprint. The text must be the complete id, because the query uses
+    an index."""
     text = text.strip()
     same_flow = Q(correlation_id=text)
     try:
@@ -112,11 +115,13 @@ def searched(text: str) -> Q:
 
 @dataclass
 class Summary:
-    """The number, age and place of the dead letters that an action would affect.
+    """How many dead letters an action would affect, how old they are, and where they
+    died.
 
-    The `forgotten` dead letters are older than the inbox's retention: the inbox no
-    longer knows whether their stage has processed them since, and would process them
-    again. The `in_doubt` ones are undos of flows; discarding them confirms them.
+    `forgotten` counts dead letters that are older than the inbox's retention. If a
+    stage has processed such a message since, the inbox no longer knows that, and the
+    stage would process it again. `in_doubt` counts undos of flows that discarding would
+    confirm.
     """
 
     count: int = 0
@@ -130,8 +135,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a confirmation page showed to an operator: the number of dead letters (or
-    runs), the time, and the newest row."""
+    """What a confirmation page showed to an operator: how many dead letters or runs, at
+    what time, and the id of the newest row."""
 
     count: int
     up_to: int
@@ -140,14 +145,15 @@ class Shown:
 
     @classmethod
     def of(cls, rows: QuerySet[Any]) -> Shown:
-        """Return what a page shows now for these rows. Later rows are excluded."""
+        """Return what a page shows now for these rows."""
         now = clock(rows.db)
         found = rows.filter(created_at__lt=now).aggregate(n=Count("pk"), last=Max("pk"))
         return cls(found["n"], found["last"] or 0, now.isoformat())
 
     @classmethod
     def parse(cls, token: str) -> Shown:
-        """Return the content of a token. Raises TxmsgError if it is malformed."""
+        """Return the object for a token from `--dry-run`. Raises TxmsgError if the
+        token is malformed."""
         count, _, rest = token.partition(".")
         up_to, _, as_of = rest.partition(".")
         try:
@@ -161,7 +167,7 @@ class Shown:
         return f"{self.count}.{self.up_to}.{self.as_of}"
 
     def before(self, filters: Mapping[str, Any]) -> str:
-        """Return the instant before which all shown dead letters have died."""
+        """Return a time before which all shown dead letters have died."""
         given = filters.get("before", self.as_of)
         return min((self.as_of, str(given)), key=_instant)
 
@@ -186,7 +192,8 @@ class Changed(TxmsgError):
 
 
 def summary(letters: QuerySet[DeadLetter]) -> Summary:
-    """Return the facts for the confirmation page, in one query."""
+    """Return the summary of these dead letters for the confirmation page, in one
+    query."""
     days = conf.get().RETENTION.INBOX
     bound = Now() - dt.timedelta(days=36_500 if days is None else days)
     found = Summary()

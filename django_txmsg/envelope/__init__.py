@@ -1,2 +1,2 @@
-"""Messages, their encoding, their failures and their redelivery, as pure functions and
-values."""
+"""Messages, their encoding, their failures and their redelivery. Nothing here uses
+Django."""

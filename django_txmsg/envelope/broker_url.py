@@ -1,7 +1,7 @@
 """Parses a broker's URL, which may list several hosts.
 
-All code that reads a URL from `TXMSG["BROKERS"]` uses this module, before hop 4. The
-module validates only the brackets. Each broker class validates the parts of the URL.
+All code that reads a URL from `TXMSG["BROKERS"]` uses this module. The module only
+checks the form of the URL. Each broker class validates the parts.
 """
 
 from __future__ import annotations

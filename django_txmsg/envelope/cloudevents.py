@@ -32,8 +32,8 @@ _NO_TEXT = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
 
 
 def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
-    """Return the headers for an event's attributes, or an empty dict if the message is
-    not an event. The message id is derived from the attributes source and id. Both
+    """Return our headers for an event's attributes, or an empty dict if the message is
+    not an event. The message id is derived from the attributes `source` and `id`, which
     together are unique."""
     try:
         event = _attributes(headers, body)

@@ -42,8 +42,8 @@ class Codec(ABC):
 
     @abstractmethod
     def handles(self, annotation: Any) -> bool:
-        """Return whether this codec can convert bodies of a handler's annotation, or of
-        the class of a sent object."""
+        """Return whether this codec can convert bodies of this type: the annotation of
+        a handler, or the class of a sent object."""
 
     @abstractmethod
     def decode(self, annotation: Any, body: bytes) -> Any:

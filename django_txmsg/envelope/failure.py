@@ -1,8 +1,8 @@
-"""The stored form of an exception: its text, its traceback, and a fingerprint to group
-by.
+"""The stored form of an exception: its text, its traceback, and a fingerprint by which
+failures are grouped.
 
-Foreign code computes an exception's text, cause, notes and even class name. This code
-may raise, and the failure is still recorded. Pure: no Django, no I/O.
+An exception's text, cause, notes and even class name may come from code that raises.
+The failure is still recorded. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -76,10 +76,9 @@ def class_name(error: BaseException) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether the error is a KeyboardInterrupt of Ctrl-C. Python raises that
-    only in the main thread, and never while one of our commands runs. In another
-    thread, application code has raised the KeyboardInterrupt, so there it is an
-    ordinary failure."""
+    """Return whether the error is a KeyboardInterrupt of Ctrl-C. Python raises such an
+    interrupt only in the main thread. In another thread, application code has raised
+    the KeyboardInterrupt, so there it is an ordinary failure."""
     main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and main
 

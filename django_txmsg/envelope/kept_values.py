@@ -1,9 +1,9 @@
-"""Finds values that would change on the way to the receiver without an error. Examples
-are asterisks in place of a secret, a default for a field that is not written, and text
-in place of a date.
+"""Finds values that a receiver would get in another form, without an error. Examples
+are asterisks in place of a secret, a default in place of a field that is not written,
+and text in place of a date.
 
-This module compares objects without the `==` of their classes. With `==`, True equals 1
-and 1.0, and a dataclass may exclude a field. Pure: no Django, no I/O.
+This module does not compare containers by `==`: `==` treats True, 1 and 1.0 as equal,
+and a dataclass may exclude a field. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Comparison = Callable[[Any, Any], Found]
 
 
 class FieldName(str):
-    """A step of a path to a field of a class. Error texts may contain a field's name,
-    and must not contain a dict's key, which is a value."""
+    """A step of a path that is the name of a class's field. Error texts may contain a
+    field's name, but not a key of a dict, because the key is a value."""
 
     __slots__ = ()
 

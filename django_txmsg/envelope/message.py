@@ -1,7 +1,7 @@
 """The class Message: the immutable envelope that passes through all nine hops.
 
-Pure: no Django, no I/O. `outbound()` validates a message before the message is stored.
-It refuses a message that a broker could not carry.
+Pure: no Django, no I/O. The functions `check_…()` refuse a message that some broker
+could not carry.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ should_end: ContextVar[Callable[[], bool]] = ContextVar("django_txmsg_should_end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. Its sender stores this object, and a handler receives an equal one.
+    """One message. The sender gets this object from `send_message()`, and a handler
+    receives one with the same content.
 
-    `body` is the JSON value, the text, or the bytes; `headers` are the headers that the
+    `body` is the JSON value, the text, or the bytes. `headers` are the headers that the
     sending code has set. `delivery_attempt` is the number of started executions of the
     receiving stage, and 0 at the sender. `redelivered` is false only at the first
     delivery.

@@ -75,8 +75,7 @@ def message_type(
 
 
 def declaration(cls: type) -> MessageType:
-    """Return the declaration of this class. A subclass does not inherit the
-    declaration."""
+    """Return the declaration of this class. Ignores a declaration of its base class."""
     found = vars(cls).get(_ATTRIBUTE)
     return found if isinstance(found, MessageType) else MessageType()
 

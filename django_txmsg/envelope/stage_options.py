@@ -1,5 +1,5 @@
-"""Options of `@stage`: the mode, database and isolation level of the transaction, and
-the rate limit.
+"""Options of `@stage`: the transaction mode, the database and isolation level of the
+transaction, and the rate.
 
 Pure: no Django, no I/O.
 """

@@ -27,8 +27,8 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class TypeHeader:
-    """A message type's name, the version of the body, and the oldest version that can
-    read it.
+    """A message type's name, the version of the body, and the oldest version of the
+    code that can read the body.
 
     `version` is None if the header has only a name. The reader then assumes its own
     version.

@@ -1,7 +1,7 @@
-"""Actions of an operator on an open run, from a page or a command, in the caller's
-transaction.
+"""Actions of an operator on an open run, from a page or a command.
 
-Each action returns a text for the audit log, or raises FlowError.
+Each action runs in the caller's transaction. It returns a text for the audit log, or
+raises FlowError.
 """
 
 from __future__ import annotations
@@ -132,11 +132,12 @@ ACTS = {
 
 
 def act(name: str, run: Run, given: Given, *, seen: str = "") -> str:
-    """Do one of ACTS to the run in its current state, and return the text for the audit
-    log. `seen` is the value of `since` that the operator's page showed.
+    """Apply one of ACTS to the run, and return the text for the audit log. `seen` is
+    the value of `since` that the operator's page showed.
 
     Raises FlowError if the action is not possible, or if the run has continued since
-    the page was shown. Raises DecodeError for a value that the step does not accept.
+    the page was shown. Raises DecodeError if the step does not accept the operator's
+    value.
     """
     now = Run.objects.db_manager(run._state.db).locked(run.run_id) or run
     if seen and seen != now.since.isoformat():

@@ -1,4 +1,5 @@
-"""`batch()` sends a group of messages, and one more message after their processing.
+"""`batch()` sends a group of messages. When stages have processed all of them, one more
+message is sent.
 
 Each batch is a run of this package's flow `Batches`. So deadlines, cancelling and
 retention work the same as for other runs.

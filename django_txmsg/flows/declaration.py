@@ -98,8 +98,8 @@ class Declaration:
 
     @property
     def reads(self) -> Sequence[tuple[str, int]]:
-        """The names and versions that this code can read: the state, each step, and the
-        types that the steps accept."""
+        """The names and versions that this code can read: of the state, of each step,
+        and of the types that the steps accept."""
         known = {(self.name, self.version): None}
         for name, one in (self.steps | self.signals).items():
             known[self._address(name), 1] = None

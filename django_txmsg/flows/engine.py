@@ -1,8 +1,9 @@
 """Continues a run: one message calls one step in one transaction.
 
-The stage's inbox drops copies of a message. Each message names a turn of its run, and
-continues the run only if this is the run's current turn. If several messages name the
-same turn, for example a reply and a deadline, only the first of them continues the run.
+The stage's inbox drops duplicates of a message. Each message names a turn of its run,
+and continues the run only if this is the run's current turn. If several messages name
+the same turn, for example a reply and a deadline, only the first of them continues the
+run.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ MIN_PAUSE = dt.timedelta(seconds=1)
 
 
 def begin(declared: Declaration, message: Message) -> None:
-    """Begin a run by its first message. If `start()` sent the message, the run's row
-    exists. Otherwise create the row."""
+    """Begin a run with its first message. If `start()` sent the message, the run's row
+    exists already. Otherwise create the row."""
     runs = Run.objects.db_manager(declared.using)
     run = runs.locked(message.id)
     if run is None:
@@ -200,8 +201,8 @@ def _cancelled(declared: Declaration, message: Message) -> None:
 
 
 class Going:
-    """A run while one message continues the run. This object exists until the end of
-    the transaction."""
+    """A run, and the message that continues it. This object exists until the end of the
+    transaction."""
 
     def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
         self.declared, self.run, self._message = declared, run, message
@@ -288,8 +289,8 @@ class Going:
         return None
 
     def signalled(self, result: Any) -> None:
-        """Apply the result of a signal's method. If the method has returned None, the
-        run continues to wait as before."""
+        """Apply the result of a signal's method. If the result is None, the run waits
+        for the same continuation as before."""
         if result is None:
             return self.store()
         if self._turn is not None:
@@ -299,8 +300,8 @@ class Going:
     def go_back(
         self, step: str, argument: Encoded, kept: int, state: str, version: int
     ) -> None:
-        """Execute all undos except the oldest `kept`, then call a step again with this
-        state."""
+        """Send all undos except those of the oldest `kept`, one after the other. Then
+        call a step again, with this state."""
         run, self._flow = self.run, self._restored(state, version)
         if self._turn is not None:
             overtaken(run, self._turn, self.declared.using)
@@ -439,9 +440,9 @@ class Going:
         return given
 
     def _answered(self) -> None:
-        """Record that the run's request was certainly executed. A requested flow may
-        have answered first and may still be undoing its work. A cancellation of that
-        flow then waits until this is done."""
+        """Record that the run's request was executed. If the request went to a flow,
+        that flow may have answered before it undoes its work. A cancellation then waits
+        until the flow has done so."""
         if self.run.undos:
             rows = self._open_undos().filter(request_id=self.run.request_id)
             rows.update(answered=True)
@@ -576,8 +577,8 @@ class Going:
             self._open_undos().delete()
 
     def _undo_next(self) -> None:
-        """Begin the newest undo that is not confirmed. If there is none, end the run or
-        call the step to repeat."""
+        """Send the newest undo that is not confirmed. If there is none, end the run, or
+        call the step to which the run goes back."""
         row = self._undoing() if self.run.undos else None
         if row is None and self.run.kept_undos is not None:
             self._repeat()

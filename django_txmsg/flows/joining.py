@@ -1,10 +1,10 @@
 """Joins: a run sends many requests at once, and one message continues the run after the
 answers.
 
-Each answer is written to its branch in a separate transaction, which does not lock the
-run. If this answer may be the last, the transaction also stores a message to the run.
-This message ends the join if all answers have arrived. The deadline ends the join in
-any case.
+Each answer is written to its branch in a transaction of its own, which does not lock
+the run. If the answer may be the last, the transaction also stores a message to the
+run. That message ends the join if all answers have arrived. The deadline ends the join
+in any case.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def store(
     at_once: int = 0,
 ) -> tuple[Batch, list[uuid.UUID]]:
     """Store a batch and its requests. The run will wait for the batch under `turn`.
-    Each request is a dict of send_message()'s arguments. Return the batch and the ids
-    of the requests.
+    Each request is a dict of the arguments of `send_message()`. Returns the batch and
+    the ids of the requests.
 
-    The requests after the first `at_once` are held back. The answer to a request
-    releases the request that comes `at_once` places later.
+    With `at_once`, only that many requests are sent now, and the others are held back.
+    The answer to each request releases the request that comes `at_once` places later.
     """
     using, broker = declared.using, declared.broker
     least = check_enough(enough, len(messages))
@@ -130,7 +130,7 @@ def answered(
     declared: Declaration, message: Message, turn: uuid.UUID, branch: str
 ) -> bool:
     """Write an answer to its branch, and continue the run if this answer may be the
-    last. Return False if the answer is late or a copy.
+    last. Returns False if the answer is late or a duplicate.
 
     Raises DecodeError if the step cannot read the answer. The branch then stays open.
     """
@@ -182,9 +182,11 @@ def ended(
     timed_out: bool,
 ) -> Answers[Any] | None:
     """End the join for which a run waits, undo its unanswered requests, and return the
-    answers. The run does not wait for these undos. Return None if the join has not
-    ended. This happens if the transaction of an answer was rolled back; the answer will
-    be redelivered."""
+    answers. The run does not wait for these undos.
+
+    Returns None if the join has not ended: the transaction of an answer was rolled
+    back, and the answer will be redelivered.
+    """
     using = declared.using
     assert run.turn is not None  # it waits
     batch = Batch.objects.using(using).get(turn=run.turn)

@@ -79,8 +79,9 @@ def send_signal(
     since: dt.datetime | None = None,
     delay: dt.timedelta | None = None,
 ) -> None:
-    """Store a signal that is delivered after `delay`. `since` is the time at which a
-    signal that still waits for its run was first stored."""
+    """Store a signal that is delivered after `delay`. If the signal was delivered
+    before and no run with its key had begun, `since` is the time when it was first
+    stored."""
     taking = {one.name: one for one in declared.signals.values()}.values()
     fitting = [
         one
@@ -173,8 +174,8 @@ def cancel(run: Run, why: str = "") -> None:
 
 
 def insist_on_one_transaction(using: str, destination: str) -> None:
-    """Raise TransactionRequired outside a transaction, and FlowError in a stage whose
-    messages are not stored in the same transaction as the run's row."""
+    """Raise TransactionRequired if no transaction is open. Raise FlowError in a stage
+    whose messages are not stored in the same transaction as the run's row."""
     current = current_scope()
     if current is not None and current.enlist is not None:
         raise FlowError(

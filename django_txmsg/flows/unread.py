@@ -34,7 +34,8 @@ class Unread:
 
 
 class UnreadReader(BodyReader):
-    """Returns bodies undecoded. `reads` are the versions that this code can read."""
+    """Returns bodies undecoded. `reads` returns the names and versions that this code
+    can read."""
 
     def __init__(self, reads: Callable[[], Sequence[tuple[str, int]]]) -> None:
         self._reads = reads
@@ -47,8 +48,8 @@ class UnreadReader(BodyReader):
 
     @property
     def reads(self) -> tuple[tuple[str, int], ...]:
-        """Return the versions that code must be able to read if messages wait for
-        it."""
+        """The names and versions that code must be able to read before it claims a
+        parked message."""
         return tuple(self._reads())
 
     def read(self, body: bytes, content_type: str, header: str | None) -> Unread:
@@ -57,8 +58,8 @@ class UnreadReader(BodyReader):
 
 
 class StartReader(BodyReader):
-    """Reads the bodies that start runs. The run's row may exist already, and the state
-    in this row may need newer code."""
+    """Reads the bodies that start runs. If the run's row exists already, reading its
+    state may need newer code."""
 
     def __init__(
         self, annotation: Any, reads: Callable[[], Sequence[tuple[str, int]]]
@@ -68,6 +69,6 @@ class StartReader(BodyReader):
 
     @property
     def reads(self) -> tuple[tuple[str, int], ...]:
-        """Return the versions that code must be able to read if messages wait for
-        it."""
+        """The names and versions that code must be able to read before it claims a
+        parked message."""
         return (*super().reads, *self._declared())

@@ -39,8 +39,9 @@ class Cancelled:
 @message_type("txmsg.BatchEnded")
 @dataclass(frozen=True)
 class BatchEnded:
-    """The message at the end of a batch. It has the run's id, and four numbers of
-    messages: in total, answered, given up, and without an answer at that time."""
+    """The message at the end of a batch. It has the run's id, and four counts: all
+    messages, answered messages, messages that were given up, and messages without an
+    answer at that time."""
 
     run_id: str
     total: int

@@ -26,9 +26,10 @@ class FlowView(View):
     `outcome` ("" while the run is open) and `answer`. `?wait=20` waits up to 20 seconds
     for the end of the run. The longest wait is 30 seconds.
 
-    `path("orders/<uuid:run_id>/", FlowView.as_view(flow=Checkout))`. Anyone who has the
-    URL can read the answer. So add a mixin such as LoginRequiredMixin, and limit
-    `runs()` to the runs of `self.request.user`.
+    Add the view to your URLs: `path("orders/<uuid:run_id>/",
+    FlowView.as_view(flow=Checkout))`. Anyone who has the URL can read the answer. So
+    add a mixin such as LoginRequiredMixin, and limit `runs()` to the runs of
+    `self.request.user`.
     """
 
     flow: type[Flow[Any, Any]] | None = None

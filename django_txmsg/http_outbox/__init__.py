@@ -1,2 +1,2 @@
-"""The HTTP outbox: a request's messages are sent after its commit, even if the process
-dies."""
+"""The HTTP outbox: a request's messages are sent after the request's commit, even if
+the process dies."""

@@ -1,11 +1,11 @@
 """Step 3 of an HTTP request: sends one control message to the broker, and waits for its
 receipt.
 
-Requests that commit at the same time share a session: while one message waits for its
-receipt, the messages of other requests gather, and are sent together in the next batch.
-A broken session is replaced without an error in the request. After a failure the broker
-is not tried again for a while, so that requests do not wait during an outage. Whatever
-a broker does, a request waits for CONTROL_TIMEOUT at most, over all its steps.
+Requests that commit at the same time share a broker session: while one message waits
+for its receipt, the messages of other requests gather, and are then sent as one batch.
+If the session breaks, it is replaced, without an error in the request. After a failure
+the broker is not tried again for a while, so that requests do not wait during an
+outage. In all cases, a request waits for at most CONTROL_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _channels = PerProcess(_open)
 
 @atexit.register
 def close_channels() -> None:
-    """Close all connections, as at the process's end."""
+    """Close all connections, because the process ends or the settings have changed."""
     for channel in _channels.clear():
         channel.close()
 
@@ -86,7 +86,7 @@ class _Sending:
 
     @property
     def left(self) -> float:
-        """Seconds that the message's thread may still wait."""
+        """Seconds for which the message's thread may still wait."""
         return max(0.0, self.give_up - time.monotonic())
 
     def end(self, error: BrokerError | None) -> None:
@@ -111,8 +111,8 @@ class Channel:
     def send(self, outgoing: Outgoing) -> None:
         """Send one message, and return when the broker has confirmed it.
 
-        Raises BrokerError: BrokerUnavailable at once during a pause after a failure,
-        and DispatchUnknown if there is no answer within CONTROL_TIMEOUT.
+        Raises BrokerError: BrokerUnavailable during a pause after a failure, without a
+        wait, and DispatchUnknown if no answer arrives within CONTROL_TIMEOUT.
         """
         mine = _Sending(outgoing)
         if self.broker.stored_in is not None:
@@ -167,9 +167,9 @@ class Channel:
                     following.turn.set()
 
     def _lead(self, mine: _Sending) -> None:
-        """Send the gathered messages in the existing session if possible. Otherwise, or
-        if too little time is left, a new thread sends them, so that no request waits
-        longer than its own time-out."""
+        """Send the gathered messages in the existing session. If there is none, or too
+        little time is left, start a thread that opens a session and sends the messages,
+        so that no request waits longer than its time-out."""
         with self._lock:
             group, self._gathered = self._gathered, []
         with self._telling(group):
@@ -215,8 +215,8 @@ class Channel:
 
     @contextlib.contextmanager
     def _telling(self, group: list[_Sending]) -> Iterator[None]:
-        """If the block raises, give each message of the group an outcome, because its
-        request waits for one."""
+        """If the block raises, end each message of the group with an error, because its
+        request waits for an outcome."""
         try:
             yield
         except BrokerError as error:
@@ -237,8 +237,9 @@ class Channel:
             self._breaker.worked()
 
     def _send_as_before(self, group: list[_Sending], timeout: float) -> Outcomes | None:
-        """Send the group in the existing session. Returns None if there is no session,
-        if it is broken, or if one refused message may have affected the others."""
+        """Send the group in the existing session. Returns None if the group must be
+        sent again in a new session: there is no session, the session is broken, or a
+        refused message may have affected the others."""
         session, self._session = self._session, None
         if session is None:
             return None
@@ -276,14 +277,15 @@ class Channel:
 
 
 def _unproven(outcome: BrokerError | None) -> bool:
-    """Return whether this outcome leaves open if the broker has stored the message."""
+    """Return whether it is unknown, after this outcome, whether the broker has stored
+    the message."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)
 
 
 def _close_aside(session: Session) -> None:
-    """Close a session in another thread, so that the request does not wait for a broker
-    that does not answer."""
+    """Close a session in another thread, because closing may block if the broker does
+    not answer."""
 
     def close() -> None:
         try:

@@ -1,9 +1,11 @@
-"""Step 3 for many requests at once: a control message that several sessions share. A
-control group is an id for which one control message has been confirmed. Sessions that
-store under this id need no control message of their own, and wait for no receipt. The
-group's message is settled only after the last of these sessions has ended. PostgreSQL's
-locks and clock ensure this order; the clocks of processes do not matter. If a session's
-INSERT came too late, another control message is sent before the session commits.
+"""Step 3 for many requests at once: a control message that several sessions share.
+
+A control group is an id for which a control message has been confirmed. Sessions that
+store their messages under this id need no control message of their own, and wait for no
+receipt. The receiver settles the group's control message only after the last of these
+sessions has ended. PostgreSQL's locks and clock ensure this order; the clocks of
+processes do not matter. If a session's INSERT comes too late for the group, the session
+sends another control message before it commits.
 
 Each INSERT under a group first takes the group's lock, shared, and then reads the clock
 (`models/outbox_store.py`, in one statement). The lock is released together with the
@@ -57,8 +59,8 @@ _ASK = """
 
 
 class Verdict(enum.Enum):
-    """Whether a group has ended: no session can join, and all that joined have
-    ended."""
+    """Whether a group has ended: no session can join any more, and all sessions that
+    joined have ended."""
 
     EARLY = "early"
     HELD = "held"
@@ -66,9 +68,9 @@ class Verdict(enum.Enum):
 
 
 def has_ended(using: str, group: uuid.UUID, joined_until: dt.datetime) -> Verdict:
-    """Return whether a group that can be joined until `joined_until` has ended. Runs
-    outside a transaction, in a single statement, so that the lock is free again at
-    once. Query the group's rows only after this."""
+    """Return whether a group that can be joined until `joined_until` has ended. Call
+    this outside any transaction, so that the lock is released at once. Query the
+    group's rows only after this call."""
     bound = joined_until + dt.timedelta(seconds=MARGIN)
     with connections[using].cursor() as cursor:
         cursor.execute(_ASK, [bound, lock_of(group)])
@@ -93,8 +95,8 @@ SPARE = 2.0
 
 
 class Group:
-    """One group, and the time in which it can be joined. It belongs to one database and
-    one process."""
+    """One group of one database in one process, and the time during which sessions can
+    join."""
 
     def __init__(self, groups: Groups) -> None:
         self.id = new_id()
@@ -109,8 +111,9 @@ class Group:
         self.closes = 0.0
 
     def vouch(self, stored_at: dt.datetime) -> None:
-        """Return the time, by the database's clock, until which a confirmed control
-        message covers stored rows. Raises BrokerError if no message is confirmed."""
+        """Ensure that a confirmed control message covers the rows that were stored at
+        `stored_at`, by the database's clock. Send a message if necessary. Raises
+        BrokerError if the broker does not confirm the message."""
         self._groups.note(stored_at)
         if self.opened_at is None:
             self.open(stored_at)
@@ -154,7 +157,7 @@ class Groups:
         self._opening = False
 
     def current(self) -> Group:
-        """Return the group to store under: the open group, or a new one."""
+        """Return the group for the next session: the open group, or a new one."""
         with self._lock:
             group = self._open
         if group is not None and time.monotonic() < group.closes:
@@ -168,7 +171,8 @@ class Groups:
                 self._open = group
 
     def note(self, stored_at: dt.datetime) -> None:
-        """Record the database's clock, and open the next group in time."""
+        """Record the database's clock. If the open group soon closes, open the next
+        group in another thread."""
         with self._lock:
             if self._newest is None or stored_at > self._newest:
                 self._newest = stored_at
@@ -206,9 +210,9 @@ _groups = PerProcess(Groups)
 
 
 def find(using: str, metadata: Mapping[str, str]) -> Group | None:
-    """Return the group for a session that is about to store, or None if the session
-    needs its own control message. Only PostgreSQL can tell when a group has ended, and
-    only sessions without metadata can share a message."""
+    """Return the group for a session that is about to store messages, or None if the
+    session needs its own control message. Groups need PostgreSQL, and only sessions
+    without metadata can share a control message."""
     settings, connection = conf.get().HTTP, connections[using]
     if (
         not settings.CONTROL_GROUP

@@ -1,8 +1,10 @@
-"""Step 3's control message on the wire: signed, without a body. It names a session.
+"""Step 3's control message on the wire: its headers name a session and are signed. It
+has no body.
 
-A session sends it to its own service before it commits (`control_send.py`). Anyone who
-may write to the queue can write anything. So a message that is not signed with this
-project's SECRET_KEY is at most a hint, and all durations come from settings.
+A session sends the message to its own service before the session commits
+(`control_send.py`). Anyone who may write to the queue can write anything. So the
+receiver does not trust a message that is not signed with this project's SECRET_KEY, and
+takes all durations from the settings.
 """
 
 from __future__ import annotations
@@ -38,12 +40,15 @@ KEPT = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class ControlMessage:
-    """The session to check, and how to learn whether it has committed.
+    """Names the session to check, and how to find out whether it has committed
+    (`oracle`):
 
-    `oracle` is "transaction" (query the database for `transaction`), "delay" (wait),
-    "arrival" (the control message itself was committed with the session), or "group"
-    (`session_id` is shared by many sessions, which join until `joined_until`). It is ""
-    if the message is not `signed`; then nothing else in it can be trusted either.
+    - "transaction": query the database for the id `transaction`.
+    - "delay": wait for the session's record.
+    - "arrival": the message was committed together with the session.
+    - "group": many sessions share `session_id`, and may join until `joined_until`.
+    - "": the message is not `signed`, so no other value can be trusted either.
+
     `database` is the identity of the session's database; "" in messages of an earlier
     release.
     """
@@ -92,8 +97,8 @@ class ControlMessage:
             raise ValueError(str(error)) from None
 
     def outgoing(self) -> Outgoing:
-        """Return the message to send: durable, and expiring when its session need not
-        be checked any more."""
+        """Return the message to send. The message is durable, and expires when its
+        session need not be checked any more."""
         service = conf.get().SERVICE
         signed = {
             **self.headers,
@@ -121,14 +126,14 @@ class ControlMessage:
 
     @property
     def left(self) -> float:
-        """Seconds until the session need not be checked any more. Approximate, because
-        two clocks are involved."""
+        """Approximate seconds until the session need not be checked any more. The
+        sender's clock and this process's clock may differ."""
         age = (timezone.now() - self.sent_at).total_seconds()
         return conf.get().HTTP.MAX_COMMIT_DURATION + KEPT - age
 
 
 def _verified(headers: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the headers that were signed with one of our keys, or None."""
+    """Return the signed headers, or None if the signature is not valid."""
     try:
         signed = {name: headers[name] for name in json.loads(headers[SIGNED])}
         given = f"{_text(signed)}:{headers[SIGNATURE]}"

@@ -1,8 +1,9 @@
-"""The receiver of control messages: checks the session that sent one.
+"""The receiver of control messages: checks the session that sent a message.
 
-If the session committed and its process died, the receiver dispatches its messages. If
-it never committed, the control message is settled without effect. While the outcome is
-unknown, or another process is sending, the session is checked again later.
+If the session committed and its process died, the receiver dispatches the session's
+messages. If the session never committed, there is nothing to dispatch. In both cases
+the control message is then settled. While the outcome is unknown, or another process is
+sending the messages, the receiver checks the session again later.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ REMEMBERED = 10_000
 
 @dataclass
 class Look:
-    """The checks of a session: their number, the time of the first, and the latest
-    useful time."""
+    """The checks of one session: when they began, and how many there were."""
 
     began: float = field(default_factory=time.monotonic)
     attempts: int = 0
@@ -56,13 +56,13 @@ class Look:
         return time.monotonic() - self.began
 
     def pause(self, first: float, most: float) -> float:
-        """Return the seconds until the next check, which double with each check."""
+        """Return the seconds until the next check. The pause doubles with each check,
+        from `first` to `most`."""
         return min(most, first * 2.0 ** min(self.attempts - 1, 30))
 
     def patient(self) -> bool:
-        """Return whether to wait once more for something that should not take long. The
-        process that holds the messages may be dead, and its lease is as long as a
-        relay's."""
+        """Return whether to wait once more for another process that holds the messages.
+        If that process is dead, the wait is long enough for its lease to end."""
         if self.stuck_since is None:
             self.stuck_since = time.monotonic()
         return time.monotonic() - self.stuck_since < conf.get().RELAY.LEASE + PATIENCE
@@ -73,7 +73,7 @@ _lock = threading.Lock()
 
 
 def remember(control: ControlMessage) -> Look:
-    """Count one more check of a control message's session, and return the state of its
+    """Count one more check of a control message's session. Returns the state of the
     checks."""
     with _lock:
         look = _looks.pop(control.id, None)
@@ -107,8 +107,8 @@ LOOK_AT_GROUPS_EVERY = 1.0
 
 
 class LookAgain(Exception):
-    """The session's outcome is not known yet: keep the delivery, and check again in
-    `after` seconds. `control` is the control message."""
+    """The session's outcome is not known yet. Keep the delivery, and check again in
+    `after` seconds."""
 
     def __init__(self, after: float = 0.0, hold: float | None = None) -> None:
         #: Never at once: other messages are waiting, and so may be a stop.
@@ -122,8 +122,8 @@ class LookAgain(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The numbers of a session's messages that have not left: all, due, and both due
-    and claimed."""
+    """How many of a session's messages have not been sent: all, those that are due, and
+    those that are due and claimed."""
 
     count: int = 0
     due: int = 0
@@ -131,7 +131,7 @@ class Pending:
 
     @classmethod
     def of(cls, using: str, session_id: uuid.UUID) -> Pending:
-        """Return the numbers of a session's messages, counted in the outbox."""
+        """Count a session's messages in the outbox."""
         due = Q(due_at__lte=Now())
         found = (
             OutboxMessage.objects.using(using)
@@ -150,11 +150,11 @@ def handle(
     dispatch: Callable[[str, uuid.UUID], Any],
     stop: threading.Event,
 ) -> None:
-    """Check a session's messages once; on return the delivery can be settled.
+    """Check a session once. When this returns, settle the delivery.
 
-    `dispatch(using, session_id)` sends the due messages of a session. Raises only
-    LookAgain: if it is too early to tell, if another process is sending, or if a broker
-    or the database does not answer.
+    `dispatch(using, session_id)` sends a session's due messages. Raises only LookAgain:
+    the outcome is not known yet, another process is sending, or a broker or the
+    database does not answer.
     """
     try:
         control = ControlMessage.read(delivery)
@@ -177,8 +177,8 @@ def handle(
 def _look_safely(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
-    """Return the session's outcome, or raise LookAgain, also after an unexpected
-    error."""
+    """Return the session's outcome. Raises LookAgain if the outcome is not known yet,
+    or after an unexpected error."""
     looking = database_health.retry(control.using, "sessions cannot be checked")
     if not looking.ready:
         raise LookAgain(look.pause(0.2, 5.0))
@@ -238,8 +238,9 @@ def _look(
 
 
 def _hand_back(control: ControlMessage, look: Look) -> str:
-    """Return the message to its queue, so that a process of the database that it
-    belongs to receives it."""
+    """Return the message to its queue, so that a process that uses the session's
+    database receives it. If no such process has received it for some time, drop the
+    message."""
     age = (timezone.now() - control.sent_at).total_seconds()
     over = age > FOREIGN_FOR
     first = (control.using, control.database) not in _foreign
@@ -270,8 +271,8 @@ _foreign: set[tuple[str, str]] = set()
 def _look_at_group(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
-    """Send the messages that their own process should have sent by now. Returns the
-    outcome when the group has ended."""
+    """Send a group's messages that their own processes should have sent by now. Returns
+    the outcome when the group has ended."""
     using, group = control.using, control.session_id
     if control.joined_until is None:
         raise ValueError("a control group's message has no end")
@@ -285,7 +286,7 @@ def _look_at_group(
 
 
 def _left_behind(using: str, group: uuid.UUID) -> bool:
-    """Return whether a group has waiting rows that their own process should have sent
+    """Return whether the group has messages that their own processes should have sent
     by now."""
     ago = Now() - dt.timedelta(seconds=LOOK_AT_GROUPS_EVERY)
     rows = OutboxMessage.objects.using(using).filter(PENDING, session_id=group)

@@ -34,11 +34,11 @@ def announce(
     transaction: str | None = None,
 ) -> None:
     """Send the control message of a session that is about to commit. `transaction` is
-    the id of its transaction, if known.
+    the id of the session's transaction, if known.
 
-    Raises BrokerError if the message could not be sent and the settings say "fail", and
-    CommitTimedOut if the session was given up meanwhile. The session must then roll
-    back.
+    Raises BrokerError if the message cannot be sent and the setting ON_CONTROL_FAILURE
+    is "fail". Raises CommitTimedOut if the receiver has already given up the session.
+    The session must then roll back.
     """
     settings = conf.get().HTTP
     if settings.CONTROL_MESSAGE == "off":
@@ -96,8 +96,9 @@ def control_message(
 
 
 def send(control: ControlMessage) -> None:
-    """Send the control message to the broker, and report the result by a signal. Raises
-    BrokerError if no receipt comes."""
+    """Send the control message to the broker, and report the result with the signal
+    `control_message_sent`. Raises BrokerError if the broker does not confirm the
+    message."""
     began = time.monotonic()
     error: BrokerError | None = None
     try:

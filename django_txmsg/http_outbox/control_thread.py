@@ -1,10 +1,10 @@
 """Receives this service's control messages, and settles each one.
 
-While a session has not committed yet, its control message is held, unacknowledged, and
-its session is checked again. Other messages are handled meanwhile, and after a crash
-the broker delivers the held message again. A message that has been held for some time
-is sent to the end of the queue. So held messages never prevent other messages from
-being checked.
+While a session has not committed yet, the thread keeps its control message
+unacknowledged, checks other sessions, and checks this session again later. After a
+crash the broker delivers the control message again. A message that was kept for some
+time is sent to the end of the queue, so that it does not prevent other messages from
+being received.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ HOLD = 30.0
 
 @dataclass(order=True)
 class _Held:
-    """A held delivery: when its next check is due, and since when it is held."""
+    """A delivery that the thread keeps: when its next check is due, and since when it
+    is kept."""
 
     due: float = field(init=False, default=0.0)
     number: int = field(init=False, default_factory=itertools.count().__next__)
@@ -52,7 +53,8 @@ class _Held:
 
 
 class ControlThread:
-    """Serves the control destination of this service on one broker: `run()`."""
+    """Receives the control messages of this service from one broker. The thread's work
+    is `run()`."""
 
     def __init__(
         self, broker: str, stop: threading.Event, breaker: Breaker, activity: Activity
@@ -71,7 +73,7 @@ class ControlThread:
         self._later: list[_Held] = []
 
     def run(self) -> None:
-        """Serve until stopped."""
+        """Receive control messages until stopped."""
         try:
             while not self._stopping.is_set():
                 liveness.turned()
@@ -155,7 +157,8 @@ class ControlThread:
 
     def _send_again(self, session: Session, message: ControlMessage | None) -> bool:
         """Send the message to the end of the queue, with its remaining time to live.
-        Returns False if the broker does not accept it."""
+        Returns False if the broker does not accept it. A message whose session need not
+        be checked any more is not sent."""
         if message is None or not message.signed or message.left <= 0:
             session_id = message and message.session_id
             log.warning("session %s is not checked any more", session_id)
@@ -166,8 +169,8 @@ class ControlThread:
         return error is None
 
     def _dispatch(self, using: str, session_id: uuid.UUID) -> None:
-        """Dispatch what the session stored, to all brokers. Raises BrokerUnavailable if
-        one of them is unavailable, after dispatching to the others."""
+        """Dispatch the session's messages to all brokers. If one broker is unavailable,
+        dispatches to the others first, and then raises BrokerUnavailable."""
         pending = OutboxMessage.objects.using(using).filter(
             PENDING, session_id=session_id
         )

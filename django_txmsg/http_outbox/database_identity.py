@@ -1,9 +1,9 @@
-"""Distinguishes databases that share a service's name and key, for their control
-messages.
+"""Distinguishes databases whose services have the same name and key, so that each
+process settles only the control messages of its own database.
 
 A copy of production's database with production's settings sends its control messages to
-production's queue, and receives production's. Neither may settle the other's messages,
-because their rows are in the other database.
+production's queue, and also receives messages from there. A process must not settle the
+messages of the other database, because their rows are not in its own.
 """
 
 from __future__ import annotations
@@ -33,30 +33,27 @@ _noted: dict[tuple[tuple[str, ...], str], dt.datetime] = {}
 
 
 def current(using: str) -> str:
-    """Return the database's identity; "" if it has none."""
+    """Return the database's identity; "" on SQLite, which has none."""
     until, identity = _known.get(_place(using), (0.0, ""))
     return identity if until > time.monotonic() else _ask(using)
 
 
 def note(using: str) -> None:
-    """Record the identity, so that later messages of another database can be told
-    apart.
-
-    Outside a transaction. Raises database errors.
-    """
+    """Record the identity, and when the database was first seen with it, for
+    `is_ours()`. Call this outside a transaction. Raises database errors."""
     identity = current(using)
     if identity:
         _note(using, identity)
 
 
 def is_ours(using: str, identity: str, sent_at: dt.datetime) -> bool:
-    """Return whether a message with this identity was sent from this database. Call it
-    outside a transaction. Raises database errors.
+    """Return whether a message with this identity was sent from this database. Call
+    this outside a transaction. Raises database errors.
 
-    An identity contains the time when the database's server started. If this time is
-    not the present one, the message came from this database before a restart or a
-    failover, or from a copy of the database. Such a message counts as ours if it was
-    sent before the present start time was first seen.
+    An identity contains the time when the database server started. If only that time
+    differs from the current identity, the message comes from this database before a
+    restart or a failover, or from a copy of the database. The message then counts as
+    ours if it was sent before the current identity was first seen.
     """
     if identity == current(using):
         return True
@@ -72,8 +69,8 @@ def is_ours(using: str, identity: str, sent_at: dt.datetime) -> bool:
 
 
 def _parts(identity: str) -> tuple[str, str, str]:
-    """Return the address of a database, the identifier of its server's files, and the
-    server's start."""
+    """Return the three parts of an identity: the database, the identifier of the
+    server's files, and the time when the server started."""
     files, _, start = identity.rpartition("/")
     place, _, system = files.rpartition("@")
     return place, system, start
@@ -117,12 +114,12 @@ class Verdict(enum.Enum):
 
 
 def can_tell(connection: Any) -> bool:
-    """Return whether this database supports the query."""
+    """Return whether this database can report the outcome of a transaction."""
     return bool(connection.vendor == "postgresql")
 
 
 def transaction_id(connection: Any) -> str:
-    """Return the id of the open transaction, with or without savepoints."""
+    """Return the id of the open transaction. Savepoints do not change the id."""
     with connection.cursor() as cursor:
         cursor.execute(_MARK)
         (mark,) = cursor.fetchone()
@@ -132,8 +129,8 @@ def transaction_id(connection: Any) -> str:
 def ask(using: str, mark: str) -> Verdict:
     """Return the outcome of the transaction with this id.
 
-    UNKNOWN if the server does not know the id: a standby that was promoted before the
-    transaction reached it, or a very old id.
+    The outcome is UNKNOWN if the server does not know the id: the id is very old, or
+    the server is a standby that was promoted before the transaction reached it.
     """
     try:
         with connections[using].cursor() as cursor:

@@ -46,7 +46,8 @@ _SOUND = re.compile(r"[\x20-\x7e]{1,255}")
 
 
 def wanted(request: HttpRequest) -> bool:
-    """Return whether the request has a key that applies."""
+    """Return whether to handle the request's Idempotency-Key: the request has the
+    header, its method is unsafe, and the setting is on."""
     return (
         # All headers are parsed only for the few requests that have this one.
         "HTTP_IDEMPOTENCY_KEY" in request.META
@@ -56,7 +57,7 @@ def wanted(request: HttpRequest) -> bool:
 
 
 def impossible() -> HttpResponse:
-    """Return the response to a request with a key for a view that has no outbox
+    """Return the response if a request has a key, but its view has no outbox
     session."""
     return _problem(
         400,
@@ -66,9 +67,11 @@ def impossible() -> HttpResponse:
 
 
 def claim(request: HttpRequest, using: str) -> HttpResponse | None:
-    """Take the request's key inside its transaction, which has just begun.
+    """Reserve the request's key. Call this at the beginning of the request's
+    transaction.
 
-    Returns a response if the view must not run: the stored one, or a refusal.
+    Returns None if the view must run. Otherwise returns the response: the stored
+    response, or an error.
     """
     if not wanted(request):
         return None
@@ -124,7 +127,8 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
 
 
 def is_free_again(request: HttpRequest, response: HttpResponseBase) -> bool:
-    """Return whether the key is not kept, because the request will be rolled back."""
+    """Return whether the request will be rolled back because of its response, so that
+    its key can be used again."""
     claimed = hasattr(request, "_txmsg_idempotency")
     return claimed and response.status_code in RETRIABLE
 
@@ -135,9 +139,9 @@ def keep(
     using: str,
     session_id: uuid.UUID | None,
 ) -> None:
-    """Store the response with its key, before the transaction commits. The response is
-    stored with the ids of the request's messages, so that erasing these messages also
-    erases the response."""
+    """Store the response with its key, before the transaction commits. The row also
+    records the session id of the request's messages, so that erasing these messages
+    also erases the response."""
     row: IdempotencyKey | None = getattr(request, "_txmsg_idempotency", None)
     if row is None:
         return
@@ -171,8 +175,8 @@ def _replay(stored: IdempotencyKey) -> HttpResponse:
 
 
 def _alone(using: str, caller: str, key: str) -> bool:
-    """Return whether no other request with this key is running. SQLite has one writer
-    at a time, and the INSERT that follows takes its lock."""
+    """Reserve the key until the transaction ends. Returns False if another request with
+    this key is running. On SQLite, the INSERT that follows finds that out."""
     connection = connections[using]
     if connection.vendor != "postgresql":
         return True
@@ -187,8 +191,8 @@ def _alone(using: str, caller: str, key: str) -> bool:
 
 
 def _is_taken(error: Exception) -> bool:
-    """Return whether this error means that another request has the key. The error comes
-    from the unique constraint, SQLite's lock or PostgreSQL's isolation."""
+    """Return whether this error means that another request has the key: it comes from
+    the unique constraint, from SQLite's lock, or from PostgreSQL's isolation."""
     if isinstance(error, IntegrityError) or "database is locked" in str(error):
         return True
     return database_health.sqlstate(error) == "40001"

@@ -1,9 +1,9 @@
-"""Hop 1 for code that no message started: requests, commands, tasks.
+"""Hop 1 for requests, commands and tasks, which no message has started.
 
-`outbox_session()` opens a transaction, and messages sent inside are stored with it.
-Before it commits, a control message ensures that the messages are sent even if this
-process dies right after the commit. Then the transaction commits, and the messages are
-dispatched.
+`outbox_session()` opens a transaction, and the messages sent inside are stored in it.
+Before the commit, the session sends a control message, which ensures that the messages
+are sent even if this process dies right after the commit. Then the transaction commits,
+and the messages are dispatched.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ class SessionScope(Scope):
 class OutboxSession:
     """One transaction and the messages that are stored in it.
 
-    `metadata` are headers for the control message, which receivers of the signal
-    `control_message_handled` can read: a tenant, for example. `committed` is true once
-    the transaction has committed, even if a hook after the commit raised. `reading`
-    means that the session probably writes nothing, which saves a lock on SQLite.
+    `metadata` are headers for the control message, for example a tenant. Receivers of
+    the signal `control_message_handled` get these headers. `reading` means that the
+    session probably writes nothing, which saves a lock on SQLite.
     """
 
     def __init__(self, using: str | None = None, *, reading: bool = False) -> None:
@@ -60,7 +59,8 @@ class OutboxSession:
 
     @property
     def committed(self) -> bool:
-        """Whether the transaction has committed, even if a hook after it raised."""
+        """Whether the transaction has committed, even if a hook after the commit
+        raised."""
         return self._block.committed
 
     @property
@@ -70,27 +70,28 @@ class OutboxSession:
 
     @property
     def stored_as(self) -> uuid.UUID | None:
-        """The `session_id` of the messages stored so far: that of a group shared with
-        other sessions, or the session's own. None before the first message."""
+        """The `session_id` of the messages stored so far: the id of a group that the
+        session shares with other sessions, or the session's own id. None before the
+        first message."""
         return self._join()[0] if self.stored else None
 
     @property
     def spoiled(self) -> bool:
-        """Whether an error inside the session has made a commit impossible, even if the
-        error was caught."""
+        """Whether an error inside the session prevents a commit, even if the error was
+        caught."""
         return self._block.spoiled
 
     def refused_to_write(self, error: Exception) -> bool:
-        """Whether SQLite refused a write because this session began with `reading`, and
-        another connection has written since."""
+        """Return whether SQLite refused a write because the session began with
+        `reading` and another connection has written since."""
         sqlite = connections[self.using].vendor == "sqlite"
         # Not an error of another database, nor of the view's own.
         ours = self._reading and sqlite and error is self._block.cause
         return ours and "database is locked" in str(error)
 
     def begin(self) -> None:
-        """Open the transaction, which begins with the first use of the database. Raises
-        SessionError the second time."""
+        """Open the transaction; the database begins it at the first query. Raises
+        SessionError if the session has begun before."""
         if self._scope is not None or self._ended:
             raise SessionError("This outbox session has begun already; make another.")
         self._block.enter()
@@ -109,10 +110,10 @@ class OutboxSession:
         self._outer = enter_scope(self._scope)
 
     def commit(self) -> None:
-        """Send the control message if messages were stored, and commit.
+        """Send the control message if messages were stored, and commit. If
+        `transaction.set_rollback()` was called, roll back without an error.
 
-        Rolls back, without an error, if `transaction.set_rollback()` requested it.
-        Raises the error that prevented the commit, with everything rolled back:
+        If the commit fails, everything is rolled back, and the error is raised:
         SwallowedDatabaseError, CommitTimedOut, BrokerError or a database error.
         """
         self._check_open()
@@ -136,9 +137,9 @@ class OutboxSession:
         self._end("joined" if self._block.nested else "committed", None)
 
     def _join(self) -> tuple[uuid.UUID, int | None]:
-        """Return the session id under which the next rows are stored, and the lock that
-        their INSERT takes. Both belong to a group; or the session id is this session's
-        own, without a lock."""
+        """Return the session id for the rows that are stored next, and the lock that
+        their INSERT takes. These are the id and the lock of a group, or this session's
+        own id and no lock."""
         # Threads may share a context, like those that an async view starts. Rows in a
         # group without a confirmed control message would be left to the relay.
         with self._joining:
@@ -236,10 +237,12 @@ def outbox_session(using: str | None = None) -> Iterator[OutboxSession]:
             order = Order.objects.create(...)
             send_message("orders.place", {"order": order.pk})
 
-    An exception rolls back. `using` is TXMSG["HTTP"]["USING"] when not given. Inside
-    another session on the same database, or inside a stage's transaction, it is a
-    savepoint of that transaction, which also sends the messages. Inside a plain
-    `transaction.atomic()`, the messages leave when the outer transaction commits.
+    An exception rolls back. `using` is by default TXMSG["HTTP"]["USING"].
+
+    Inside another session on the same database, or inside a stage's transaction, this
+    only opens a savepoint, and the messages belong to the outer session or stage.
+    Inside a plain `transaction.atomic()`, the messages are sent when the outer
+    transaction commits.
     """
     session = OutboxSession(using)
     outer = current_scope()

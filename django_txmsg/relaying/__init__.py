@@ -1,1 +1,1 @@
-"""Hops 3 and 4: the relay takes stored messages to the broker."""
+"""Hops 3 and 4: the relay sends stored messages to the broker."""

@@ -1,7 +1,8 @@
 """Hop 3 in the web process: dispatches the messages of a transaction after its commit.
 
-The dispatcher only saves time. If the process dies or the broker is down, `manage.py
-relay` and the control message find the messages in the outbox.
+The dispatcher only saves time. If the process dies or the broker is down, the messages
+stay in the outbox, and `manage.py relay` or the receiver of the control message sends
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ IDLE = 5.0
 
 
 class Dispatcher:
-    """A daemon thread for each (database, broker), started at the first commit."""
+    """A daemon thread that dispatches messages from one database to one broker. The
+    first commit starts the thread."""
 
     def __init__(self, using: str, broker: str) -> None:
         self.using, self.broker = using, broker
@@ -70,7 +72,8 @@ class Dispatcher:
             log.debug("dispatcher is behind; %d rows wait for the relay", len(ids))
 
     def stop(self, timeout: float) -> None:
-        """Dispatch the waiting messages, for at most `timeout` seconds."""
+        """Dispatch the waiting messages and end the thread, within at most `timeout`
+        seconds."""
         self._stopping.set()
         try:
             self._waiting.put_nowait(None)
@@ -120,8 +123,8 @@ class Dispatcher:
         return max(0.0, self._again[0][0] - time.monotonic())
 
     def _due_again(self) -> list[tuple[int, list[int]]]:
-        """Remove and return the rows to try again now, as pairs of the number of tries
-        and the rows' ids."""
+        """Remove and return the rows to try again now. Each item is how often the rows
+        were tried, and the rows' ids."""
         due = []
         while self._again and self._again[0][0] <= time.monotonic():
             _, tries, ids = heapq.heappop(self._again)
@@ -161,8 +164,8 @@ class Dispatcher:
 
 
 def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
-    """Dispatch rows in this thread. If the broker is unavailable, the error is logged,
-    and the caller waits no longer than the connection's time-out."""
+    """Dispatch rows in this thread. If the broker is unavailable, log the error: the
+    caller waits no longer than the connection's time-out."""
     lane = Lane(using, broker, longest_lease=AFTER_COMMIT_LEASE)
     try:
         while lane.dispatch(ids=ids):
@@ -176,8 +179,8 @@ def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
 
 
 def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
-    """Dispatch the rows of a commit in the way that TXMSG["DISPATCH_ON_COMMIT"] says.
-    Receives the signal `messages_committed`."""
+    """Dispatch the rows of a commit, as the setting DISPATCH_ON_COMMIT says. Receives
+    the signal `messages_committed`."""
     mode, connection = conf.get().DISPATCH_ON_COMMIT, connections[using]
     if mode == "inline":
         # A TestCase that runs its hooks has committed nothing: no other connection sees
@@ -204,8 +207,8 @@ _dispatcher = PerProcess(_begin)
 
 @atexit.register
 def stop_dispatchers(timeout: float = 2.0) -> None:
-    """Stop this process's threads, each after at most `timeout` seconds for its waiting
-    messages. The next commit starts them again."""
+    """Stop the dispatchers of this process. Each may send its waiting messages for at
+    most `timeout` seconds. The next commit starts a new dispatcher."""
     for dispatcher in _dispatcher.clear():
         dispatcher.stop(timeout)
 

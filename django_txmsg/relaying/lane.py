@@ -1,9 +1,9 @@
-"""Hops 3 and 4: takes stored messages to the broker, batch by batch.
+"""Hops 3 and 4: sends stored messages to the broker, batch by batch.
 
-A claim is one short statement. No database transaction is open while the broker is
-used. Only a receipt marks a row as dispatched. Lanes belong to the relay, to the
-dispatcher (after a commit) and to the receiver of control messages; any number of them
-may run at once.
+A claim is one short statement. While a lane sends to the broker, no database
+transaction is open. A row is marked as dispatched only after its receipt. The relay has
+lanes, and so do the dispatcher (after a commit) and the receiver of control messages.
+Any number of lanes may run at once.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
 class _Lost(Exception):
-    """The lease has ended, so another relay may have put these messages in order."""
+    """The lease has ended, so another relay may have linked these messages."""
 
 
 def link(
     claimed: Sequence[Claimed], token: uuid.UUID, *, using: str, broker: str
 ) -> list[Claimed]:
-    """Give each message with a key its place in the order of that key. Returns all
-    messages, with their places in the headers.
+    """Link each message with a key to its predecessor, and return the messages with the
+    links in their headers.
 
-    Expired messages get no place. The commit waits for the disk, because a place that a
-    crash lost would be given to a second message. Messages whose lease has ended are
-    left out.
+    Expired messages get no link. Messages whose lease has ended are omitted. The commit
+    waits for the disk: if a crash lost it, two messages could get the same predecessor.
     """
     chains: dict[Chain, list[Claimed]] = {}
     for row in claimed:
@@ -102,11 +101,11 @@ Claim = Callable[[str | None], list[Claimed]]
 
 
 class Sweep:
-    """The position where one lane's last search for rows ended, and its next search
-    begins.
+    """The position in the index from which a lane searches for rows: where its last
+    search ended.
 
-    Settled rows leave dead index entries behind, which cannot be removed while an old
-    snapshot is open anywhere. See docs/decisions/dispatch-floor-and-sweep.md.
+    Settled rows leave dead index entries behind, which PostgreSQL cannot remove while
+    any old snapshot is open. See docs/decisions/dispatch-floor-and-sweep.md.
     """
 
     #: The share of a busy lane's time that may be spent on looking for late commits.
@@ -117,13 +116,13 @@ class Sweep:
         self._swept_at = self._cost = 0.0
 
     def rewind(self) -> None:
-        """Start the next search at the first row, because there are more rows to
-        claim."""
+        """Start the next search at the first row, because earlier rows can be claimed
+        again."""
         self._floor = None
 
     def claim(self, claim: Claim) -> list[Claimed]:
-        """Claim rows from where the last search ended. Begin at the first row if the
-        search finds nothing, or if enough time has passed."""
+        """Claim rows, from the position where the last search ended. If that finds no
+        row, or if the last full search is old enough, search from the first row."""
         began = time.monotonic()
         due = began - self._swept_at >= max(1.0, self._cost / self.SHARE)
         claimed = claim(self._floor) if self._floor and not due else []
@@ -150,9 +149,11 @@ AFTER_COMMIT_LEASE = 15.0
 
 
 class Lane:
-    """One broker session and one database connection that relay together.
+    """One broker session and one database connection with which the relay sends
+    messages.
 
-    Not thread-safe: a relay process runs several lanes, each in its own thread.
+    A lane is not thread-safe. A relay process runs several lanes, each in its own
+    thread.
     """
 
     def __init__(
@@ -166,8 +167,9 @@ class Lane:
         turn: Turn | None = None,
         budget: Budget | None = None,
     ) -> None:
-        """Once `stop` is set, the lane claims no more rows and does not wait for an
-        unavailable database. The lanes of a process share `turn` and `budget`."""
+        """Create a lane. Once `stop` is set, the lane claims no more rows and does not
+        wait for an unavailable database. The lanes of a process share `turn` and
+        `budget`."""
         settings = conf.get().RELAY
         self.using, self.broker_alias = using, broker
         self._batch_size = batch_size or settings.BATCH_SIZE
@@ -188,9 +190,10 @@ class Lane:
     def dispatch(
         self, *, ids: list[int] | None = None, session_id: uuid.UUID | None = None
     ) -> int:
-        """Claim, send and settle one batch. Returns the number of claimed rows. If it
-        raises BrokerUnavailable, no row stays claimed. A destination that takes no
-        messages is paused, and its rows are released.
+        """Claim, send and settle one batch. Returns the number of claimed rows.
+
+        If a destination takes no messages now, the lane pauses the destination and
+        releases its rows. Raises BrokerUnavailable; then all rows are released.
         """
         # Connect to the broker before the claim: an outage must not cause pointless
         # leases.
@@ -268,8 +271,8 @@ class Lane:
         return len(held)
 
     def held_back(self, ids: list[int]) -> list[int]:
-        """Return the due rows that wait for earlier rows of their keys, and the earlier
-        rows. Returns at most one batch."""
+        """Return the ids of due rows that wait for earlier rows of their keys, and of
+        the earlier rows. Returns at most one batch."""
         return self._outbox().held_back(
             ids,
             self._batch_size,
@@ -354,11 +357,11 @@ class Lane:
     def _send(
         self, rows: list[Claimed], settlement: Settlement, *, apart: bool
     ) -> None:
-        """Send and settle. Some brokers close the connection because of one bad message
-        and do not name the message. Then messages whose outcome is unknown are sent
-        again at once, one by one.
+        """Send the rows, and settle them. Some brokers close the connection because of
+        one bad message, without naming the message. Then the messages whose outcome is
+        unknown are sent again, one by one.
 
-        Raises BrokerUnavailable, with the unsettled rows still claimed.
+        Raises BrokerUnavailable; the unsettled rows are then still claimed.
         """
         service = conf.get().SERVICE
         while rows := settlement.still_held(rows):

@@ -1,9 +1,10 @@
-"""Limits that the lanes of one process share: concurrent use of the database, and
-memory for bodies.
+"""Limits that the lanes of one process share: how many lanes use the database at a
+time, and how much memory the bodies take.
 
-Without a limit, all lanes use the database at the same time and then all wait for the
-broker, so that one of the two is always idle. A body is copied several times while it
-is sent; the limit of memory is therefore one for all lanes of a database and broker.
+Without the first limit, all lanes would use the database at the same time, and then all
+wait for the broker, so that one of the two would always be idle. The second limit
+applies to all lanes of a database and broker together, because a body is copied several
+times while it is sent.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ LONGEST = 0.1
 
 
 class Turn:
-    """A semaphore that lanes share. At most `places` of them claim or mark a batch at a
-    time, and twice as many while the broker is idle."""
+    """A semaphore that lanes share. At most `places` lanes claim or mark a batch at a
+    time. While the broker is idle, twice as many do."""
 
     def __init__(self, places: int = 1) -> None:
         self._places = places
@@ -31,8 +32,8 @@ class Turn:
 
     @contextmanager
     def at_database(self) -> Iterator[None]:
-        """Wait for a place for at most LONGEST seconds. After that time, use the
-        database without a place."""
+        """Surround the use of the database. Waits at most LONGEST seconds for a free
+        place, and then goes on without a place."""
         with self._changed:
             self._changed.wait_for(self._is_free, LONGEST)
             self._at_database += 1
@@ -45,7 +46,8 @@ class Turn:
 
     @contextmanager
     def at_broker(self) -> Iterator[None]:
-        """Record that the broker has work."""
+        """Surround the use of the broker: while any lane is in the block, the broker is
+        not idle."""
         with self._changed:
             self._at_broker += 1
         try:
@@ -62,8 +64,8 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One lane's share: `max_bytes` of bodies, and one larger body if `larger` is
-    set."""
+    """One lane's share of the budget: `max_bytes` of bodies. With `larger`, the lane
+    may claim a single larger body instead."""
 
     max_bytes: int
     larger: bool
@@ -78,14 +80,14 @@ class Part:
 class Budget:
     """The memory for bodies that the lanes of one database and broker share.
 
-    A body larger than a lane's share is sent while no other lane holds bodies. Until
-    then, a lane that finds such a body claims nothing. The last lane that holds bodies
-    tries to send the large body again.
+    A body that is larger than a lane's share is sent only while no other lane holds
+    bodies. Until then, a lane that finds such a body claims nothing. When the last lane
+    that holds bodies has sent them, it tries to claim the large body.
     """
 
     def __init__(self, lanes: int = 1, budgets: int = 1) -> None:
-        """`lanes` share this budget; `budgets` is the number of budgets in the
-        process."""
+        """Create a budget for `lanes` lanes. The process has `budgets` budgets, which
+        share its memory equally."""
         self._limit = claiming.MAX_BYTES // budgets
         self._share = self._limit // lanes
         self._parts: set[Part] = set()
@@ -95,7 +97,7 @@ class Budget:
 
     @contextmanager
     def part(self, stop: threading.Event) -> Iterator[Part | None]:
-        """Wait until a lane's share of the memory is free, and hold the share inside
+        """Wait until a lane's share of the memory is free, and reserve the share during
         the block. Yields None if `stop` is set first."""
         with self._changed:
             while not self._has_room() and not stop.is_set():
@@ -117,8 +119,8 @@ class Budget:
                     self._changed.notify_all()
 
     def claimed(self, part: Part, size: int) -> None:
-        """Record the number of bytes that a lane has claimed. Other lanes may use the
-        rest of its share."""
+        """Record how many bytes a lane has claimed. Other lanes may use the rest of its
+        share."""
         with self._changed:
             part.held = size
             self._changed.notify_all()

@@ -1,12 +1,13 @@
 """Before hops 3 and 6: receives PostgreSQL's notifications about new rows, by LISTEN.
 
-A process that relays or consumes has one thread and one connection for this in each
-database. A listener counts as working only if it has received its own notification
-within about the last minute. The listener also queries for due rows every few seconds
-on behalf of all waiting threads. The listener's connection may still lead to a former
-primary server, which also answers. Behind a pooler in transaction mode no notifications
-arrive, and all threads poll as on SQLite; TXMSG["LISTEN_DATABASE"] names a direct
-connection.
+A process that relays or consumes has one listener (a thread with its own connection) in
+each database. On behalf of all waiting threads, the listener also queries for due rows
+every few seconds.
+
+A listener counts as working only if it has received a notification of its own within
+about the last minute: its connection may still lead to a former primary server, which
+also answers queries. Behind a pooler in transaction mode no notifications arrive, and
+all threads poll, as on SQLite. TXMSG["LISTEN_DATABASE"] can name a direct connection.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _LOOK = f"""
 def seconds_until_due(
     using: str, topics: Collection[str], services: Collection[str] = ()
 ) -> dict[str, float]:
-    """Return the number of seconds until each topic's first row is due: zero or less if
-    it is due already. Topics without rows are left out. Outbox rows count only if one
-    of `services` or an earlier release stored them."""
+    """Return the seconds until the first row of each topic is due: zero or less if it
+    is due already. Topics without rows are omitted. A row of the outbox counts only if
+    one of `services`, or an earlier release, stored it."""
     queues, outboxes = [
         [one.removeprefix(kind) for one in topics if one.startswith(kind)]
         for kind in (notifications.queue(""), notifications.outbox(""))
@@ -83,14 +84,14 @@ PROVE_EVERY = 60.0
 
 
 class Listener:
-    """Listens in one database: `run()`, until `stop` is set."""
+    """Listens in one database until `stop` is set. The thread's work is `run()`."""
 
     def __init__(self, using: str, stop: threading.Event) -> None:
         self._using, self._stop = using, stop
         self._alias = alias_of(using)
 
     def run(self) -> None:
-        """Listen, and listen again after an error."""
+        """Listen. After an error, pause and listen again."""
         warned, later = False, SOON
         while not self._stop.is_set():
             pause = 1.0
@@ -143,7 +144,7 @@ class Listener:
                 raise _NotReceived
 
     def _look(self) -> float:
-        """Wake the waiting threads for due rows, and return the seconds until the next
+        """Wake the threads whose rows are due. Returns the seconds until the next
         query."""
         waiting = notifications.topics(self._using)
         due = seconds_until_due(self._alias, waiting, conf.get().services)
@@ -159,7 +160,8 @@ class _NotReceived(Exception):
 
 
 def _delays(topics: Collection[str]) -> Iterator[float]:
-    """Yield the delays of messages that were announced before they are due."""
+    """Yield the times at which delayed messages become due, from the notifications of
+    these messages."""
     for one in topics:
         if one.startswith("+"):
             # Any client of the database can send notifications of any content.
@@ -170,9 +172,9 @@ def _delays(topics: Collection[str]) -> Iterator[float]:
 def receives_notifications(
     using: str, stop: threading.Event | None = None
 ) -> bool | None:
-    """Start to listen on this thread's connection, and return whether listening works.
-    To test this, the process sends a notification on another connection, which must
-    arrive on this one. Returns None if the driver cannot listen.
+    """Start to listen on this thread's connection, and return whether that works. As a
+    test, this process sends a notification on another connection, and waits until the
+    notification arrives here. Returns None if the driver cannot listen.
 
     Raises Django's database errors. Returns soon after `stop` is set.
     """
@@ -192,8 +194,8 @@ def receives_notifications(
 
 
 def _send_proof(using: str) -> str:
-    """Send a notification on another connection, because other processes also notify
-    from other connections. Returns the notification."""
+    """Send a notification and return its text. The notification uses another
+    connection, because other processes also use other connections."""
     proof = f"proof {uuid.uuid4()}"
     notify(using, {proof})
     return proof
@@ -210,7 +212,7 @@ def _received(connection: Any, timeout: float) -> set[str]:
 
 
 def alias_of(using: str) -> str:
-    """Return the alias of the connection that listens in a database."""
+    """Return the alias of the connection that listens for a database."""
     direct = conf.get().LISTEN_DATABASE
     main = router.db_for_write(OutboxMessage)
     return direct if direct and using == main else using
@@ -218,9 +220,8 @@ def alias_of(using: str) -> str:
 
 @contextmanager
 def listening(databases: Collection[str]) -> Iterator[None]:
-    """Listen in each of these PostgreSQL databases while the block runs. Other
-    databases are left out. All users in this process share one listener for each
-    database."""
+    """Listen in each of these databases while the block runs, if it is a PostgreSQL
+    database. All users in this process share one listener for each database."""
     if not conf.get().NOTIFY:
         yield
         return
@@ -236,14 +237,15 @@ def listening(databases: Collection[str]) -> Iterator[None]:
 
 
 class _Users:
-    """The users of a listener in one database. One thread listens for all of them."""
+    """Counts the users of the listener of one database. The first user starts the
+    listener."""
 
     def __init__(self, using: str) -> None:
         self._using, self._lock = using, threading.Lock()
         self._count, self._stop = 0, threading.Event()
 
     def add(self) -> None:
-        """Add a user. The first one starts the thread."""
+        """Add a user. The first user starts the thread."""
         with self._lock:
             self._count += 1
             if self._count > 1:
@@ -258,8 +260,8 @@ class _Users:
             thread.start()
 
     def remove(self) -> None:
-        """Remove a user. After the last one the thread ends; it is not joined, since it
-        holds only a connection."""
+        """Remove a user. After the last user, the thread ends. No code waits for its
+        end, because the thread holds only a connection."""
         with self._lock:
             self._count -= 1
             if not self._count:

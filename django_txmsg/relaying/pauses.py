@@ -1,10 +1,11 @@
-"""Hop 3's pauses of destinations that take no messages now, and the trials that end a
-pause.
+"""Hop 3's pauses: a destination that takes no messages now is paused, and trials end
+the pause.
 
 A full queue or a missing permission is a state of the destination, not a fault of a
 message. All lanes of this process that relay from one database to one broker exclude a
 paused destination from their claims. When the pause ends, one lane tries to send a
-small batch. After each batch that is stored completely, the next batch is larger.
+small batch. After each batch that the broker stores completely, the next batch is
+larger.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ IDLE = 1.0
 
 
 class Trial:
-    """One lane's trial of a destination, with at most `limit` messages."""
+    """A trial of a paused destination: one lane sends at most `limit` messages."""
 
     def __init__(self, destination: str, breaker: Breaker) -> None:
         self.destination, self.breaker = destination, breaker
@@ -47,7 +48,7 @@ class Trial:
 
 
 class Pauses:
-    """The paused destinations of one broker, for one database."""
+    """The paused destinations of one broker, for the lanes of one database."""
 
     def __init__(self, broker: str) -> None:
         self._broker = broker
@@ -63,7 +64,8 @@ class Pauses:
 
     @property
     def errors(self) -> dict[str, BaseException]:
-        """The errors that paused the destinations, by the names of the outages."""
+        """The errors because of which destinations are paused. The keys are texts such
+        as "QUEUE on BROKER"."""
         with self._lock:
             return {
                 one.breaker.name: one.breaker.error
@@ -82,8 +84,8 @@ class Pauses:
     def refused(
         self, destination: str, error: DestinationUnavailable, *, progress: bool
     ) -> None:
-        """Pause a destination. The pause is short with `progress`: the destination has
-        stored other messages of the same batch."""
+        """Pause a destination. With `progress`, the pause is short, because the broker
+        has stored other messages of the same batch there."""
         with self._lock:
             trial = self._trials.get(destination)
             if trial is None:
@@ -99,8 +101,8 @@ class Pauses:
         trial.breaker.failed(error, progress=progress)
 
     def begin_trial(self) -> Trial | None:
-        """Start the trial of a destination whose pause has ended; `end_trial()` must
-        follow."""
+        """Start the trial of a destination whose pause has ended. The caller must then
+        call `end_trial()`. Returns None if no trial is due."""
         if not self._trials:
             return None
         with self._lock:
@@ -111,8 +113,9 @@ class Pauses:
         return None
 
     def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
-        """Record the number of messages that a trial sent, or None if the trial did not
-        finish. The outage is over once `enough` messages were stored at once."""
+        """Record how many messages the trial claimed, or None if the trial did not
+        finish. The destination is no longer paused once a batch of at least `enough`
+        messages was stored."""
         over = False
         with self._lock:
             trial.taken = False

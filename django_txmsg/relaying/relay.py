@@ -1,6 +1,7 @@
-"""Hop 3 as a process: runs several lanes in parallel until it is stopped. `manage.py
-relay` starts the relay. A broker or database that is down is probed with growing
-pauses, and used again when it answers.
+"""Hop 3 as a process: `manage.py relay` runs several lanes in parallel until stopped.
+
+If a broker or database is down, the relay probes it with growing pauses, and uses it
+again when it answers.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Relay:
 
     @property
     def counts(self) -> Counter[str]:
-        """Totals so far: dispatched, rejected, dead, unknown, lease_lost."""
+        """Total numbers of messages so far, by outcome: "dispatched", "rejected" or
+        "dead", for example."""
         total: Counter[str] = Counter()
         for lane in self.lanes:
             total += lane.counts
@@ -83,20 +85,21 @@ class Relay:
 
     @property
     def in_flight(self) -> int:
-        """Messages claimed and not yet settled."""
+        """The number of messages that are claimed and not settled."""
         return sum(lane.in_flight for lane in self.lanes)
 
     def stop(self) -> None:
-        """Finish the claimed messages and claim no more. Callable from any thread or
-        signal."""
+        """Finish the claimed messages and claim no more. May be called from any thread
+        or signal handler."""
         self._stop.set()
 
     def run(self, *, once: bool = False) -> None:
-        """Relay until stopped; with `once`, until no lane finds a due row.
+        """Relay until stopped. With `once`, relay until no lane finds a due row.
 
-        Raises the error that ended a lane, if any, after all lanes have ended. With
-        `once`, an unavailable broker or database ends only its own lanes, and
-        DestinationUnavailable reports messages that a destination did not take.
+        If an error ends a lane, all lanes end, and the error is raised. With `once`, a
+        broker or database that is unavailable ends only its own lanes; the error is
+        raised after the other lanes have ended. With `once`, also raises
+        DestinationUnavailable if a destination did not take its messages.
         """
 
         away: list[Exception] = []
@@ -176,9 +179,8 @@ class Relay:
             self._rest(lane, wakeup, interval)
 
     def _rest(self, lane: Lane, wakeup: notifications.Wakeup, interval: float) -> None:
-        """Wait until there may be new rows: for the usual interval, or with a listener
-        until a notification. The wait ends at the latest when a destination's pause
-        ends."""
+        """Wait until there may be new rows: for `interval` seconds or, with a listener,
+        until a notification. Return earlier if a paused destination can be tried."""
         until = time.monotonic() + interval
         while not self._stop.is_set():
             liveness.turned()

@@ -1,4 +1,4 @@
-"""Hop 4: records the broker's answers on the rows that a lane has claimed."""
+"""Hop 4: records the broker's answers in the rows that a lane has claimed."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Receipts:
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Sort the rows by their outcomes. With `apart`, rows were sent one by one, so the
-    row in flight made the broker hang up."""
+    """Sort the rows by their outcomes. With `apart`, the rows were sent one by one: if
+    the broker hung up, the row without an answer is to blame."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
@@ -103,8 +103,8 @@ def judge(
 def split(
     rows: Sequence[Claimed], destinations: Collection[str]
 ) -> tuple[list[Claimed], list[Claimed]]:
-    """Return the rows that may be sent, and the rows to hold back: those to
-    `destinations`, and those that must follow them by key."""
+    """Return the rows that may be sent, and the rows that must wait: rows to one of the
+    `destinations`, and later rows with the same key."""
     sound: list[Claimed] = []
     left: list[Claimed] = []
     keys: set[str] = set()
@@ -121,9 +121,9 @@ log = logging.getLogger("django_txmsg.relay")
 
 
 class Settlement:
-    """Settles the rows of one claim. Every statement has the claim's token as a
-    condition, so it does not change rows whose lease has ended and which another relay
-    may have claimed."""
+    """Settles the rows of one claim. Every statement checks the claim's token. So it
+    never changes a row whose lease has ended, because another relay may have claimed
+    that row."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class Settlement:
         stop: threading.Event,
         turn: Turn,
     ) -> None:
-        """Once `stop` is set, the settlement stops waiting for an unavailable
-        database."""
+        """Create a settlement. Once `stop` is set, the settlement no longer waits for
+        an unavailable database."""
         self.using, self.broker_alias = lease.using, broker
         self._token, self._lease = token, lease
         self._counts, self._stop, self._turn = counts, stop, turn
@@ -144,9 +144,9 @@ class Settlement:
         return OutboxMessage.objects.db_manager(self.using)
 
     def still_held(self, rows: list[Claimed]) -> list[Claimed]:
-        """Return the rows that this claim still holds. Leaves out rows that were
-        cancelled, and rows that another relay has claimed after the lease ended. If the
-        lease has never ended, all rows are returned."""
+        """Return the rows that still belong to this claim. If the lease has ended for a
+        while, omits rows that were cancelled, and rows that another relay has
+        claimed."""
         if not (rows and self._lease.lapsed):
             return rows
         ids = [row.id for row in rows]
@@ -165,8 +165,8 @@ class Settlement:
         self._fenced(0, lambda: self._outbox().release(ids, self._token))
 
     def settle(self, found: Receipts) -> None:
-        """Settle the rows: mark those with a receipt, delay those that were refused,
-        release the rest."""
+        """Settle the rows: mark rows with a receipt as dispatched, postpone or bury
+        rows that the broker rejected, and release all other rows."""
         stored = [row.id for row in found.stored]
         returned = [row.id for row in found.returned]
         if stored:
@@ -192,7 +192,7 @@ class Settlement:
                 )
 
     def _give_back_refused(self, found: Receipts) -> None:
-        """Release rows whose destination takes no messages now, with the broker's
+        """Release rows whose destination takes no messages now, and store the broker's
         error."""
         for destination, error in found.unavailable.items():
             ids = [row.id for row, _ in found.refused if row.destination == destination]
@@ -212,7 +212,8 @@ class Settlement:
     def bury(
         self, row: Claimed, reason: str, error: str, *, letter: bool = True
     ) -> None:
-        """Make a row dead, with its dead letter, if any, in the same transaction."""
+        """Mark a row as dead. With `letter`, also store its dead letter, in the same
+        transaction."""
 
         def bury() -> int:
             with transaction.atomic(using=self.using):
@@ -233,12 +234,11 @@ class Settlement:
         self._lost(1 - kept)
 
     def _fenced(self, count: int, statement: Callable[[], int]) -> int:
-        """Run a statement that has the token as a condition, and return how many rows
-        it changed.
+        """Run a statement that checks the token. Returns the number of changed rows.
 
-        A receipt must not be lost if the database goes away, so the statement is
+        A receipt must not be lost if the database is unavailable, so the statement is
         repeated until the lease has ended. After a repetition the number of changed
-        rows is unknown, and `count` is returned.
+        rows is unknown, and `count` is returned instead.
         """
         connection = connections[self.using]
         pause, repeated = 0.05, False

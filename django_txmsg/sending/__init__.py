@@ -1,1 +1,1 @@
-"""Hops 1 and 9: a message is stored with the data of its transaction."""
+"""Hops 1 and 9: a message is stored in the transaction that stores your data."""

@@ -1,4 +1,5 @@
-"""Hop 9 of a request: what the stage returns is sent to the caller as the answer."""
+"""Hop 9 of a request: the result of the stage is sent to the requester as the
+answer."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ _UNDECIDED = frozenset({"attempts_exhausted", "worker_lost"})
 @message_type("txmsg.Dead")
 @dataclass(frozen=True)
 class Dead:
-    """The answer to a request that will not be processed. Its stage has refused it, the
-    broker has rejected it, nobody can read it, or an operator has discarded it.
-    `reason` is the dead letter's code."""
+    """The answer to a request that no stage will process: the stage refused the
+    request, the broker rejected it, no code can read it, or an operator discarded it.
+    `reason` is the code of the dead letter."""
 
     reason: str
 
@@ -40,15 +41,16 @@ class Dead:
 @dataclass(frozen=True)
 class Buried:
     """Reports to a gather that one of its requests is a dead letter, so that the gather
-    sends its next request. An operator may still redeliver the dead letter, so this is
-    not the answer."""
+    sends its next request. This is not the answer: an operator may still redeliver the
+    dead letter."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the answer to a message goes, and the headers that it carries back."""
+    """The destination of the answer to a message, and the message's headers, some of
+    which the answer repeats."""
 
     destination: str
     given: Mapping[str, str]
@@ -56,7 +58,7 @@ class Address:
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Address | None:
         """Return the address in the headers, or None if the headers request no answer.
-        Raises DecodeError if answers may not go there."""
+        Raises DecodeError if no answer may be sent to that destination."""
         destination = given.get(wire.REPLY_TO)
         if destination is None:
             return None
@@ -79,9 +81,9 @@ class Address:
         using: str | None = None,
         broker: str = "default",
     ) -> Message:
-        """Store the answer, as an object of the annotated type if the annotation is
-        known. Its correlation id is that of the given headers, or else of the message
-        being processed."""
+        """Store the answer. With an annotation, the answer is encoded as an object of
+        that type. The answer's correlation id is that of the request, or else of the
+        message that the stage is processing."""
         destination: str | TypedName[Any] = self.destination
         if annotation is not None and not isinstance(answer, Dead):
             destination = TypedName(self.destination, annotation)
@@ -133,11 +135,13 @@ def answer_dead(
     using: str,
     broker: str,
 ) -> None:
-    """Report to the requester that a request will not be processed, and ensure that no
-    stage processes the request. Runs inside the open transaction. As long as an
-    operator can still redeliver the request, only a gather gets the report, and only if
-    the gather holds another request back. A dead undo is not reported, because an undo
-    must be done."""
+    """Report to the requester that no stage will process a request, and ensure that
+    none does. Runs inside the open transaction.
+
+    If an operator can still redeliver the request, the only report goes to a gather
+    that waits to send its next request. A dead undo is not reported, because an undo
+    must be done.
+    """
     if wire.UNDOES in headers:
         return
     try:

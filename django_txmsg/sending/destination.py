@@ -1,5 +1,5 @@
-"""Destinations that declare the type of their bodies, so that senders are checked
-too."""
+"""Destinations that declare the type of their bodies. So the bodies are checked at the
+sender, too."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
     """A queue or a topic, and the type of its bodies.
 
     With `orders_place = Destination("orders.place", PlaceOrder)`,
-    `orders_place.send(…)` takes a PlaceOrder, for a type checker and at run time, and
-    `@stage(orders_place)` passes one to the handler. `reply` is the type of the answer
-    that its stage gives to a flow. Both types may be unions. With `foreign`, the
-    consumer does not use this package: requests of flows have JMS's `reply-to` and
-    `correlation-id`, and the consumer copies both to its answer. Raises InvalidMessage
-    for a name that some broker cannot carry.
+    `orders_place.send(…)` accepts only a PlaceOrder, in a type checker and at run time.
+    `@stage(orders_place)` passes a PlaceOrder to the handler. `reply` is the type of
+    the answer that the stage returns to a flow. Both types may be unions.
+
+    With `foreign`, the consumer does not use this package: a flow's requests have JMS's
+    `reply-to` and `correlation-id`, and the consumer copies both to its answer. Raises
+    InvalidMessage if some broker could not carry the name.
     """
 
     @overload
@@ -84,8 +85,8 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
         on_conflict: OnConflict = "error",
         unique_until: UniqueUntil = "left",
     ) -> Message:
-        """Store one message with the arguments and errors of `send_message()`. Also
-        raises InvalidMessage for a body of another type."""
+        """Store one message, with the arguments and errors of `send_message()`. Also
+        raises InvalidMessage if the body does not have the declared type."""
         return send_message(
             self,
             body,
@@ -103,5 +104,5 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
 
 
 def declared() -> list[Destination[Any, Any]]:
-    """Return every destination that was declared with a type."""
+    """Return all destinations that were declared in this process."""
     return list(_declared)

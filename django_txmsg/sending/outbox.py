@@ -1,8 +1,8 @@
 """Hops 1 and 9: `send_message()`, called inside a transaction, stores a message.
 
-`send_message()` inserts a row that commits with your data or not at all, and wakes the
-dispatcher after the commit. The function never uses a broker, except in a stage whose
-messages belong to the broker's own transaction (best_effort_1pc, broker_only).
+`send_message()` inserts a row that commits with your data or not at all. After the
+commit, the dispatcher is woken. `send_message()` uses the broker only in a stage whose
+messages belong to the broker's transaction (best_effort_1pc, broker_only).
 """
 
 from __future__ import annotations
@@ -51,21 +51,26 @@ def send_message(
     on_conflict: OnConflict = "error",
     unique_until: UniqueUntil = "left",
 ) -> Message:
-    """Store one message; it leaves if and only if the open transaction commits.
+    """Store one message. The message is sent if and only if the open transaction
+    commits.
 
-    `body` is anything JSON can carry (with Decimal, date, time, UUID as strings),
-    bytes, or an object of a typed message's class, which is validated. Messages of one
-    `key` leave in the order they were stored. `delay` and `expires` count from now, by
-    the database's clock. `using` names the database. Only one pending message can have
-    a `unique` key, until a relay claims it, or it is cancelled or expires; with
-    `unique_until` "processed", until a stage here has processed or buried it. With
-    `on_conflict` "skip", a second message is not stored; the first one is returned and,
-    if it has not left, leaves after this transaction; with "replace", the pending one
-    is cancelled.
+    - `body` is a JSON value (Decimal, date, time and UUID become strings), bytes, or an
+      object of a typed message's class, which is validated.
+    - Messages with the same `key` are sent in the order in which they were stored.
+    - `delay` and `expires` count from now, by the database's clock.
+    - `using` is the database's alias.
+    - Only one pending message can have a `unique` key. The key is free again when a
+      relay claims the message, or when the message expires or is cancelled. With
+      `unique_until="processed"`, the key is free when a stage of this service has
+      processed or buried the message.
+    - `on_conflict` says what follows if the `unique` key is taken. "error" raises
+      AlreadyPending. "skip" stores nothing and returns the pending message, which is
+      then sent after this transaction. "replace" cancels the pending message.
 
-    Raises TransactionRequired outside a transaction, InvalidMessage for what cannot be
-    carried, DuplicateMessage if `message_id` is stored already, AlreadyPending if the
-    `unique` key is taken. Then nothing is stored, and the transaction can go on.
+    Raises TransactionRequired if no transaction is open, InvalidMessage if the message
+    cannot be sent, DuplicateMessage if `message_id` is stored already, and
+    AlreadyPending. After these errors, nothing is stored, and the transaction can go
+    on.
     """
     row = _new_message(
         destination,
@@ -89,9 +94,11 @@ def send_messages(
     using: str | None = None,
     broker: str = "default",
 ) -> list[Message]:
-    """Store many messages in a few INSERTs. Each message is a dict of send_message()'s
-    arguments. All messages are checked before the first is stored. Raises the errors of
-    send_message(). After a DuplicateMessage, none of the messages is stored.
+    """Store many messages in a few INSERTs. Each message is a dict of the arguments of
+    `send_message()`.
+
+    All messages are checked before the first is stored. Raises the errors of
+    `send_message()`; then none of the messages is stored.
     """
     return _send([_from_dict(one, broker) for one in messages], using)
 
@@ -109,10 +116,10 @@ def send_part(
     using: str | None = None,
     broker: str = "default",
 ) -> Message:
-    """Store a message of a conversation. The headers `conversation` say which one it
-    is.
+    """Store a message that belongs to a conversation of a flow. `conversation` has the
+    headers that identify the conversation and the sender's place in it.
 
-    Raises the errors of send_message().
+    Raises the errors of `send_message()`.
     """
     row = _new_message(
         destination,
@@ -134,9 +141,9 @@ def send_parts(
     using: str | None = None,
     broker: str = "default",
 ) -> list[Message]:
-    """Store many messages of conversations in a few INSERTs. Each part is a pair: the
-    arguments of send_message(), and the headers of the message's conversation. Raises
-    the errors of send_message()."""
+    """Store many messages of conversations in a few INSERTs. Each part is a pair: a
+    dict of the arguments of `send_message()`, and the headers of the message's
+    conversation. Raises the errors of `send_message()`."""
     rows: list[NewMessage] = []
     for given, conversation in parts:
         row = _from_dict(given, broker)
@@ -146,8 +153,8 @@ def send_parts(
 
 
 def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
-    """Make a message part of a conversation. Consumers that do not use this package can
-    read the conversation from the message's headers."""
+    """Add the headers of a conversation to a message. If the consumer does not use this
+    package, also add JMS's headers for the same."""
     row.headers |= conversation
     if row.destination in foreign and wire.is_request(row.headers):
         row.headers[wire.JMS_REPLY_TO] = row.headers[wire.REPLY_TO]

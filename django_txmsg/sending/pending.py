@@ -1,4 +1,4 @@
-"""Cancels or reschedules a stored message that has not left yet."""
+"""Cancels or reschedules a stored message that has not been sent yet."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .storing import after_commit
 def cancel_message(
     message_id: uuid.UUID, *, why: str = "", using: str | None = None
 ) -> bool:
-    """Cancel a stored message: it does not leave, and its state becomes "cancelled".
+    """Cancel a pending message: it is not sent, and its state becomes "cancelled".
+    Inside a transaction, the message is cancelled if the transaction commits. `why` is
+    stored with the message.
 
-    Returns False, and changes nothing, if the message has left, is dead, is being sent
-    now, or does not exist; also if it has a key and a relay has claimed it before,
-    since later messages of the key must follow it. Inside a transaction, the message is
-    cancelled if the transaction commits. `why` is stored with the message. A message
-    that a relay sent without an answer, or is still sending although its lease has
-    ended, may arrive all the same.
+    Returns False, and changes nothing, in these cases: the message does not exist; it
+    is dispatched or dead; a relay is sending it now; or it has a key and a relay has
+    claimed it before, because later messages of the key must follow it.
 
-    Raises InvalidMessage if the id is not valid.
+    If a relay has sent the message and received no answer, the message may still
+    arrive. Raises InvalidMessage if the id is not a UUID.
     """
     alias = _alias(message_id, using)
     return bool(OutboxMessage.objects.db_manager(alias).cancel(message_id, why=why))
@@ -39,15 +39,17 @@ def reschedule_message(
     at: dt.datetime | None = None,
     using: str | None = None,
 ) -> bool:
-    """Let a stored message leave in `delay` from now, by the database's clock, or at
-    the aware instant `at`; a past instant means now.
+    """Send a pending message later or earlier: `delay` from now, by the database's
+    clock, or at the aware datetime `at`. If that time has passed, the message is sent
+    now. The message's expiry does not change. Later messages of its key are sent after
+    it.
 
-    Returns False, and changes nothing, if the message has left, is dead, is being sent
-    now, or does not exist. Later messages of its key leave after it. Its expiry does
-    not change. A message that a relay sent without an answer, or is still sending
-    although its lease has ended, may arrive earlier, and again when due.
+    Returns False, and changes nothing, if the message does not exist, is dispatched or
+    dead, or if a relay is sending it now.
 
-    Raises InvalidMessage if the id or the time is not valid.
+    If a relay has sent the message and received no answer, the message may arrive
+    earlier, and again when it is due. Raises InvalidMessage if the id or the time is
+    not valid.
     """
     if (delay is None) == (at is None):
         raise InvalidMessage("reschedule_message() takes either delay= or at=.")

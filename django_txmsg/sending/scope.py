@@ -1,6 +1,7 @@
-"""The scope that messages sent in this context belong to: a session of the HTTP outbox,
-a stage, or none. The middleware and the stages enter a scope; `send_message()` reads
-the scope.
+"""The scope of the messages that are sent in this context: a session of the HTTP
+outbox, a stage, or none.
+
+The middleware and the stages enter a scope. `send_message()` reads the scope.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from ..models.outbox_store import NewMessage
 class Block:
     """An atomic block that is entered and left once, perhaps in different functions.
 
-    `isolation` and `reading` are passed on to `LateAtomic`. `committed` is true once
-    its transaction has committed, even if a hook after the commit raised. `nested`
-    means that it is a savepoint in an outer transaction, whose commit it does not
-    control.
+    `LateAtomic` gets `isolation` and `reading`. `committed` is true once the
+    transaction has committed, even if a hook after the commit raised. `nested` means
+    that the block is a savepoint in an outer transaction, whose commit the block does
+    not control.
     """
 
     def __init__(
@@ -71,21 +72,21 @@ class Block:
             transaction.on_commit(self._note_commit, using=self.using)
 
     def exit(self, error: BaseException | None) -> None:
-        """Commit, or roll back because of the error or of `set_rollback()`. Raises the
-        error that prevented the commit, or that a hook after the commit raised."""
+        """Commit. Roll back if `error` is given or `set_rollback()` was called. Raises
+        the error that prevented the commit, or the error of a hook after the commit."""
         for end in self._endings:
             end()
         self._atomic.exit(error)
 
     @property
     def employed(self) -> bool:
-        """Whether the block used the database. Opening a savepoint counts."""
+        """Whether the block used the database. Creating a savepoint counts."""
         return self._atomic.begun
 
     @property
     def spoiled(self) -> bool:
-        """Whether an error inside the block has made a commit impossible, even if the
-        error was caught."""
+        """Whether an error inside the block prevents a commit, even if the error was
+        caught."""
         return is_broken(self._connection) or (
             must_roll_back(self._connection) and not self._rollback_requested
         )
@@ -97,8 +98,8 @@ class Block:
 
     @property
     def cause(self) -> BaseException | None:
-        """The error that made a rollback necessary, or the last error of a
-        statement."""
+        """The error because of which the transaction must roll back, or the last error
+        of a statement."""
         return cause_of_rollback(self._connection)
 
     def _hear(self, rollback: bool) -> None:
@@ -110,19 +111,21 @@ class Block:
 
 @dataclass
 class Scope:
-    """What the messages sent in this context belong to: a session
-    (`http_outbox/session.py`) or a stage's attempt (`consuming/modes.py`).
+    """The session (`http_outbox/session.py`) or the stage's attempt
+    (`consuming/modes.py`) to which messages sent in this context belong. Threads may
+    share a scope.
 
-    `cause` is the message that a stage processes, from whose id its messages' ids are
-    derived; `worker` is the process that runs the stage. `enlist`, if set, adds
-    messages to the broker's transaction instead of the outbox. `stored` counts the
-    stored messages by database alias. `join`, if set, is called before each INSERT on
-    `using`, and returns the session id of the rows and the lock that the INSERT takes;
-    `newest` is when the last INSERT had that lock, by the database's clock. Without a
-    lock, `transactions` has the rows' transaction ids by connection, if the database
-    reports them; threads may share a scope. `ended` means that the scope is over: code
-    that runs longer, such as a task of an async view, still has it in its context, but
-    its messages do not belong to the scope.
+    - `cause` is the message that a stage processes. The ids of the stage's messages are
+      derived from its id. `worker` is the process that runs the stage.
+    - `enlist`, if set, adds messages to the broker's transaction instead of the outbox.
+    - `stored` counts the stored messages by database alias.
+    - `join`, if set, is called before each INSERT on `using`. It returns the session id
+      of the rows, and the lock that the INSERT takes, if any. `newest` is the
+      database's clock at the last INSERT with such a lock.
+    - `transactions` has the ids of the transactions that stored rows without a lock, by
+      connection, if the database reports these ids.
+    - `ended` means that later messages do not belong to the scope, although code that
+      still runs (a task of an async view, for example) has the scope in its context.
     """
 
     session_id: uuid.UUID
@@ -145,16 +148,15 @@ _inside: set[int] = set()
 
 
 def current_scope() -> Scope | None:
-    """Return the scope that messages sent now would belong to."""
+    """Return the scope of messages that are sent now, or None."""
     scope = _scope.get()
     return None if scope is None or scope.ended else scope
 
 
 def enter_scope(entered: Scope | None) -> Scope | None:
-    """Let messages sent from now on belong to `entered`, and return the former scope.
-
-    For a scope that may end in another function, such as a request's under ASGI.
-    """
+    """Make `entered` the scope of messages that are sent from now on, and return the
+    previous scope. For a scope that may end in another function, such as the scope of a
+    request under ASGI."""
     before = _scope.get()
     _scope.set(entered)
     return before
@@ -162,8 +164,8 @@ def enter_scope(entered: Scope | None) -> Scope | None:
 
 @contextmanager
 def in_scope(entered: Scope) -> Iterator[Scope]:
-    """Let messages sent inside the block belong to `entered`. Surrounds a stage's
-    handler."""
+    """Make `entered` the scope of messages that are sent inside the block. The block
+    runs a stage's handler."""
     token = _scope.set(entered)
     _inside.add(threading.get_ident())
     try:
@@ -180,8 +182,8 @@ def handlers_running() -> int:
 
 
 def _forked() -> None:
-    """Leave the parent's scope in a forked child. Otherwise the child would continue
-    its parent's count of messages, and derive the same ids for other messages."""
+    """Leave the scope in a forked child process. Otherwise the child would go on
+    counting its parent's messages, and derive the same ids for other messages."""
     _scope.set(None)
     _inside.clear()
 

@@ -21,8 +21,9 @@ from .scope import current_scope
 def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     """Insert rows into the outbox and return the creation time of each row.
 
-    Raises DuplicateMessage, with nothing stored, if one of the ids is stored already. A
-    row whose derived id is stored already is skipped, unless it has a unique key.
+    Raises DuplicateMessage, and stores nothing, if one of the ids is stored already. If
+    the id was derived from the message that a stage processes, the row is skipped
+    instead, unless the row has a unique key.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
@@ -91,11 +92,12 @@ def after_commit(
     new: Mapping[int, uuid.UUID] | None = None,
     due: Collection[int] = (),
 ) -> AfterCommit:
-    """Wake the dispatcher once the transaction has committed: for `new` rows, given as
-    message ids by primary key, and for other rows that are `due`. Returns the hook.
+    """Wake the dispatcher once the transaction has committed. `new` maps the primary
+    keys of new rows to their message ids; `due` has the primary keys of other rows.
+    Returns the hook.
 
-    Rows stored in succession under the same savepoints share one hook, and are
-    dispatched together.
+    Rows that are stored one after the other under the same savepoints share one hook,
+    and are dispatched together.
     """
     hook = last_hook(connections[alias])
     if (
@@ -126,11 +128,13 @@ def _duplicates(rows: list[NewMessage], stored: set[uuid.UUID]) -> str:
 
 
 class AfterCommit:
-    """What follows the commit of the rows that were stored under one savepoint.
+    """The hook that runs after the commit of the rows that were stored under one
+    savepoint.
 
-    Django drops the hook when an `atomic()` block is rolled back, but keeps it after
-    `savepoint_rollback()` and `ROLLBACK TO SAVEPOINT`. So some of the rows may not
-    exist. A dispatcher cannot claim a missing row, and no event is sent for it.
+    Django drops the hook when an `atomic()` block is rolled back, but keeps the hook
+    after `savepoint_rollback()` and `ROLLBACK TO SAVEPOINT`. So some of the rows may
+    not exist. No dispatcher can claim a missing row, and no event is sent for a missing
+    row.
     """
 
     def __init__(
@@ -161,7 +165,7 @@ class AfterCommit:
             )
 
     def _announce(self) -> None:
-        """Send the events of the rows that exist."""
+        """Send the signal `message_stored` for each row that exists."""
         if not self.new:
             return
         if not self.committed and not signals.announced(signals.message_stored):

@@ -19,7 +19,8 @@ foreign: set[str] = set()
 
 
 class TypedName(Generic[Body]):
-    """The name and the types of a `Destination`, without the methods that send."""
+    """The name of a `Destination` and the type of its bodies, without the methods that
+    send."""
 
     def __init__(self, name: str, body: TypeForm[Body]) -> None:
         self.name = check_destination(name)
@@ -32,8 +33,8 @@ class TypedName(Generic[Body]):
         return f"<{type(self).__name__} {self.name!r}>"
 
     def type_of(self, body: object) -> BodyType:
-        """Return the one of the destination's types that a body has. Raises
-        InvalidMessage."""
+        """Return the type of a body, which is one of the destination's types. Raises
+        InvalidMessage if the body has none of these types."""
         types = codecs.reader(self.body).types
         if len(types) == 1:
             return types[0]

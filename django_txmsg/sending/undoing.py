@@ -1,4 +1,5 @@
-"""Runs an undo only if its request was processed, and never before the request."""
+"""Runs an undo only if the request that it undoes was processed, and never before the
+request."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ GONE_ON = "revoked: its flow has gone on"
 def if_done(
     handler: Handler, stages: Callable[[], Iterable[str]], using: Callable[[], str]
 ) -> Handler:
-    """Return a handler that runs if its request was processed by one of `stages`.
-    Otherwise the request is revoked: it is never processed, so there is nothing to
-    undo. Which of the two happens is decided in the undo's transaction, on database
-    `using()`."""
+    """Return an undo's handler that calls `handler` only if one of `stages` has
+    processed the request. Otherwise the request is revoked, so that no stage ever
+    processes it and there is nothing to undo. The undo's transaction, on database
+    `using()`, decides this."""
 
     @functools.wraps(handler)
     def undo(message: Message) -> Any:
@@ -57,11 +58,11 @@ def if_done(
 
 
 def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
-    """Return whether a stage has processed a request. If the stage has not processed
-    the request, it never will.
+    """Return whether a stage has processed a request. If not, revoke the request, so
+    that the stage never processes it.
 
-    Raises DecodeError if the inbox may have forgotten the request. Then an operator
-    must decide.
+    Raises DecodeError if the inbox may have deleted its record of the request. Then an
+    operator must decide.
     """
     if undone.answered:
         return True
@@ -81,11 +82,11 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
 
 
 def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
-    """Confirm an undo in doubt after an operator has checked it, inside the caller's
-    transaction. Its run continues. Neither the undo nor its request, which went to the
-    stages `doing`, is processed any more.
+    """Confirm an undo of which an operator has found out whether its request was done.
+    The run continues. From now on, no stage processes the undo or the request, which
+    was sent to the stages `doing`. Runs inside the caller's transaction.
 
-    Raises DecodeError if the run no longer takes an answer.
+    Raises DecodeError if no answer can be sent to the run.
     """
     undone = wire.Undone.parse(letter.headers[wire.UNDOES])
     inbox = InboxMessage.objects.db_manager(using)
@@ -100,7 +101,7 @@ def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
 
 def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
     """Close the dead letters of the requests and answers for which a run has waited
-    under `turn`, so that they are never processed. Call it in the transaction that
+    under `turn`, so that they are never processed. Call this in the transaction that
     continues the run."""
     ticket = wire.ticket(run.run_id, turn)
     letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
@@ -121,8 +122,8 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
 
 
 def _close(letters: QuerySet[DeadLetter]) -> None:
-    """Close dead letters whose flow has gone on. The caller changes their inbox rows
-    afterwards, because a redelivery locks the letters first, too."""
+    """Discard dead letters whose flow has gone on. The caller changes their inbox rows
+    afterwards, because a redelivery also locks the dead letters first."""
     letters.filter(resolution=Resolution.OPEN).update(
         resolution=Resolution.DISCARDED,
         resolved_at=Now(),
@@ -131,8 +132,8 @@ def _close(letters: QuerySet[DeadLetter]) -> None:
 
 
 def _copies(undone: wire.Undone, stage: str, using: str) -> Iterator[uuid.UUID]:
-    """Yield the request's id, and the ids of the edited copies that were sent instead
-    of it."""
+    """Yield the request's id, and the ids of the edited copies that an operator sent
+    instead of the request."""
     one: uuid.UUID | None = undone.request_id
     while one is not None:
         letters = DeadLetter.objects.using(using).filter(message_id=one, stage=stage)

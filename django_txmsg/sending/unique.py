@@ -1,17 +1,17 @@
 """Hop 1's check whether a message with the same `unique` key is already pending.
 
-A partial unique index of the outbox holds the key from the row's INSERT until a relay
-claims the row, or until the message is cancelled or expires. With
-`unique_until="processed"` a dispatched row keeps its key, and the next transaction that
-wants the key queries the inbox whether the message was processed. Relays and consumers
-do no extra work.
+A partial unique index of the outbox reserves the key from the row's INSERT until a
+relay claims the row, or until the message is cancelled or expires. With
+`unique_until="processed"` a dispatched row keeps its key. The next transaction that
+wants the key queries the inbox whether the message was processed, so relays and
+consumers do no extra work.
 
-A transaction that wants a key waits for another open transaction that holds it. A
-transaction may return the pending message of another transaction instead of storing a
-message. It then locks the pending message until the transaction ends. So the pending
-message does not leave before its receiver can see the changes of both transactions, and
-it cannot be cancelled. It expires no sooner than the message that was not stored. A
-message that replaces a pending message cancels it in the same transaction.
+A transaction that wants a key waits for any open transaction that has stored a message
+with the key. If it then skips its own message, it locks the pending message until the
+transaction ends. So the pending message is not cancelled meanwhile, and its receiver
+sees the changes of both transactions. The pending message also expires no sooner than
+the skipped message would have. A message that replaces a pending message cancels it in
+the same transaction.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ _recorders: list[Callable[[str, str], Collection[str]]] = []
 
 
 def recorded_by(recorder: Callable[[str, str], Collection[str]]) -> None:
-    """Register a function that returns, for a destination and its broker, the databases
-    in which stages of this project record what they process."""
+    """Register a function that returns the databases in which stages of this project
+    record what they process. The function is called with a destination and its
+    broker."""
     _recorders.append(recorder)
 
 
 def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
-    """Insert rows like `store()` does. Some of the rows have a unique key.
+    """Insert rows like `store()`, if some of the rows have a unique key.
 
-    Returns one message for each row: the stored one or, if the row was not stored, the
-    message that holds its key. Raises AlreadyPending or DuplicateMessage, and then
-    stores nothing.
+    Returns one message for each row: the stored message or, for a row that was skipped,
+    the pending message with the same key. Raises AlreadyPending or DuplicateMessage;
+    then nothing is stored.
     """
     for row in rows:
         if row.unique_until == "processed":
@@ -81,8 +82,8 @@ def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
 
 
 def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
-    """Return, for each row that repeats the key of an earlier row of the same call, the
-    earlier row's message id. The earlier row expires no sooner. Raises
+    """Find rows of the same call with the same key. Returns a map from the id of each
+    message that is not stored to the id of the message that is stored for it. Raises
     AlreadyPending."""
     first: dict[str, NewMessage] = {}
     holders: dict[uuid.UUID, uuid.UUID] = {}
@@ -109,8 +110,8 @@ def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
 
 
 def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, Message]:
-    """Return, for each row to skip, the message that holds its key. Rows whose message
-    has left meanwhile are not in the result."""
+    """Return, for each row to skip, the message that holds its key. Omits a row if that
+    message has been sent meanwhile. Cancels messages that a row replaces."""
     known = OutboxMessage.objects.using(alias)
     pending = OutboxMessage.objects.db_manager(alias)
     current = current_scope()
@@ -166,8 +167,8 @@ def check_until(unique: str | None, until: str) -> None:
 
 
 def check_recorded(destination: str, broker: str, alias: str) -> None:
-    """Raise InvalidMessage unless database `alias` records when a message was
-    processed."""
+    """Raise InvalidMessage unless a stage records in database `alias` when a message to
+    this destination was processed."""
     if wire.is_topic(destination):
         why = "is a topic, which several stages process"
     elif not any(alias in find(destination, broker) for find in _recorders):
