@@ -1,7 +1,7 @@
-"""Chooses the codec for a class of bodies: first those of TXMSG["CODECS"], then
-pydantic's.
+"""Chooses the codec for a type of bodies: first a codec of TXMSG["CODECS"], then
+pydantic.
 
-To write a codec of your own, extend `Codec` and raise `Misfit`.
+To write your own codec, extend `Codec` and raise `Misfit`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ _PLAIN = (dict, list, tuple, str, int, float, bytes, bytearray, memoryview)
 def reader(annotation: Any) -> BodyReader:
     """Return the reader of bodies for a handler with this annotation.
 
-    Raises ConfigurationError if no codec handles it, or pydantic is missing.
+    Raises ConfigurationError if no codec handles the annotation, or pydantic is
+    missing.
     """
     return _reader(annotation)
 
 
 def body_type(annotation: Any) -> BodyType:
-    """Return how one class of bodies is read and sent. Raises ConfigurationError."""
+    """Return the type of bodies for an annotation, with its codec. Raises
+    ConfigurationError if no codec handles the annotation."""
     return _body_type(annotation)
 
 
 def type_of(value: object) -> BodyType | None:
-    """Return how an object of a typed message's class is sent. Returns None for values
-    that JSON supports, and for objects that no codec handles."""
+    """Return the type of an object that is sent, with its codec. Returns None if JSON
+    supports the object directly, or if no codec handles it."""
     kind: Any = type(value)
     if kind in _PLAIN or value is None:
         return None
@@ -56,7 +58,8 @@ def type_of(value: object) -> BodyType | None:
 
 
 def codec_of(annotation: Any) -> Codec:
-    """Return the first codec that handles an annotation. Raises ConfigurationError."""
+    """Return the first codec that handles an annotation. Raises ConfigurationError if
+    none does."""
     for codec in _codecs():
         if codec.handles(annotation):
             return codec
@@ -107,8 +110,8 @@ def _named(annotation: Any, cls: type | None) -> BodyType:
 def _oldest_reader(name: str, version: int) -> int:
     """Return the oldest version whose code can read bodies of `version`, according to
     the committed contract. If `version` is newer than the contract, return `version`
-    itself. Without a contract, old code is assumed to read bodies that need no
-    upgrader."""
+    itself. If the contract does not have the type, assume that old code reads bodies
+    which need no upgrader."""
     known = _committed().get(name, {})
     if known.get("x-txmsg-version", version) < version:
         return version
@@ -137,7 +140,8 @@ def _committed() -> dict[str, Any]:
 
 
 def _label(cls: type) -> str:
-    """Return the label of the app that a class belongs to, or its package's name."""
+    """Return the label of the app that contains a class, or else the name of its
+    package."""
     app = apps.get_containing_app_config(cls.__module__) if apps.apps_ready else None
     label: str = app.label if app else cls.__module__.partition(".")[0]
     return label.strip("_") or "main"
@@ -158,7 +162,7 @@ def _type_of(kind: Any) -> BodyType | None:
 
 
 def is_declared(kind: type) -> bool:
-    """Return whether an object of this class is certainly meant as a typed message."""
+    """Return whether the class is declared as a message type, or is a dataclass."""
     return hasattr(kind, "__dataclass_fields__") or bool(declaration(kind).name)
 
 

@@ -1,4 +1,4 @@
-"""Every error of the package outside `jms`, and the two words a handler can raise.
+"""All exceptions of the package outside `jms`.
 
 TxmsgError
 ├── ConfigurationError      a setting is wrong; `manage.py check` reports it
@@ -16,7 +16,7 @@ TxmsgError
 │   ├── DeliveryLost            another worker has taken the delivery
 │   ├── DispatchHeld            not sent: an earlier message of its key is not stored
 │   └── DispatchUnknown         no proof came; the message may have arrived
-├── FlowError           a flow cannot do what was asked for
+├── FlowError           a flow cannot do what was requested
 │   ├── AlreadyRunning          a run of this key is open
 │   └── AlreadyResumed          nothing waits for this token any more
 ├── SessionError            an outbox session was used before it began, or too late
@@ -30,7 +30,7 @@ TxmsgError
     ├── StageTimedOut           the handler took longer than its timeout
     └── CommitTimedOut          a tombstone forbids this late commit
 
-Refuse and Redeliver are not errors but a handler's decision about its message.
+Refuse and Redeliver are not errors: a handler raises them to decide about its message.
 """
 
 from __future__ import annotations
@@ -46,19 +46,21 @@ class TxmsgError(Exception):
 
 
 class ConfigurationError(TxmsgError):
-    """A setting under TXMSG is wrong. `manage.py check` lists all errors."""
+    """A setting or an option is wrong. `manage.py check` lists all errors of the
+    settings."""
 
 
 class StoreError(TxmsgError):
-    """The message was not stored; the transaction can go on without it."""
+    """The message was not stored. The transaction can go on without it."""
 
 
 class TransactionRequired(StoreError):
-    """send_message() was called with no transaction open."""
+    """`send_message()` was called while no transaction was open."""
 
 
 class InvalidMessage(StoreError, ValueError):
-    """The message cannot be carried: body, header, key, destination or size."""
+    """The message cannot be sent, because of its body, a header, its key, destination
+    or size."""
 
 
 class DuplicateMessage(StoreError):
@@ -66,7 +68,7 @@ class DuplicateMessage(StoreError):
 
 
 class AlreadyPending(DuplicateMessage):
-    """A message with this unique key is pending: `message_id` says which."""
+    """A pending message, `message_id`, has the same unique key."""
 
     def __init__(self, detail: str, message_id: uuid.UUID | None = None) -> None:
         super().__init__(detail)
@@ -74,9 +76,9 @@ class AlreadyPending(DuplicateMessage):
 
 
 class DecodeError(TxmsgError):
-    """An incoming message cannot be read; it is buried with its bytes intact.
+    """A received message cannot be read. The message is buried with its original bytes.
 
-    `reason` is a short code, stored with the dead letter.
+    `reason` is a short code, which is stored with the dead letter.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -110,11 +112,11 @@ class DispatchRejected(BrokerError):
 
 
 class DestinationUnavailable(BrokerError):
-    """This destination takes no message now: it is full or missing, or the user lacks a
-    permission. The text is the broker's.
+    """This destination takes no messages now: it is full or missing, or the user lacks
+    a permission. The text is the broker's.
 
-    The destination is paused, and no attempt is counted. The message is not proven to
-    be stored, and is sent again.
+    The destination is paused, and no attempt is counted. The message may not have been
+    stored, so it is sent again later.
     """
 
 
@@ -131,12 +133,13 @@ class DispatchHeld(BrokerError):
 class DispatchUnknown(BrokerError):
     """No receipt came, so the broker may or may not have stored the message.
 
-    It is sent again with the same id, and the receiver's inbox drops the copy.
-    `written` is False if it was certainly not sent. `hung_up` is True only if the
-    broker ended the connection, as some do on a message that they refuse. The messages
-    of the batch are then sent one by one, and if the broker hangs up on a single
-    message, that counts as its failed attempt. If the broker is only silent, also
-    during a write, the whole broker is paused, and no attempt is counted.
+    The message is sent again with the same id, and the receiver's inbox drops the
+    duplicate. `written` is False if the message was certainly not sent.
+
+    `hung_up` is True if the broker ended the connection, as some brokers do when they
+    refuse a message. The messages of the batch are then sent one by one. If the broker
+    hangs up on a single message, that counts as the message's failed attempt. If the
+    broker only does not answer, the whole broker is paused, and no attempt is counted.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class FlowError(TxmsgError):
 
 
 class AlreadyRunning(FlowError):
-    """A run of this flow with this key is open: `run_id` says which."""
+    """A run of this flow with this key is open. Its id is `run_id`."""
 
     def __init__(self, detail: str, run_id: uuid.UUID) -> None:
         super().__init__(detail)
@@ -160,8 +163,8 @@ class AlreadyRunning(FlowError):
 
 
 class AlreadyResumed(FlowError):
-    """No run waits for this token. The run was resumed before, its deadline has passed,
-    or it has ended."""
+    """No run waits for this token: the run was resumed before, its deadline has passed,
+    or the run has ended."""
 
 
 class SessionError(TxmsgError):
@@ -169,44 +172,46 @@ class SessionError(TxmsgError):
 
 
 class WorkerFailed(TxmsgError):
-    """A thread of a worker process ended by an error, so the process ends too, and its
+    """An error ended a thread of a worker process, so the process ends too, and its
     supervisor must restart it. The messages in progress are delivered again."""
 
 
 class TaskGivenUp(TxmsgError):
-    """A OnceTask has killed its worker each time it was delivered, and is not run
-    again.
+    """A OnceTask has killed its worker at each delivery, and is not run again.
 
-    This error is different from Celery's WorkerLostError, after which Celery delivers
-    the message once more.
+    This error differs from Celery's WorkerLostError, after which Celery delivers the
+    message once more.
     """
 
 
 class StageError(TxmsgError):
-    """A stage's transaction could not be completed; it was rolled back."""
+    """A stage's transaction could not be completed, and was rolled back."""
 
 
 class SwallowedDatabaseError(StageError):
-    """A database error inside an inner atomic() was caught, so the outer transaction
-    can only roll back.
+    """A database error was caught inside a stage or a session, whose transaction can
+    only roll back since.
 
-    Django would roll back silently, and the message would be acknowledged with its work
-    lost. Let the error propagate, or catch it *outside* the inner atomic().
+    Without this exception, Django would roll back silently, and the work would be lost,
+    although the message is acknowledged or the response is sent. Let the error
+    propagate, or put the failing query into an `atomic()` block of its own and catch
+    the error *outside* that block.
     """
 
 
 class DurableInStage(StageError):
-    """atomic(durable=True) was entered inside a stage's transaction. Remove
+    """The handler entered `atomic(durable=True)` inside the stage's transaction. Remove
     durable=True, or use transaction="broker_only" for this stage."""
 
 
 class BlockLeftOpen(StageError):
-    """A transaction.atomic() was entered inside a stage and not left."""
+    """The handler entered `transaction.atomic()` inside a stage and did not leave
+    it."""
 
 
 class MiddlewareMisused(StageError):
-    """A middleware of TXMSG["STAGE_MIDDLEWARE"] returned without calling the next one,
-    or called it twice, from another thread, or with another message.
+    """A middleware of TXMSG["STAGE_MIDDLEWARE"] did not call the next middleware, or
+    called it twice, from another thread, or with another message.
 
     To bury a message instead of processing it, raise Refuse.
     """
@@ -217,7 +222,8 @@ class StageTimedOut(StageError):
 
 
 class CommitTimedOut(StageError):
-    """A tombstone records that this session was given up before it committed."""
+    """The session took too long to commit: it was given up, and a tombstone forbids the
+    commit."""
 
 
 class Refuse(Exception):
@@ -226,7 +232,7 @@ class Refuse(Exception):
 
 
 class StageStopped(Refuse):
-    """An operator stopped the message while its handler ran."""
+    """An operator stopped the message while its handler was running."""
 
 
 class Redeliver(Exception):

@@ -1,13 +1,16 @@
-"""The health view, for load balancers and uptime checks.
+"""The health view, for load balancers and uptime checks. It returns ages and numbers,
+never contents.
 
-It returns ages and numbers, never contents. `late`: a message has been due for 2
-minutes, a recurring message was not stored for 2 minutes, a key of an ordered stage is
-blocked, or a process could not use a broker, a destination, a subscription or a
-database for 2 minutes. `degraded`: a message has been due for 10 minutes, a run of a
-flow is stuck at an undo, or a stage has no consumer, receives nothing, or has waited
-for newer code for longer than a deployment takes. `stuck`: a message has been due for
-30 minutes, or a database in use does not answer. Only `stuck` gives a 503: a process
-must stay in service if only a deployment or an operator holds messages back.
+- `late`: a message has been due for 2 minutes, a recurring message was not stored for 2
+  minutes, a key of an ordered stage is blocked, or a process could not use a broker, a
+  destination, a subscription or a database for 2 minutes.
+- `degraded`: a message has been due for 10 minutes, a run of a flow is stuck at an
+  undo, a stage has no consumer or receives nothing, or a message has waited for newer
+  code for longer than a deployment takes.
+- `stuck`: a message has been due for 30 minutes, or a database in use does not answer.
+
+By default only `stuck` gives a 503, because a process must stay in service while only a
+deployment or an operator holds messages back.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ STATES = ("ok", "late", "degraded", "stuck")
 
 @dataclass(frozen=True)
 class Health:
-    """Ages of due messages by place, and live processes by kind."""
+    """How long messages have been due, by place, how many processes live, by kind, and
+    further numbers."""
 
     oldest: dict[str, dt.timedelta]
     workers: dict[str, int]
@@ -81,7 +85,8 @@ class Health:
 
 @probe
 def health(request: HttpRequest) -> JsonResponse:
-    """Answer with the age of the oldest due message, and with the processes that run.
+    """Answer with the overall state, the age of the oldest due message in each place,
+    and the number of live processes.
 
     With `?fail=late` or `?fail=degraded`, that state already gives a 503. With
     `?fail=never` no state gives a 503, for monitoring that reads the answer.
@@ -118,9 +123,9 @@ def health(request: HttpRequest) -> JsonResponse:
 
 
 def look(*aliases: str) -> Health:
-    """Query these databases, or all in use, with eight statements each, and one more
-    for recurring messages. Workers and paused destinations are in the outbox's
-    database."""
+    """Query these databases, or all databases in use, and return their health. The
+    workers and the paused stages come from the database to which the router writes
+    them."""
     home = router.db_for_write(OutboxMessage)
     now = clock(home)
     paused = StageState.objects.db_manager(router.db_for_write(StageState)).paused()
@@ -168,7 +173,7 @@ def look(*aliases: str) -> Health:
 def _oldest(
     using: str, now: dt.datetime, paused: Collection[str]
 ) -> dict[str, dt.timedelta]:
-    """Return how long the oldest due message of each kind has been due. Reads only the
+    """Return how long the oldest due message of each place has been due. Reads only the
     first row of each place."""
     rows = {
         "outbox": waiting.in_outbox(using, most=0),
@@ -190,7 +195,8 @@ def _seconds(age: dt.timedelta) -> float:
 
 
 def state_of(age: dt.timedelta) -> str:
-    """Return the state for an age: ok, late, degraded or stuck."""
+    """Return the state for the age of the oldest due message: ok, late, degraded or
+    stuck."""
     for name, threshold in THRESHOLDS:
         if age >= threshold:
             return name

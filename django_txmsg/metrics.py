@@ -1,10 +1,10 @@
 """Prometheus metrics (extra `prometheus`) of the tables and of this process.
 
 Call `metrics.install()` once in each process (in an AppConfig's `ready()`). From then
-on, receivers of the package's signals count events. At each scrape the collector reads
-counts and ages from the database, with capped queries. Workers answer scrapes with
-`--http`. Without that option, give all processes one PROMETHEUS_MULTIPROC_DIR, and any
-web process reports for them.
+on, receivers of the package's signals count events. At each scrape, the collector reads
+counts and ages from the database, with capped queries. Workers answer scrapes if they
+are started with `--http`. Otherwise, set the same PROMETHEUS_MULTIPROC_DIR for all
+processes, and any web process reports the metrics of all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _installed: dict[str, Any] = {}
 
 
 def install(registry: Any = None) -> None:
-    """Count the events of this process. Calling it again changes nothing.
+    """Count the events of this process from now on. A second call changes nothing.
 
     Raises ConfigurationError if prometheus-client is not installed.
     """
@@ -112,25 +112,26 @@ def install(registry: Any = None) -> None:
 
 
 def uninstall() -> None:
-    """Stop counting, and forget the metrics. For tests."""
+    """Stop counting, and discard the metrics. For tests."""
     for signal in _RECEIVERS:
         signal.disconnect(dispatch_uid="django_txmsg.metrics")
     _installed.clear()
 
 
 class Collector:
-    """Reads figures from the databases at each scrape: from `using`, or from all that
-    are in use."""
+    """Reads the figures at each scrape, from the database `using` or from all databases
+    in use."""
 
     def __init__(self, using: str | None = None) -> None:
         self._aliases = [using] if using else []
 
     def describe(self) -> Iterable[Any]:
-        """Return nothing: a registry must not query the database at registration."""
+        """Return nothing, so that the registry does not query the database when it
+        registers this collector."""
         return ()
 
     def collect(self) -> Iterator[Any]:
-        """Return gauges of all states."""
+        """Yield the gauges of all figures."""
         picture = status.read(*self._aliases)
         gauges = Gauges(_client("prometheus_client.core").GaugeMetricFamily)
         now = picture.now
@@ -186,7 +187,8 @@ class Collector:
         yield from gauges.families.values()
 
     def _pipeline(self, gauges: Gauges, now: Any) -> None:
-        """Add what `pipeline follow` has measured, if its app is installed."""
+        """Add the alerts that `pipeline follow` has measured, if the pipeline's app is
+        installed."""
         if not apps.is_installed("django_txmsg.spark"):
             return
         alerts = apps.get_model("txmsg_spark", "PipelineAlert")
@@ -202,8 +204,8 @@ class Collector:
 
 @probe
 def metrics(request: HttpRequest) -> HttpResponse:
-    """Answer a scrape with the counts of this process, or with PROMETHEUS_MULTIPROC_DIR
-    of all processes, and with the figures of the databases."""
+    """Answer a scrape with the figures of the databases and the counts of this process.
+    With PROMETHEUS_MULTIPROC_DIR, the counts are those of all processes."""
     try:
         text = of_processes() + of_database()
     except ConfigurationError as error:
@@ -218,10 +220,10 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def of_processes(folder: str | None = None) -> bytes:
-    """Return the counts of this process, or of all processes that share a `folder`, by
-    default that of PROMETHEUS_MULTIPROC_DIR.
+    """Return the counts of this process. With a `folder`, by default
+    PROMETHEUS_MULTIPROC_DIR, return the counts of all processes that use it.
 
-    Raises ConfigurationError where prometheus-client is not installed.
+    Raises ConfigurationError if prometheus-client is not installed.
     """
     client = _client()
     folder = folder or os.environ.get("PROMETHEUS_MULTIPROC_DIR")
@@ -235,8 +237,8 @@ def of_processes(folder: str | None = None) -> bytes:
 
 
 def of_database() -> bytes:
-    """Return the counts and ages from the database. Raises the database's errors, and
-    ConfigurationError."""
+    """Return the figures of the databases. Raises the database's errors. Raises
+    ConfigurationError if prometheus-client is not installed."""
     client = _client()
     registry = client.CollectorRegistry(auto_describe=False)
     registry.register(Collector())
@@ -284,7 +286,8 @@ def _control_handled(
 
 
 def _counting(metric: str, *labels: str) -> Callable[..., None]:
-    """Return a receiver that counts a signal under these of its arguments."""
+    """Return a receiver that counts a signal. The labels are the signal's arguments
+    with these names."""
 
     def count(*, count: int = 1, **facts: Any) -> None:
         _installed[metric].labels(*(facts[one] for one in labels)).inc(count)

@@ -1,8 +1,8 @@
 """Hop 1 in a web process: a request's data and messages commit together or not at all.
 
 The transaction begins right before the view and ends after it, inside every middleware
-listed before this one. Sync views get this transaction, under WSGI and ASGI. An async
-view opens its own transaction inside `sync_to_async()`. See
+that is listed before this one. Sync views get this transaction, under WSGI and ASGI. An
+async view opens its own transaction inside `sync_to_async()`. See
 docs/explanation/http-outbox.md.
 """
 
@@ -33,17 +33,16 @@ Marked = TypeVar("Marked", bound=View)
 
 
 def no_outbox(view: Marked) -> Marked:
-    """Exempt a view from the middleware, so that the view gets no transaction. The
-    decorator may be above or below other decorators; for a class-based view use
-    `@method_decorator(no_outbox, name="dispatch")`.
-    """
+    """Exempt a view from the middleware, so that the view gets no transaction. Other
+    decorators may be above or below this one. For a class-based view use
+    `@method_decorator(no_outbox, name="dispatch")`."""
     view._txmsg_no_outbox = True  # type: ignore[attr-defined]  # a mark on a function
     return view
 
 
 class OutboxMiddleware:
-    """Runs each view in a transaction: begin, run the view, send the control message,
-    commit, dispatch."""
+    """Runs each view in a transaction. The steps are: begin, run the view, send the
+    control message, commit, dispatch."""
 
     sync_capable = True
     async_capable = True
@@ -84,7 +83,7 @@ class OutboxMiddleware:
     def process_view(
         self, request: HttpRequest, view: Callable[..., Any], *_: Any
     ) -> HttpResponseBase | None:
-        """Begin the session, now that the view is known."""
+        """Begin the session. Only now is the view known."""
         using = conf.get().HTTP.USING
         if (
             iscoroutinefunction(view)
@@ -118,8 +117,8 @@ async def _to_the_end(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _finish(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
-    """Commit or roll back by the response; raise the error that makes a commit
-    impossible."""
+    """Commit or roll back, depending on the response. Raises the error that prevents
+    the commit."""
     session = _session(request)
     if session is None:
         return response
@@ -169,8 +168,8 @@ def _session(request: HttpRequest) -> OutboxSession | None:
 
 
 def _note(request: HttpRequest, error: Exception) -> None:
-    """Record an exception of a view or its template, before other middlewares turn it
-    into a response."""
+    """Record an exception of a view or its template. This runs before other middlewares
+    turn the exception into a response."""
     session = _session(request)
     if session is not None:
         request._txmsg_error = error  # type: ignore[attr-defined]  # kept on the request
@@ -179,8 +178,8 @@ def _note(request: HttpRequest, error: Exception) -> None:
 
 
 def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> View:
-    """Return the view, wrapped so that the session is its transaction on this database.
-    The transactions of ATOMIC_REQUESTS on other databases stay."""
+    """Return the view with the session's transaction in place of its block of
+    ATOMIC_REQUESTS on the same database. The blocks on other databases stay."""
     if iscoroutinefunction(view):
         return atomic
 

@@ -1,8 +1,8 @@
 """The events of a message. Each event writes one log line and sends one Django signal.
 
-Signals are sent after the commit that they report. A receiver's exception is logged and
-has no other effect. Log records carry the facts as attributes (`txmsg_id`,
-`txmsg_destination`, `txmsg_stage`, `txmsg_attempt`, `txmsg_duration`).
+A signal is sent after the commit that it reports. If a receiver raises an exception,
+the exception is only logged. Log records have the event's data as attributes
+(`txmsg_id`, `txmsg_destination`, `txmsg_stage`, `txmsg_attempt`, `txmsg_duration`).
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ _EVENTS = {
 
 
 def announced(signal: Signal) -> bool:
-    """Return whether this event has a log handler or a receiver. Otherwise callers need
-    not collect its arguments."""
+    """Return whether this event is logged or has a receiver. Otherwise callers need not
+    collect its arguments."""
     return bool(signal.receivers) or log.isEnabledFor(_EVENTS[signal][1])
 
 
@@ -110,7 +110,7 @@ def on_terminal(signal: Signal) -> bool:
 
 
 def announce(signal: Signal, **facts: Any) -> None:
-    """Log one event of a message's life and send its signal."""
+    """Log one event of a message, and send its signal."""
     event, level = _EVENTS[signal]
     if log.isEnabledFor(level):
         shown = " ".join(

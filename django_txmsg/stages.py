@@ -1,6 +1,6 @@
-"""Hop 8: the user's functions, declared with `@stage` and found by autodiscovery.
+"""Hop 8: your functions, declared with `@stage` and found by autodiscovery.
 
-Django imports the `stages` module of every installed app at start.
+When Django starts, it imports the `stages` module of every installed app.
 """
 
 from __future__ import annotations
@@ -92,21 +92,21 @@ class Stage:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the stage's policy and transaction are determined, as a consumer
-        needs them."""
+        """Whether the stage's redelivery policy and transaction are fixed, as a
+        consumer needs them."""
         return self._definition is not None
 
     def resolved(self) -> Stage:
-        """Return a copy of the stage in which policy and transaction are determined, so
-        that all steps of a message use the same values."""
+        """Return a copy of the stage whose redelivery policy and transaction are fixed.
+        So all steps of a message use the same values."""
         assert self.reader is None or self.reader  # a missing codec is an error at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
 
     @property
     def reader(self) -> BodyReader | None:
-        """The codec that turns a body into the handler's argument. None if the handler
-        takes only the message. The message's body is parsed JSON in this case. Raises
-        ConfigurationError if no codec fits."""
+        """The reader that decodes a message's body into the handler's argument. None if
+        the handler takes only the message; the message's body is parsed JSON then.
+        Raises ConfigurationError if no codec handles the argument's type."""
         if self.accepts is None or isinstance(self.accepts, BodyReader):
             return self.accepts
         return codecs.reader(self.accepts)
@@ -114,13 +114,13 @@ class Stage:
     @property
     def reads(self) -> Sequence[tuple[str, int]] | None:
         """The message types that the handler reads, each with the version in this code.
-        None if the handler takes every body as parsed JSON."""
+        None if the handler takes only the message."""
         reader = self.reader
         return None if reader is None else reader.reads
 
     @property
     def policy(self) -> RedeliveryPolicy:
-        """The stage's redelivery policy, or that of the settings."""
+        """The stage's own redelivery policy, or the policy of the settings."""
         if self.redelivery is not None:
             return self.redelivery
         given = conf.get().REDELIVERY
@@ -142,8 +142,8 @@ class Stage:
 
     @property
     def definition(self) -> TransactionDefinition:
-        """The stage's transaction: from the stage's own options, or else from
-        TRANSACTION_DEFINITION."""
+        """The stage's transaction, from the stage's own options. For options that the
+        stage does not set, the setting TRANSACTION_DEFINITION applies."""
         if self._definition is not None:
             return self._definition
         default = TransactionDefinition()
@@ -157,9 +157,9 @@ class Stage:
 
 
 class CallNext:
-    """What a middleware of TXMSG["STAGE_MIDDLEWARE"] must call once: the next
-    middleware, or finally the handler. `stage` is the stage whose message is
-    processed."""
+    """Calls the next middleware of TXMSG["STAGE_MIDDLEWARE"], or the handler after the
+    last middleware. A middleware must call this object once. `stage` is the stage that
+    processes the message."""
 
     __slots__ = ("_call", "stage")
 
@@ -167,8 +167,8 @@ class CallNext:
         self.stage, self._call = stage, call
 
     def __call__(self, message: Message) -> Any:
-        """Pass on the message, or a copy that has another body or other headers.
-        Returns the handler's result, if the handler runs inside the same transaction.
+        """Pass on the message, or a copy with another body or other headers. Returns
+        the handler's result if the middleware runs inside the stage's transaction.
         Raises the handler's exception."""
         return self._call(message)
 
@@ -233,28 +233,34 @@ def stage(
 ) -> Callable[[Any], Any]:
     """Declare a function as the consumer of `destination`, a name or a Destination.
 
-    It takes a Message, or a body of the annotated type: `(order: Order)` or `(order:
-    Order, message: Message)`; `txmsg-type` selects the member of a union. `name`
-    (default: the destination) is the inbox's key together with the message id: keep it
-    when you rename the function. `transaction`: "outbox" (exactly-once effects),
-    "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no database) or
-    "none" (no transaction is open while it runs, so it may call other services, and may
-    be a coroutine function; it runs at least once, and what it sends is sent once).
-    `using` and `isolation` define the database transaction (default:
-    TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency` is
-    the number of threads in each process; `batch` is the number of messages that share
-    one transaction, each in a savepoint. `timeout`: the seconds that one execution of
-    the handler may take. After that, its running query is cancelled, further queries
-    are refused, and the attempt fails with StageTimedOut. `ordered`: messages of one
-    key run one at a time, in the order in which they left; a dead one blocks its
-    followers ("block") or does not ("skip"). `rate` ("10/s", "900/m"; also h and d)
-    limits how many messages all processes handle together, for each value of the header
-    that `per` names; messages over the rate wait in the inbox. What the handler returns
-    is the answer, if a flow has asked for one.
+    The function takes a Message, or a body of the annotated type: `(order: Order)` or
+    `(order: Order, message: Message)`. If the type is a union, the header `txmsg-type`
+    selects the member. If a flow has sent the message as a request, the function's
+    result is the answer.
 
-    `undoes` is the destination of the requests that this stage undoes. If this service
-    has processed the request, the handler runs once. If not, it does not run, and the
-    request is refused if it arrives later.
+    - `name` (default: the destination) identifies the stage in the inbox, so keep the
+      name when you rename the function.
+    - `transaction` is "outbox" (effects once), "best_effort_1pc" (faster, for
+      idempotent handlers), "broker_only" (no database) or "none". With "none", no
+      transaction is open while the handler runs, so the handler may call other services
+      and may be a coroutine function. It runs at least once, and its messages are sent
+      once.
+    - `using` and `isolation` define the database transaction (default:
+      TXMSG["TRANSACTION_DEFINITION"], or else the database "default" with its own
+      level).
+    - `concurrency` is the number of threads in each process.
+    - `batch` is the number of messages that share one transaction, each in a savepoint.
+    - `timeout` is how many seconds one execution of the handler may take. After that
+      time its running query is cancelled, further queries raise an error, and the
+      attempt fails with StageTimedOut.
+    - `ordered` makes the messages of one key run one at a time, in the order in which
+      they were sent. A dead message blocks its followers ("block") or not ("skip").
+    - `rate` ("10/s", "900/m"; also h and d) limits how many messages all processes
+      together handle. With `per`, each value of that header has its own limit. Messages
+      over the rate wait in the inbox.
+    - `undoes` is the destination of the requests that this stage undoes. The handler
+      runs only if this service has processed the request. Otherwise the request is
+      revoked, so that it is never processed.
 
     Raises ConfigurationError if the name is taken, an option is unknown or the options
     contradict each other.
@@ -333,8 +339,8 @@ def unregister(name: str) -> None:
 
 
 def provide(provider: Callable[[], Iterable[Stage]]) -> None:
-    """Register a function that returns further stages, which other settings than TXMSG
-    declare. The function is called whenever stages are listed."""
+    """Register a function that returns further stages, for stages that other settings
+    than TXMSG declare. The function is called each time the stages are listed."""
     if provider not in _providers:
         _providers.append(provider)
 
@@ -345,13 +351,14 @@ def _known() -> dict[str, Stage]:
 
 
 def all_stages() -> list[Stage]:
-    """Return every declared stage, by name."""
+    """Return all declared stages, sorted by name."""
     known = _known()
     return [known[name] for name in sorted(known)]
 
 
 def find(names: Sequence[str]) -> list[Stage]:
-    """Return the stages of these names, or all. Raises ConfigurationError."""
+    """Return the stages with these names, or all stages if `names` is empty. Raises
+    ConfigurationError if a name is unknown."""
     known = _known()
     for name in names:
         if name not in known:
@@ -362,7 +369,7 @@ def find(names: Sequence[str]) -> list[Stage]:
 
 
 def consumers(destination: str, broker: str) -> list[str]:
-    """Return the names of the stages that consume a destination here."""
+    """Return the names of the stages of this service that consume a destination."""
     return [
         one.name
         for one in all_stages()
@@ -371,8 +378,8 @@ def consumers(destination: str, broker: str) -> list[str]:
 
 
 def _recorded(destination: str, broker: str) -> set[str]:
-    """Return the databases whose inboxes record that a message to this destination was
-    processed."""
+    """Return the databases in which stages record that a message to this destination
+    was processed."""
     return {
         one.definition.using
         for one in map(_known().__getitem__, consumers(destination, broker))
@@ -411,8 +418,8 @@ def _check_kinds(**given: object) -> None:
 
 
 def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for an option that `@stage` does not have. The error
-    names the most similar option."""
+    """Raise ConfigurationError, because `@stage` has no such option. The error names
+    the most similar option."""
     name, value = next(iter(unknown.items()))
     meant = _SYNONYMS.get(name, name)
     known = list(stage.__kwdefaults__ or ())

@@ -1,9 +1,9 @@
 """OpenTelemetry (extra `opentelemetry`): spans where a message is stored, sent and
-processed. Links connect the spans, however long the message waits in between.
+processed. Links connect the spans of a message, however long it waits between them.
 
-Names and attributes follow the semantic conventions for messaging. Nothing happens, and
-nothing is imported, until the process calls `tracing.install()` (in an AppConfig's
-`ready()`). The message's header `traceparent` carries the trace.
+Names and attributes follow the semantic conventions for messaging. Until the process
+calls `tracing.install()` (in an AppConfig's `ready()`), nothing is traced or imported.
+The message's header `traceparent` carries the trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _instruments: dict[str, Any] = {}
 
 
 class Sent(Protocol):
-    """A message as it is sent to a broker."""
+    """A message that is sent to a broker."""
 
     @property
     def destination(self) -> str: ...
@@ -45,11 +45,11 @@ def install(
     *,
     exception_texts: bool = False,
 ) -> None:
-    """Trace and measure from now on, with the given or the global providers.
+    """Trace and measure from now on, with the given providers or the global ones.
 
-    With `exception_texts`, spans contain the messages and stacks of exceptions, which
-    may quote personal data. Otherwise they contain only the class, as `error.type`.
-    Raises ConfigurationError if opentelemetry-api is not installed.
+    With `exception_texts`, spans contain the texts and stacks of exceptions, which may
+    contain personal data. Otherwise spans contain only the exception's class, as
+    `error.type`. Raises ConfigurationError if opentelemetry-api is not installed.
     """
     global _tracer, _texts
     _texts = exception_texts
@@ -83,12 +83,11 @@ def uninstall() -> None:
 def created(
     message_id: object, destination: str, headers: MutableMapping[str, str]
 ) -> Callable[[], None] | None:
-    """Begin a span for a message that is created, and set its `traceparent`. Returns a
-    function to call when the message is committed; without that call the span is never
-    exported.
+    """Begin a span for a message that is created, and set the message's `traceparent`.
+    Returns a function to call when the message is committed. Without that call the span
+    is never exported.
 
-    If the caller has set a `traceparent`, the header does not change, and no span
-    begins.
+    If the caller has set a `traceparent`, do nothing and return None.
     """
     if _tracer is None or wire.TRACEPARENT in headers:
         return None
@@ -107,8 +106,9 @@ def created(
 def sending(
     batch: Sequence[Sent],
 ) -> Iterator[Callable[[Sequence[BaseException | None]], None]]:
-    """Send messages within a span for each destination, linked to the spans in which
-    they were created. Yields a function to call with the outcome of each message."""
+    """Surround the sending of messages with a span for each destination. Each span is
+    linked to the spans in which its messages were created. Yields a function to call
+    with the outcome of each message."""
     if _tracer is None:
         yield lambda outcomes: None
         return
@@ -163,11 +163,9 @@ def sending(
 
 @contextmanager
 def processing(message: Message, stage: str) -> Iterator[None]:
-    """Run a stage within a consumer span, linked to the span that created the message.
-
-    The consumer span is also a child of that span, so that one trace shows all
-    messages.
-    """
+    """Surround a stage with a consumer span, which is linked to the span that created
+    the message. The consumer span is also a child of that span, so that one trace shows
+    all messages."""
     if _tracer is None:
         yield
         return

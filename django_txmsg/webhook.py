@@ -1,8 +1,8 @@
 """Calls a webhook with alerts: one POST of JSON, tried a few times.
 
-The URL usually contains a secret. The URL comes from the environment, and our texts
-show only its host. The server's certificate is verified, and redirections are not
-followed. The app and the pipeline send their alerts this way.
+The URL usually contains a secret, so it comes from the environment, and log lines and
+errors show only its host. The server's certificate is verified, and redirections are
+not followed. The app and the pipeline send their alerts this way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PAUSES = (1.0, 3.0)
 
 
 class NoWebhook(ValueError):
-    """The environment names no webhook that could be called."""
+    """The environment does not contain a valid URL of a webhook."""
 
 
 def alert_message(
@@ -51,8 +51,8 @@ def alert_message(
     summary: str,
     **facts: Any,
 ) -> dict[str, Any]:
-    """Return the message about the beginning or the end of an alert. All messages about
-    the same alert have the same id."""
+    """Return the message about the beginning or the end of an alert. Both messages have
+    the same id."""
     began = since.astimezone(dt.timezone.utc).isoformat() if since else ""
     place, status = f"{service}/{name}", "firing" if firing else "resolved"
     return {
@@ -71,8 +71,8 @@ def alert_message(
 
 
 class Webhook:
-    """The receiver of alerts. `error` is the reason why the last alert was not
-    accepted. `taken` counts accepted alerts, and `failed` the others."""
+    """The receiver of alerts. `error` is why the last alert was not accepted. `taken`
+    and `failed` count the alerts that were accepted and those that were not."""
 
     def __init__(
         self, url: str, *, timeout: float = TIMEOUT, key: str | None = None
@@ -130,7 +130,7 @@ class Webhook:
         return False
 
     def _post(self, body: bytes) -> bool:
-        """Post once. Returns whether another try may succeed."""
+        """Post once. Returns whether another try may succeed, if this one failed."""
         headers = {"Content-Type": "application/json", "User-Agent": "django_txmsg"}
         if self._key:
             now = int(time.time())
@@ -171,8 +171,8 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 
 
 def _limit(connection: HTTPConnection, seconds: float) -> None:
-    """Close a connection when its time is over. The socket's own time-out would restart
-    with each byte."""
+    """Close a connection after `seconds`. The socket's own time-out would begin again
+    with each received byte."""
     timer = threading.Timer(seconds, _cut, (connection.sock,))
     timer.daemon = True
     timer.start()

@@ -60,12 +60,14 @@ _NAMES = frozenset({REPLY_TO, TICKET, FLOW, HOP, UNDOES})
 
 
 def of_conversation(name: str) -> bool:
-    """Return whether a header is one that all messages of a conversation carry."""
+    """Return whether this is a header of a conversation, which all its messages
+    have."""
     return name in _NAMES or name.startswith(PROP)
 
 
 def ticket(run_id: uuid.UUID, turn: uuid.UUID) -> str:
-    """Return the ticket that continues a run waiting under this turn."""
+    """Return the ticket of a run and its current turn. A message with the ticket
+    continues the run."""
     return f"{run_id.hex}.{turn.hex}"
 
 
@@ -78,19 +80,19 @@ def read_ticket(text: str) -> tuple[uuid.UUID, uuid.UUID]:
 
 
 def holds_back(ticket: str) -> bool:
-    """Return whether a request with this ticket belongs to a gather that sends another
-    request when this one has its answer."""
+    """Return whether the ticket's request belongs to a gather that sends another
+    request after the answer to this request."""
     return "-" in ticket.partition("/")[2]
 
 
 def is_request(headers: Mapping[str, str]) -> bool:
-    """Return whether a flow waits for a message's answer. Such a request expires when
-    the flow stops waiting. Then it is dropped, and not buried."""
+    """Return whether a flow waits for the answer to a message. Such a request expires
+    when the flow stops waiting. It is then dropped instead of buried."""
     return TICKET in headers and REPLY_TO in headers
 
 
 def conversation(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return those headers of a message that belong to its conversation."""
+    """Return the headers of a message that belong to its conversation."""
     found = {name: value for name, value in headers.items() if of_conversation(name)}
     for name in (EXPIRES, JMS_REPLY_TO):
         if name in headers and is_request(headers):
@@ -153,9 +155,9 @@ MAX_RABBITMQ_DELAY = 2**32 - 1
 
 
 def delay_queue_seconds(milliseconds: int) -> int:
-    """Return the seconds in the name of the queue in which RabbitMQ lets a delayed
-    message wait, by either protocol. RabbitMQ expires only the first message of a
-    queue, so there is one queue for each power of two of seconds."""
+    """Return the seconds in the name of the queue in which RabbitMQ keeps a delayed
+    message. RabbitMQ expires only the first message of a queue, so there is one queue
+    for each power of two of seconds."""
     return 1 << ((milliseconds - 1) // 1000).bit_length()
 
 
@@ -198,8 +200,8 @@ def session_id(service: str, cause: uuid.UUID, stage: str) -> uuid.UUID:
 def foreign_id(service: str, broker_message_id: str) -> uuid.UUID:
     """Return an id for a message that has no `txmsg-id`.
 
-    Such an id is weaker than our own ids: if a sender sends a message twice, the broker
-    gives it two ids.
+    Such an id does not detect every duplicate: if a sender sends a message twice, the
+    broker gives the two copies different ids.
     """
     return uuid.uuid5(NAMESPACE, f"foreign/{service}/{broker_message_id}")
 
@@ -216,7 +218,8 @@ def tick_id(service: str, name: str, tick: dt.datetime) -> uuid.UUID:
 
 
 def others_id(service: str, headers: Mapping[str, str]) -> uuid.UUID | None:
-    """Return the message id that another library's sender set, if any."""
+    """Return the message id that the sender's library has set in a header of its own,
+    if any."""
     for name in IDS_OF_OTHERS:
         if given := headers.get(name):
             try:
@@ -362,9 +365,10 @@ def _instant(text: str | None) -> dt.datetime | None:
 
 
 def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
-    """Return the predecessor in the order of its key: its id, and the instant of its
-    place in the order. None if the header is missing or unreadable, or if a foreign
-    message names itself as its predecessor, because it could never run."""
+    """Return the predecessor of a message in the order of its key: the predecessor's
+    id, and its place in the order. None if the header is missing or unreadable. Also
+    None if a message from another system names itself, because that message could never
+    run."""
     before, _, at = headers.get(AFTER, "").partition(";at=")
     try:
         instant, found = parse_instant(at), uuid.UUID(before)
@@ -383,8 +387,8 @@ def traceparent(headers: Mapping[str, str]) -> str | None:
 
 
 def travels(name: str) -> bool:
-    """Return whether a header stays with its message when the message is sent again.
-    The sender's headers and ours stay; those that a broker adds do not."""
+    """Return whether a header is kept when its message is sent again. The sender's
+    headers and ours are kept; headers that a broker adds are not."""
     lowered = name.lower()
     return (
         lowered not in OF_A_DELIVERY
@@ -394,8 +398,8 @@ def travels(name: str) -> bool:
 
 
 def reserved(name: str) -> bool:
-    """Return whether a header is ours, the protocol's or a broker's: callers cannot set
-    it."""
+    """Return whether callers cannot set a header, because it belongs to this package,
+    the protocol or a broker."""
     lowered = name.lower()
     return (
         lowered in RESERVED_HEADERS
@@ -410,7 +414,7 @@ def senders(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def digest(headers: Mapping[str, str], body: bytes) -> str:
-    """Return a digest of the sender's headers and body. It is the same over every
+    """Return a digest of the sender's headers and body, which is the same over every
     broker."""
     written = {name: value for name, value in headers.items() if travels(name)}
     found = hashlib.sha256(json.dumps(written, sort_keys=True).encode())
@@ -420,8 +424,8 @@ def digest(headers: Mapping[str, str], body: bytes) -> str:
 
 def of_a_copy(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers to store with a copy that keeps the body: the sender's
-    headers, those that tell how to read the body, the place in the order of its key,
-    and the conversation that it is part of."""
+    headers, the type of the body, the link to the predecessor, and the headers of the
+    conversation."""
     kept = senders(headers) | conversation(headers)
     kept.pop(CORRELATION_ID, None)  # a column of its own
     for name in (TYPE, AFTER):
@@ -431,8 +435,8 @@ def of_a_copy(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def headers_of(row: Any, service: str, created: str) -> dict[str, str]:
-    """Return the headers of an outbox row for the wire; `created` is the formatted
-    instant at which the row was stored."""
+    """Return the wire headers of an outbox row. `created` is the formatted time at
+    which the row was stored."""
     headers = dict(row.headers)
     headers[CONTENT_TYPE] = row.content_type
     headers[MESSAGE_ID] = str(row.message_id)

@@ -1,7 +1,8 @@
 """A TCP proxy that simulates network faults: it cuts, hangs, delays and loses data.
 
-It is between a client and a real server, so both see the fault on a real socket.
-`REQUESTS` is the direction from the client to the server, `ANSWERS` the opposite one.
+The proxy runs between a client and a real server, so both see the fault on a real
+socket. `REQUESTS` is the direction from the client to the server, `ANSWERS` the
+opposite direction.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class _Link:
             end.close()
 
     def receive(self, source: socket.socket) -> bytes:
-        """Return the next bytes. Return b"" if the stream has ended or the link is
-        cut."""
+        """Return the next bytes from `source`, or b"" once the stream has ended or the
+        link is cut."""
         while not self.cut:
             with contextlib.suppress(TimeoutError):
                 return source.recv(65536)

@@ -280,7 +280,7 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="attempts")
     def tries(self, letter: DeadLetter) -> int:
-        """The number of attempts."""
+        """How many attempts the stage or the relay made."""
         return letter.attempts
 
     @admin.display(description="age")

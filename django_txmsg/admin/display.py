@@ -148,7 +148,7 @@ def named(place: str, task: str | None) -> SafeString:
 
 
 def size(count: int) -> str:
-    """Return a size in bytes as text, such as "1.5 KiB"."""
+    """Format a number of bytes, for example as "1.5 KiB"."""
     if count < 1024:
         return f"{count} byte{'s' * (count != 1)}"
     if count < 1024 * 1024:

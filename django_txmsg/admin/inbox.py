@@ -107,8 +107,8 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="attempts")
     def tries(self, row: InboxMessage) -> SafeString:
-        """The number of attempts, the highest number allowed, the number of deliveries,
-        and the last error."""
+        """How many attempts there were, of how many allowed, how often the message was
+        delivered, and the last error."""
         most = attempts_allowed().get(row.stage)
         text = f"{row.attempts} of {most}" if most else str(row.attempts)
         if row.deliveries > 1:

@@ -120,8 +120,7 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="failed attempts")
     def tries(self, row: OutboxMessage) -> SafeString | str:
-        """The number of failed dispatches, the highest number allowed, and the last
-        error."""
+        """How many dispatches have failed, of how many allowed, and the last error."""
         if not row.attempts:
             return "-"
         return display.tried(

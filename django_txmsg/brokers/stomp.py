@@ -68,8 +68,9 @@ class Heads:
         self._mark = uuid.uuid4().hex
 
     def item(self, one: Outgoing) -> Item:
-        """Return the encoded frame of a message. If no template fits, return the
-        destination and the message. The session then checks and encodes the message."""
+        """Return a message's encoded frame. If no template fits the message, return its
+        destination and its `jms.Message` instead, which the session then checks and
+        encodes."""
         try:
             encoded = self._encoded(one)
         except (AttributeError, TypeError, UnicodeEncodeError):  # a header is not text

@@ -1,7 +1,8 @@
 """The Celery app and its task classes.
 
-Every call of a task leads to the app's `send_task()`, even if the task is not
-registered in this process."""
+Every call of a task ends in the app's `send_task()`, even if the task is not registered
+in this process.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +73,9 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Call the task like `delay_on_commit()`, with the arguments of
-        `apply_async()`. In another database's transaction, or with `task_always_eager`,
-        no row can be stored. Celery's own method runs then."""
+        """Call the task like `delay_on_commit()`, but with the arguments of
+        `apply_async()`. If no row can be stored (in another database's transaction, or
+        with `task_always_eager`), Celery's own method runs."""
         eager = self._get_app().conf.task_always_eager
         if eager or not (stores(kwargs.get("using")) or requires(self._get_app())):
             super().apply_async_on_commit(*args, **kwargs)
@@ -86,10 +87,10 @@ class OnceTask(TransactionalTask):
     """A task whose work in the database takes effect once.
 
     One transaction contains the work of the task, the record that the task is done, and
-    the tasks and messages that it sends. The transaction is on the database that
-    `using` names, by default the router's database. A redelivery returns the stored
-    result, so that a chain continues. The task must be fast, because the transaction is
-    open while the task runs.
+    the tasks and messages that it sends. `using` names the transaction's database, by
+    default the router's database. A redelivery of the task returns the stored result,
+    so that a chain continues. The task must be fast, because the transaction is open
+    while the task runs.
     """
 
     #: Acknowledged after the commit, so that a worker that dies leaves the message with
@@ -100,7 +101,7 @@ class OnceTask(TransactionalTask):
 
     @classmethod
     def careless(cls) -> list[str]:
-        """Return a description of each option with which the task could be lost."""
+        """Return a text for each option because of which the task could be lost."""
         return [
             f"the OnceTask {cls.name!r} has {option}=False: if its worker dies, the "
             "task is lost."
@@ -110,8 +111,8 @@ class OnceTask(TransactionalTask):
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        """Log each option with which the task could be lost. Celery calls this when it
-        registers the task."""
+        """Log each option because of which the task could be lost. Celery calls this
+        when it registers the task."""
         super().on_bound(app)
         for careless in cls.careless():
             log.error("%s", careless)
@@ -132,9 +133,9 @@ class OnceTask(TransactionalTask):
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Retry as in Celery, but raise Retry even with `throw=False`. So the work is
-        rolled back before the retry. Raises InvalidMessage for a connection to another
-        broker than the app's."""
+        """Retry as in Celery, but raise Retry even with `throw=False`, so that the work
+        is rolled back before the retry. Raises InvalidMessage if the caller passes a
+        connection to another broker than the app's."""
         leads = (options.get(name) for name in ("connection", "producer", "publisher"))
         refuse_another_broker(self._get_app(), self.name, *leads)
         return super().retry(args, kwargs, exc, True, *rest, **options)

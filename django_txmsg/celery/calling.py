@@ -1,11 +1,12 @@
 """Hop 1 for Celery: the call of a task stores the task's message as a row of the
 outbox.
 
-Celery creates the message as usual, with its routing, canvas and ids. A replacement for
-kombu's producer keeps the message that Celery would publish. The call contacts neither
-the broker nor the result backend. A message that continues the running task, such as a
-retry, is not stored, because a failing task would roll back its row. It goes directly
-to the broker.
+Celery creates the message as usual, with its routing, canvas and ids, but a stand-in
+for kombu's producer keeps the message instead of publishing it. The call contacts
+neither the broker nor the result backend.
+
+A message that continues the running task, such as a retry, is not stored, because its
+row would be rolled back if the task fails. Such a message goes directly to the broker.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ from ..dead_letters import masking
 
 @dataclass
 class Run:
-    """One execution of a task. The messages in `later` are sent to the broker when the
-    task's transaction has ended. After the execution has `ended`, calls are sent at
-    once."""
+    """One execution of a task. When the task's transaction has ended, the messages in
+    `later` are sent to the broker."""
 
     later: list[Publication] = field(default_factory=list)
     ended: bool = False
@@ -67,16 +67,16 @@ def enter(run: Run | None) -> None:
 
 
 def without_asking(app: Any) -> None:
-    """Make this thread contact the app's result backend only when a caller waits for a
-    result."""
+    """Let this thread contact the app's result backend only when a caller waits for a
+    result, and not when a task is called."""
     backend = app.backend
     if getattr(backend, "is_async", False) and not hasattr(backend, "txmsg"):
         backend.txmsg = _Patience(backend)
 
 
 class _Patience:
-    """Replaces four methods of a result backend, so that calling a task does not
-    contact the backend."""
+    """Replaces four methods of a result backend, so that calling a task inside a
+    transaction does not contact the backend."""
 
     def __init__(self, backend: Any) -> None:
         self._call = backend.on_task_call
@@ -90,13 +90,13 @@ class _Patience:
         backend.iter_native = self.iter_native
 
     def on_task_call(self, producer: Any, task_id: str) -> Any:
-        """Call the backend's own method, unless the task's message is kept for the
-        outbox."""
+        """Call the backend's own method. Do nothing if the task's message is kept for
+        the outbox."""
         return {} if hasattr(producer, "published") else self._call(producer, task_id)
 
     def add_pending_result(self, result: Any, **options: Any) -> Any:
-        """Watch a result, for each result of a group. Inside a transaction, postpone
-        this until a caller waits for a result."""
+        """Watch the result of a task. Inside a transaction, postpone this until a
+        caller waits for a result."""
         if not any(map(in_block, connections.all(initialized_only=True))):
             return self._add(result, **options)
         number, results = id(result), self._results
@@ -105,12 +105,12 @@ class _Patience:
         return result
 
     def wait_for_pending(self, result: Any, **options: Any) -> Any:
-        """Watch the postponed results, and wait for a result."""
+        """Watch the postponed results, and wait for this result."""
         self._catch_up()
         return self._wait(result, **options)
 
     def iter_native(self, result: Any, **options: Any) -> Any:
-        """Watch the postponed results, and wait for a group's results."""
+        """Watch the postponed results, and wait for the results of a group."""
         self._catch_up()
         return self._iterate(result, **options)
 
@@ -133,8 +133,8 @@ _NOTHING = dict.fromkeys(("callbacks", "errbacks", "chain", "chord"))
 # to monitors. The arguments themselves are in the body, which is masked where it is
 # shown.
 def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
-    """Return the options with which Celery displays masked texts instead of a call's
-    arguments. Return no options if the settings have no mask."""
+    """Return the options with which Celery shows a call's arguments only masked. The
+    options are empty if the settings have no mask."""
     if conf.get().MASK is None:
         return {}
     args, kwargs = arguments
@@ -156,7 +156,7 @@ Send = Callable[..., Any]
 
 
 class StoringProducer:
-    """Replaces kombu's producer while a task's message is created."""
+    """Stands in for kombu's producer while Celery creates a task's message."""
 
     serializer = None
 
@@ -196,9 +196,9 @@ def call(
     """Call `send(task_id, producer)`, and return its result. If a transaction is open,
     store the message that `send` publishes.
 
-    `leads` are the connections and producers that the caller has passed. Raises
-    InvalidMessage if one of them leads to another broker than the app's, unless the
-    message is sent at once.
+    `leads` are the connections and producers that the caller has passed. If a message
+    must be stored and one of `leads` leads to another broker than the app's, raises
+    InvalidMessage.
     """
     if stands_in(producer) or not apps.models_ready:
         return send(task_id, producer)
@@ -234,7 +234,7 @@ def call(
 
 
 def stores(using: str | None) -> bool:
-    """Return whether a task that is called now would be stored as a row."""
+    """Return whether the call of a task would now be stored as a row."""
     return in_block(connections[_alias(using)])
 
 
@@ -254,23 +254,22 @@ def _alias(using: str | None) -> str:
 
 
 def _has_its_own(producer: Any) -> bool:
-    """Return whether the caller passes its own producer, as beat does. A group's
-    producer comes from the app's pool, and does not count."""
+    """Return whether the caller passes a producer of its own, as Celery beat does. The
+    producer of a group comes from the app's pool and does not count."""
     return producer is not None and "release" not in vars(producer)
 
 
 def in_worker(app: Any) -> bool:
-    """Return whether this process is a worker, or a task is running in this thread.
-
-    The main process of a worker runs no tasks, but calls the links of a task that has
+    """Return whether this process is a Celery worker, or this thread runs a task. The
+    main process of a worker runs no tasks, but calls the links of a task that has
     exceeded its hard time limit."""
     worker = getattr(app.loader, "worker_initialized", False)
     return bool(worker) or get_current_worker_task() is not None
 
 
 def _continues(task_id: str | None, nesting: int) -> bool:
-    """Return whether a call continues the running task. True for a retry, for a
-    replacement, and for any call after the end of the task's transaction."""
+    """Return whether a call continues the running task: the call is a retry or a
+    replacement, or follows the end of the task's transaction."""
     run = current_run()
     if run is not None and run.ended:
         return True
@@ -319,8 +318,8 @@ def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
 
 
 def _place(connection: kombu.Connection) -> tuple[Any, ...]:
-    """Return the parts of a connection's URL that identify the broker. The user is not
-    included."""
+    """Return the parts of a connection's URL that identify the broker. The user name is
+    not one of them."""
     info = connection.info()
     place = [info[key] for key in ("transport", "hostname", "port", "virtual_host")]
     if "redis" in place[0]:
@@ -329,8 +328,8 @@ def _place(connection: kombu.Connection) -> tuple[Any, ...]:
 
 
 def _derived(current: Scope) -> uuid.UUID:
-    """Return the id of a task that a stage or a OnceTask calls. Each attempt of the
-    stage or OnceTask gives the same id."""
+    """Return the id of a task that a stage or a OnceTask calls. The id is the same in
+    each attempt of the stage or OnceTask."""
     assert current.cause is not None
     service = conf.get().SERVICE
     ordinal = next(current.ordinals)
@@ -395,8 +394,9 @@ def place(name: str) -> str:
 
 
 def identity(task_id: str, nesting: int = 0) -> uuid.UUID:
-    """Return the message id of a task. In Celery the replacement of a task has the
-    task's id. With `nesting`, the number of replacements, it gets another UUID here."""
+    """Return the message id of a task. In Celery, the replacement of a task keeps the
+    task's id. Here the replacement gets another id, derived from `nesting`, the number
+    of replacements."""
     try:
         if not nesting:
             return uuid.UUID(task_id)

@@ -2,7 +2,7 @@
 links, and the rest of its chain.
 
 If these messages cannot be sent, the task's message goes back to its queue. The next
-delivery of the task sends these messages, without running the task again.
+delivery of the task sends them, without running the task again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _open = threading.local()
 
 def publish(app: Any, publications: Sequence[Publication]) -> None:
     """Send messages to the app's broker. Raises BrokerError if the broker has not
-    confirmed all of them. In this case, some may have been sent."""
+    confirmed all of them; some may have been sent then."""
     left = [
         Outgoing(
             one.headers.get("task", ""),
@@ -59,8 +59,8 @@ def publish(app: Any, publications: Sequence[Publication]) -> None:
 
 
 def close() -> None:
-    """Close this thread's session. If it belongs to a parent process, only drop the
-    reference."""
+    """Close this thread's session. In a forked child, only forget the session, because
+    it belongs to the parent."""
     kept, _open.kept = getattr(_open, "kept", None), None
     if kept is not None and kept[0][0] == os.getpid():
         kept[1].close()
@@ -82,17 +82,18 @@ def _session(app: Any) -> tuple[CelerySession, bool]:
 # Celery creates the id of a link when it calls the link: a copy of the task would call
 # it under another id, and the link's work would be done twice.
 def cause_of(request: Any) -> str:
-    """Return the value from which the ids of a request's links are derived. A task and
-    its replacement have the same id, but different values."""
+    """Return the text from which the ids of a task's links are derived. A task and its
+    replacement have the same id in Celery, but different texts."""
     return f"celery/{request.id}/{request.replaced_task_nesting or 0}"
 
 
 def identified(calls: Iterable[Any] | Mapping[str, Any] | None, cause: str) -> Any:
     """Return copies of signatures in which each task has an id. A task without an id
-    gets one that is derived from `cause` and the task's place.
+    gets an id that is derived from `cause` and the task's position, so each call gives
+    the same ids.
 
-    A group gets no derived id, because a chord counts its tasks separately for each
-    call. The tasks and the body of a chord have the same ids in each call.
+    A group gets no derived id, because a chord counts the group's tasks separately for
+    each call.
     """
     if not calls:
         return []
@@ -138,9 +139,10 @@ HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupErro
 def go_on(task: Any, result: Any) -> None:
     """Call the task's links and the rest of its chain. Raises Reject if that fails.
 
-    Celery would call them only after the task has returned. If the broker or a chord's
-    backend were unavailable then, Celery would treat the task as failed and acknowledge
-    its message. The task's work would be committed, but its chain would be lost.
+    Celery itself calls them only after the task has returned. If the broker or a
+    chord's backend were unavailable then, Celery would treat the task as failed and
+    acknowledge its message. The task's work would be committed, but its chain would be
+    lost.
     """
     request, app = task.request, task.app
     cause = cause_of(request)
@@ -173,7 +175,7 @@ def go_on(task: Any, result: Any) -> None:
 
 
 def identify_errbacks(request: Any) -> None:
-    """Give the errbacks of a failed task the same ids at each delivery."""
+    """Give the errbacks of a failed task ids that are the same at each delivery."""
     if request.errbacks:
         request.errbacks = identified(request.errbacks, f"{cause_of(request)}/error")
 

@@ -1,10 +1,11 @@
 """Hops 6 and 7 for Celery: one delivery of a task, whose work takes effect once.
 
-The steps are: record the delivery (if the task is done, return its result) → begin a
-transaction → run the task → store its result → commit → send its retry, its
-replacement, or its links and the rest of its chain. Celery then acknowledges or rejects
-the delivery. If the worker is killed before the commit, the next delivery runs the task
-again. If the worker is killed after the commit, the next delivery only sends.
+The steps are: record the delivery → begin a transaction → run the task → store its
+result → commit → send its retry, its replacement, or its links and the rest of its
+chain. Celery then acknowledges or rejects the delivery. If the task is already done,
+only its stored result is returned and its messages are sent. So if the worker is killed
+before the commit, the next delivery runs the task again; after the commit, the next
+delivery only sends.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ _NOTE, _ENCODING = "celery", "content-encoding"
 def written(
     task: Any, result: Any, later: Sequence[Publication], ignored: Ignore | None
 ) -> dict[str, Any]:
-    """Return the values of the columns that record the task's result. Return an empty
-    dict if a redelivery would have nothing to return or send."""
+    """Return the columns that store the task's result and its messages to send. The
+    dict is empty if a redelivery would have nothing to return or send."""
     if result is None and ignored is None and not later:
         return {}
     note: dict[str, Any] = {}
@@ -81,7 +82,7 @@ def written(
 
 
 class Memo:
-    """The stored result of a task, and its messages to send."""
+    """The stored result of a task, and the messages that it still must send."""
 
     def __init__(self, headers: Mapping[str, str], body: bytes) -> None:
         self._headers, self._body = headers, body
@@ -93,7 +94,7 @@ class Memo:
         return [Publication.read(*one) for one in self._note.get("later", ())]
 
     def result(self) -> Any:
-        """Return the task's result. Raises Ignore if the task has raised it."""
+        """Return the task's result. Raises Ignore if the task raised Ignore."""
         if "ignored" in self._note:
             raise Ignore(self._note["ignored"])
         content_type = self._headers[wire.CONTENT_TYPE]
@@ -207,7 +208,7 @@ class _Once:
         return self._inbox_record, begun
 
     def take_back(self) -> None:
-        """Do not count this attempt, because the task did not cause the failure."""
+        """Subtract this attempt, because the task did not cause the failure."""
         if self._inbox_record is None:
             return
         row = self.inbox.filter(

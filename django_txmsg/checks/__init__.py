@@ -1,8 +1,8 @@
 """The checks of `manage.py check`, which find faults in the settings.
 
 An error reports a setting that cannot work. A warning reports a setting that fails
-under some conditions. Checks open no connection, except with `--database`. For each id,
-docs/reference/checks.md explains the fault and what to do.
+under some conditions. Checks open no connection, except with `--database`.
+docs/reference/checks.md explains each id, and what to do.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def check_deployment(**_: object) -> list[CheckMessage]:
 def check_databases(
     databases: Sequence[str] | None = None, **_: object
 ) -> list[CheckMessage]:
-    """Return the faults of these databases, and the open runs of flows in them that
-    this code cannot continue: `manage.py check --database ALIAS`."""
+    """Return the faults of these databases, and their open runs of flows that this code
+    cannot continue: `manage.py check --database ALIAS`."""
     if conf.problems():
         return []
     asked = databases or ()

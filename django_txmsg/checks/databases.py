@@ -1,5 +1,6 @@
 """Checks of databases: pools that are too small for the threads of one process, poolers
-that pass on no notifications, and open runs of flows that this code cannot continue."""
+that do not forward notifications, and open runs of flows that this code cannot
+continue."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ DEFAULT_SIZE = 4
 
 
 def check_pools() -> Iterator[CheckMessage]:
-    """Warn of pools that have too few connections for the threads of `consume` or
+    """Warn of connection pools that are too small for the threads of `consume` or
     `relay`."""
     for alias in databases.in_use():
         if alias not in connections:
@@ -113,7 +114,7 @@ def _works_in(broker: str, alias: str) -> bool:
 
 
 def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
-    """Warn of databases in which no notification arrives."""
+    """Warn of databases from which this process receives no notifications."""
     for using in databases.with_tables():
         if using not in aliases or connections[using].vendor != "postgresql":
             continue
@@ -141,8 +142,8 @@ def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
 
 
 def check_runs(asked: Sequence[str]) -> Iterator[CheckMessage]:
-    """Report open runs of flows whose flow, step or type is missing in this code. Such
-    a run is not lost: it waits for code that has them."""
+    """Report open runs whose flow, step or type is missing in this code. Such a run is
+    not lost: it waits for code that has them."""
     known = {one.name: one for one in declarations()}
     for using in databases.with_tables():
         if using not in asked:

@@ -31,12 +31,12 @@ UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
 
 
 def check() -> list[CheckMessage]:
-    """Return the errors because of which the TXMSG setting cannot be read."""
+    """Return the errors because of which no further check is possible."""
     return [*_problems(), *_time_zone()]
 
 
 def check_values() -> list[CheckMessage]:
-    """Return the settings whose value is valid but cannot be used."""
+    """Return the settings that have a valid form but a value that cannot be used."""
     return [
         *_other_name(),
         *_brokers(),

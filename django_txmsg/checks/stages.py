@@ -56,7 +56,7 @@ def check() -> list[CheckMessage]:
 
 
 def _misnamed() -> Iterator[CheckMessage]:
-    """Warn of modules that contain handlers of an app and are not imported."""
+    """Warn of modules that declare stages but are not imported when Django starts."""
     for app in apps.get_app_configs():
         package: Any = app.module
         for module in iter_modules(getattr(package, "__path__", ())):
@@ -265,8 +265,7 @@ def _undo(stage: Stage) -> Iterator[CheckMessage]:
 
 
 def _databases() -> Iterator[CheckMessage]:
-    """Check that each database that holds messages is configured and is of a supported
-    kind."""
+    """Check that each database that stores messages is configured and supported."""
     for alias, who in databases.in_use().items():
         if alias not in connections:
             yield Error(
@@ -373,8 +372,8 @@ def _recurring(one: Recurring) -> Iterator[CheckMessage]:
 
 
 def check_contract() -> Iterator[CheckMessage]:
-    """Report a contract that cannot be found or read, and a path of the contract that
-    depends on the working directory."""
+    """Report a contract that cannot be read. Warn if its path depends on the directory
+    in which the process is started."""
     file = codecs.contract_path()
     is_there = file.exists()
     if is_there:

@@ -1,7 +1,7 @@
-"""The TXMSG setting: typed, frozen, read lazily, strict about unknown keys.
+"""The TXMSG setting: typed, immutable, read at first use, strict about unknown keys.
 
-`get()` returns the settings in force; `problems()` lists their errors, for `manage.py
-check`. `override_settings(TXMSG=...)` works.
+`get()` returns the current settings. `problems()` lists their errors for `manage.py
+check`. Tests can use `override_settings(TXMSG=...)`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .validation import find
 
 
 def get() -> Settings:
-    """Return the settings in force.
+    """Return the current settings.
 
-    Raises ConfigurationError, with the first error, if they are invalid.
+    Raises ConfigurationError, with the first error, if the settings are invalid.
     """
     return _load()
 
 
 def problems() -> list[Problem]:
-    """Return all errors of TXMSG, in the order of its keys."""
+    """Return all errors in TXMSG, in the order of its keys."""
     return list(find(Settings, getattr(django_settings, "TXMSG", {}), "TXMSG"))
 
 
 def hide_passwords() -> None:
-    """Hide passwords in the URLs of TXMSG when Django displays its settings, for
-    example on a debug page. Django would hide them only if the name of the key looked
+    """Hide the passwords in TXMSG's URLs when Django displays its settings, for example
+    on a debug page. Django itself hides a value only if the name of its key looks
     secret."""
     given = getattr(django_settings, "TXMSG", None)
     if not isinstance(given, Mapping):

@@ -76,7 +76,7 @@ class ConsumeSettings:
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """The HTTP-request outbox."""
+    """The settings of the HTTP outbox."""
 
     USING: str = "default"
     """The database whose transaction a request gets."""
@@ -113,7 +113,7 @@ class HttpSettings:
 
 @dataclass(frozen=True)
 class RetentionSettings:
-    """Days for which settled rows are kept; None keeps them for ever."""
+    """How many days settled rows are kept. None keeps them for ever."""
 
     OUTBOX: float | None = 7
     INBOX: float | None = 14
@@ -125,8 +125,7 @@ class RetentionSettings:
 
 @dataclass(frozen=True)
 class LakeSettings:
-    """The location of the data pipeline's lake, and how the lake is written and
-    read."""
+    """Where the data pipeline's lake is, and how the pipeline writes and reads it."""
 
     URI: str
     """A directory, or a place in an object store."""
@@ -142,7 +141,7 @@ class LakeSettings:
 
 @dataclass(frozen=True)
 class FlowSettings:
-    """Flows: conversations of several steps."""
+    """The settings of flows."""
 
     HISTORY: bool = True
     """Whether each step of a run leaves a row, with the state after it."""
@@ -153,7 +152,7 @@ class FlowSettings:
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """The rules by which the pipeline's `reconcile` judges messages. In patterns, *
+    """The rules by which the pipeline's `reconcile` judges messages. In a pattern, *
     stands for any characters."""
 
     EXTERNAL: tuple[str, ...] = ()
@@ -174,9 +173,8 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class AlertSettings:
-    """Alerts that a running relay raises and ends. Alerts are stored as rows, and are
-    reported by signals, log lines, mail and a webhook, whose URL is in an environment
-    variable."""
+    """The alerts that a running relay begins and ends. Alerts are stored as rows.
+    Signals, log lines, mails and a webhook report them."""
 
     KINDS: tuple[str, ...] = ()
     """Kinds of alarms, as in `message_status --fail-on`, or "bad" for all but warnings.
@@ -192,7 +190,7 @@ class AlertSettings:
 
 @dataclass(frozen=True)
 class CelerySettings:
-    """Celery tasks that are called through the outbox."""
+    """The settings for Celery tasks that are called through the outbox."""
 
     REQUIRE_ATOMIC: bool = False
     """Whether calling a task outside of a transaction is an error, except in a worker
@@ -277,11 +275,11 @@ class Settings:
 
     @property
     def services(self) -> tuple[str, ...]:
-        """The present and former names under which this service stores messages."""
+        """The current and former names under which this service has stored messages."""
         return (self.SERVICE, *self.FORMER_SERVICES)
 
 
 @cache
 def hints(kind: type) -> dict[str, Any]:
-    """Return the types of a section's keys."""
+    """Return the keys of a section of the settings, each with its type."""
     return typing.get_type_hints(kind)

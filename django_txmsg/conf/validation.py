@@ -216,7 +216,8 @@ def _option_problems(given: object, path: str) -> Iterator[Problem]:
 
 
 def _section_of(name: object, known: Mapping[str, Any]) -> str:
-    """Return the section that has a setting of that name; "" if there is none."""
+    """Return a hint that names the section to which a setting of this name belongs, or
+    ""."""
     for section, kind in known.items():
         if isinstance(kind, type) and is_dataclass(kind) and name in hints(kind):
             return f'It belongs in "{section}": {{"{section}": {{"{name}": …}}}}.'

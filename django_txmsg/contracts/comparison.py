@@ -1,8 +1,9 @@
 """Breaking changes of the contract.
 
-There are two kinds. New code cannot read messages that are already on their way. Or old
-code, of other services or of running processes, cannot read new messages. Rows may also
-still wait for a destination or a type that the contract no longer has.
+A change breaks in one of two ways. New code cannot read messages that are already on
+their way. Or old code, of other services or of running processes, cannot read new
+messages. This module also finds rows that still wait for a destination or a type which
+the contract no longer has.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ WAITS = "rows still wait for it"
 
 
 class Change(NamedTuple):
-    """One breaking difference."""
+    """One breaking change: where it is, what has changed, and which code cannot read
+    which messages."""
 
     where: str
     what: str
@@ -41,7 +43,7 @@ class Change(NamedTuple):
 
 
 def breaking(committed: Contract, current: Contract) -> list[Change]:
-    """Return the changes in `current` that break code relying on `committed`."""
+    """Return the changes from `committed` to `current` that break other code."""
     return [
         *_received(committed, current),
         *_sent(committed, current),
@@ -103,8 +105,8 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
 
 
 def _versions(message: Contract, version: int) -> Iterator[tuple[int, Contract]]:
-    """Yield those versions of a message that have a schema in the contract, the newest
-    first."""
+    """Yield the versions of a message whose schema is in the contract, each with the
+    schema, the newest first."""
     schema = schema_of(message)
     if schema is not None:
         yield version, schema
@@ -115,7 +117,7 @@ def _versions(message: Contract, version: int) -> Iterator[tuple[int, Contract]]
 
 
 def _of_operations(contract: Contract, action: str) -> dict[str, set[str]]:
-    """Return the messages of all operations with an action, by channel."""
+    """Return, for each channel, the messages of its operations with this action."""
     found: dict[str, set[str]] = {}
     for operation in contract.get("operations", {}).values():
         if operation["action"] == action:
@@ -139,7 +141,8 @@ def _last(pointer: str) -> str:
 
 
 def waiting(committed: Contract, current: Contract, using: str) -> Iterator[Change]:
-    """Yield each removed entry of the contract that messages still wait for."""
+    """Yield each entry that the contract no longer has, but for which messages still
+    wait."""
     now = current["channels"]
     for channel in committed.get("channels", {}):
         if channel not in now:

@@ -1,7 +1,7 @@
-"""The contract of the present code: an AsyncAPI 3.0 document.
+"""The contract of the current code: an AsyncAPI 3.0 document.
 
-Channels are destinations, receive operations are stages, send operations are declared
-`Destination`s, and each message is a type with its JSON Schema.
+Channels are destinations, receive operations are stages, and send operations are
+declared `Destination`s. Each message is a type with its JSON Schema.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def path(given: str | None = None) -> Path:
 
 
 def read(file: Path) -> Contract:
-    """Return the contract in a file. Raises ConfigurationError if it cannot be read."""
+    """Return the contract in a file. Raises ConfigurationError if the file cannot be
+    read."""
     try:
         found: Contract = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
@@ -69,9 +70,10 @@ Contract = dict[str, Any]
 
 
 def build(committed: Contract | None = None) -> Contract:
-    """Return the contract of all stages and destinations declared here. `committed` is
-    the previous contract. The comparison with it shows which old versions can read a
-    new version. Raises ConfigurationError for a type that no codec handles.
+    """Return the contract of all stages and destinations that this process declares.
+
+    `committed` is the previous contract: a comparison shows which old versions can read
+    a new version. Raises ConfigurationError if no codec handles a type.
     """
     return _Builder(committed or {}).build()
 
@@ -164,8 +166,8 @@ class _Builder:
         return found
 
     def _older(self, body: BodyType) -> Contract:
-        """Return the schemas of the earlier versions of a type, as far as the committed
-        contract has them."""
+        """Return the schemas of a type's earlier versions that the committed contract
+        has."""
         known = self._known(body)
         version, schema = known.get(VERSION, 1), schema_of(known)
         older: Contract = dict(known.get(READERS, {}))
@@ -178,9 +180,9 @@ class _Builder:
     def _oldest_reader(
         self, body: BodyType, schema: Contract | None, older: Contract
     ) -> int:
-        """Return the oldest version that can read sent bodies. That is the declared
-        version. If none is declared, it is the oldest version since which all changes
-        are compatible."""
+        """Return the oldest version that can read the bodies which this code sends. A
+        declared `readable_from` takes precedence. Otherwise this is the oldest version
+        since which all changes are compatible."""
         known = self._known(body)
         if not known or declaration(body.cls).readable_from is not None:
             return body.oldest_reader
@@ -208,8 +210,8 @@ def _pointer(*names: str) -> str:
 
 
 def _rooted(schema: Any, within: str, was: str = "#") -> Any:
-    """Return a schema in which the references begin with `within` instead of `was`, so
-    that they begin at the root of the document."""
+    """Return the schema with references that begin with `within` instead of `was`, so
+    that the references are valid in the whole document."""
     if isinstance(schema, dict):
         return {
             key: within + value.removeprefix(was)

@@ -34,11 +34,11 @@ class Attendance:
 
     @property
     def lost(self) -> list[Worker]:
-        """The workers that have become silent, and that no other process has replaced.
+        """The workers that have become silent and were not replaced by another process.
 
-        A replacement has the same kind, and runs at least the same stages. It may have
-        started before the last heartbeat of the silent worker, but at most REPLACED
-        before (as in a rolling update). One process replaces only one worker.
+        A replacement has the same kind and runs at least the same stages. It started
+        after the silent worker, and at most REPLACED before that worker's last
+        heartbeat (as in a rolling update). Each process replaces only one worker.
         """
         missing = []
         younger = sorted(self.living, key=lambda one: one.started_at)

@@ -177,8 +177,8 @@ def prune(
 
 
 def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q]:
-    """Yield conditions that divide the table into pages of `size` rows. A page also
-    contains rows that are not settled. An index can find the rows of each page."""
+    """Yield conditions on the indexed column `kind.by`. Each condition selects the next
+    `size` rows of the table, including rows that are not settled."""
     rows: QuerySet[Any] = kind.model._default_manager.using(using)
     if kind.by != "pk":
         rows = rows.filter(**{f"{kind.by}__lt": cutoff})

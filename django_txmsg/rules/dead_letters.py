@@ -1,6 +1,5 @@
 """The states of a dead letter: `open → redelivered | replaced | discarded`. Also the
-bulk operations that resolve many dead letters, and the mute of an error.
-"""
+statement that starts a bulk operation, and the rule for a muted error."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ SETTLED = ~OPEN & Rule("{resolved_at} < {cutoff}")
 
 
 def is_open(stage: str) -> Rule:
-    """Return the SQL rule for "this message has an open dead letter of `stage`". The
-    row may be of any table with a `message_id`."""
+    """Return the rule that a row's message has an open dead letter of `stage`. The row
+    may be of any table with a column `message_id`."""
     return Rule(
         "EXISTS (SELECT 1 FROM django_txmsg_deadletter d WHERE"  # noqa: S608 - constants only
         f" d.message_id = {{message_id}} AND d.stage = {stage} AND {OPEN.sql('d')})"
@@ -58,10 +57,11 @@ def bulk_operation(
     force: bool = False,
     rate: float | None = None,
 ) -> tuple[str, list[Any]]:
-    """Return the statement and the parameters that store a running bulk operation and
-    return its id. The admin, the commands and the pipeline start operations with it.
+    """Return the statement, with its parameters, that stores a running bulk operation
+    and returns its id. The admin, the commands and the pipeline start operations with
+    it.
 
-    `filters` select the dead letters, `total` of them, with ids up to `up_to`; `rate`
+    `filters` select the dead letters, `total` of them, with ids up to `up_to`. `rate`
     is the highest number of messages per second.
     """
     as_json = "%s::jsonb" if vendor == "postgresql" else "%s"

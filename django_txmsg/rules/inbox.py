@@ -1,6 +1,5 @@
-"""The states of a received message: `received → processed | dead`. Also the reasons for
-which a message waits between two attempts, and the deletion of its recorded
-attempts."""
+"""The states of a received message: `received → processed | dead`. Also the reasons why
+a message waits, and when its failed attempts may be deleted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Conditions on the rows of a table, for use in any SQL statement. Also the condition
-for a lease, because rows of several tables have leases."""
+"""Conditions on the rows of a table, for use in any SQL statement. Also the conditions
+for a lease, which several tables have."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from string import Formatter
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition in SQL. Names in braces are columns of the row, or values that the
-    caller supplies.
+    """A condition in SQL. Each name in braces is a column of the row, or a value that
+    the caller supplies.
 
-    Rules are combined by `&`, `|` and `~`. Put parentheses around a text whose
-    outermost operator is OR.
+    Combine rules with `&`, `|` and `~`. Put parentheses around a text whose outermost
+    operator is OR.
     """
 
     text: str
 
     def sql(self, row: str = "", **values: str) -> str:
-        """Return the condition for the row with alias `row`. `values` are SQL texts by
-        the names that they replace: the clock's instant, a literal, or a parameter."""
+        """Return the condition for the row with the alias `row`. `values` maps a name
+        to the SQL that replaces it: the clock, a literal, or a parameter."""
         of = f"{row}." if row else ""
         return "".join(
             text + (values.get(name, f"{of}{name}") if name else "")
@@ -29,7 +29,7 @@ class Rule:
         )
 
     def parts(self) -> Iterator[tuple[str, str]]:
-        """Yield the pieces of text, each with the name after it, or ""."""
+        """Yield each piece of the text, with the name that follows it, or ""."""
         for text, name, _, _ in Formatter().parse(self.text):
             yield text, name or ""
 

@@ -1,5 +1,5 @@
-"""Circuit breaker for all hops: one log line when a server is down, then growing
-pauses.
+"""Circuit breaker for all hops: one log line when a server is down, then growing pauses
+between probes.
 
 Each relay, dispatcher, control connection and consumer has a circuit breaker for each
 broker that it uses. The process has one for each database (`database_health.py`).
@@ -35,7 +35,8 @@ LONGEST = 500
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """An unusable resource: its name, the seconds of the outage, and the reason."""
+    """A resource that cannot be used: its kind and name, for how many seconds, and
+    why."""
 
     kind: str
     name: str
@@ -44,11 +45,10 @@ class Outage:
 
 
 class Breaker:
-    """Avoids a server that is down, and probes it with growing pauses.
+    """Remembers that a server is down, and when to probe it again, with growing pauses.
 
-    `kind`, `name` and `follows` are for the log: the first two identify the server, and
-    `follows` describes the consequence of an outage. `first_pause` and `max_pause` are
-    seconds.
+    `kind` and `name` identify the server in the log, and `follows` says what an outage
+    means for the messages. `first_pause` and `max_pause` are seconds.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Breaker:
 
     @property
     def remaining(self) -> float:
-        """Seconds until the next probe; 0 if the server may be used."""
+        """Seconds until the next probe; 0 if the server may be used now."""
         return max(0.0, self._until - time.monotonic())
 
     @property
     def outage(self) -> Outage | None:
-        """The present outage, or None."""
+        """The current outage, or None."""
         error = self.error
         if error is None:
             return None
@@ -93,10 +93,10 @@ class Breaker:
         """Record that the server is down. Only the first failure of an outage is
         logged. With `progress`, the pauses start again with the shortest.
 
-        If the server worked for less time than the last pause, this is still the same
-        outage. (On a full disk, for example, reads and some writes succeed.) The log
-        has reported the end of the outage too early. Once the pauses are long, another
-        line corrects that.
+        If the server worked only for a shorter time than the last pause, the same
+        outage goes on. (On a full disk, for example, some writes succeed.) The log has
+        then reported the end of the outage too early, and another line corrects that
+        when the pauses are long.
         """
         with self._lock:
             self.error = error
@@ -142,8 +142,9 @@ _breakers: PerProcess[Members[Breaker]] = PerProcess(Members)
 
 
 def outages() -> list[Outage]:
-    """Return this process's present outages: of brokers, paused destinations, refused
-    subscriptions and databases. Each is listed once. The longest comes first."""
+    """Return this process's current outages: of brokers, paused destinations, refused
+    subscriptions and databases. Each resource is listed once, the longest outage
+    first."""
     found: dict[tuple[str, str], Outage] = {}
     for one in sorted(
         filter(None, (breaker.outage for breaker in _breakers().all())),

@@ -2,7 +2,7 @@
 one process have claimed.
 
 A claim copies a body several times, so only one session at a time claims large bodies.
-The other sessions still claim small bodies, because a handler may need an hour for a
+The other sessions go on claiming small bodies, because a handler may need an hour for a
 large body.
 """
 
@@ -25,15 +25,15 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limit of one claim: bodies of together `total` bytes, or a single body of
-    `alone` bytes."""
+    """The limit of one claim: several bodies of `total` bytes together, or one body of
+    at most `alone` bytes."""
 
     total: int
     alone: int
 
     @property
     def complete(self) -> bool:
-        """Whether a body of any size may be claimed."""
+        """Whether a single body of any size may be claimed."""
         return self.alone == UNLIMITED
 
     @property
@@ -43,7 +43,7 @@ class Room:
 
 
 class Share:
-    """One session's part of the limit."""
+    """One session's share of the process's limit."""
 
     def __init__(self) -> None:
         #: Bytes of its deliveries that are not settled.
@@ -52,8 +52,9 @@ class Share:
 
     @contextmanager
     def claim(self, limit: int, wait: float) -> Iterator[Room]:
-        """Yield how many bytes the block may claim. `limit` is the process's limit, in
-        bytes. Waits up to `wait` seconds for another session's claim to end.
+        """Yield the limit for a claim inside the block. `limit` is the limit of the
+        whole process, in bytes. Waits up to `wait` seconds for another session's claim
+        to end.
 
         The block must add the bytes that it has claimed to `held`.
         """
@@ -66,13 +67,13 @@ class Share:
                 claims.large.release()
 
     def leave(self) -> None:
-        """Release this session's part for the other sessions."""
+        """Give up this session's share, so that other sessions can use it."""
         self.held = 0
         _claims().members.discard(self)
 
 
 class _Claims:
-    """The shares of a process."""
+    """The shares of all sessions of a process."""
 
     def __init__(self) -> None:
         self.members: Members[Share] = Members()

@@ -35,8 +35,9 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
     """Close connections that are broken, older than their CONN_MAX_AGE, or from a pool.
 
     Connections inside an atomic block stay open. A query is needed only for a
-    connection that had an error. `idle` means that there is no work at the moment. The
-    alias `but` still counts as busy, because its queues are polled all the time.
+    connection that had an error. Pass `idle` if the thread has no work at the moment.
+    The alias `but` counts as busy even then, because its queues are polled all the
+    time.
 
     With CONN_HEALTH_CHECKS, Django checks each remaining connection before its next
     use, as in a new request.
@@ -52,8 +53,8 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
 
 
 def shed(using: str, size: int) -> None:
-    """Close a PostgreSQL connection that has just transferred `size` bytes, if `size`
-    is at least `LARGE`. Its buffers have grown, and would never shrink."""
+    """Close a PostgreSQL connection that has just transferred at least `LARGE` bytes:
+    its buffers have grown, and would never shrink. `size` is the number of bytes."""
     connection = connections[using]
     if size < LARGE or connection.vendor != "postgresql":
         return
@@ -62,11 +63,11 @@ def shed(using: str, size: int) -> None:
 
 
 def leave_blocks() -> list[str]:
-    """Roll back the atomic blocks that a piece of work has entered and not left.
-    Otherwise the next piece of work would run inside them. Returns the aliases of their
-    databases.
+    """Roll back the atomic blocks that a handler has entered and not left. Otherwise
+    the next handler would run inside them. Returns the aliases of their databases.
 
-    Call it outside all atomic blocks of this package."""
+    Call this outside all atomic blocks of this package.
+    """
     found = [alias for alias in connections if in_block(connections[alias])]
     for alias in found:
         roll_back_blocks(connections[alias], 0)
@@ -76,8 +77,8 @@ def leave_blocks() -> list[str]:
 
 def open_caches() -> None:
     """Make all contexts of this thread share Django's caches. Django keeps cache
-    objects in the context. Each message has its own context, and would otherwise open
-    new connections to the caches."""
+    objects in the context. Each message has its own context, so without this each
+    message would open new connections to the caches."""
     for alias in caches:
         with contextlib.suppress(Exception):  # the handler that uses it fails
             assert caches[alias] is not None
@@ -93,8 +94,8 @@ def close_broken(using: str) -> None:
 
 
 def _has_spoken(connection: Any) -> bool:
-    """Return whether the server has sent unrequested bytes, for example because it has
-    ended an idle session. Needs no query."""
+    """Return whether the server has sent unrequested bytes, as it does when it ends an
+    idle session. Needs no query."""
     if connection.vendor != "postgresql":
         return False
     driver = raw(connection)

@@ -1,9 +1,10 @@
 """Classifies and handles database errors, in the same way for all threads.
 
 While the database is unavailable or full, all threads of this process wait until one
-thread's probe can write. If the probe can write and the database still refuses a
-statement (a lock's time-out, a trigger, a missing privilege), a `Retry` makes its
-thread pause, each time longer. No attempt is counted during these waits and pauses.
+thread's probe can write. If the probe succeeds and the database still refuses a
+thread's statement (because of a lock's time-out, a trigger, a missing privilege), a
+`Retry` makes that thread pause, each time longer. No attempt is counted during these
+waits and pauses.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ PROBE_BYTES = 16_384
 
 
 def sqlstate(error: BaseException) -> str:
-    """Return PostgreSQL's error code of one of Django's database errors, or "" if there
-    is none. Works with psycopg 3 and psycopg2."""
+    """Return PostgreSQL's code of a database error, or "" if there is none. Works with
+    psycopg 3 and psycopg2."""
     cause: Any = cause_of(error)
     return str(getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or "")
 
 
 def is_away(error: BaseException | None) -> bool:
-    """Return whether the error means that the database cannot be used now. Return False
-    if only the statement was wrong, had to wait too long, or lost a conflict."""
+    """Return whether the error means that the database cannot be used now. Returns
+    False if only the statement was wrong, waited too long, or lost a conflict."""
     if not isinstance(error, DatabaseError | InterfaceError):
         return False
     cause = cause_of(error)
@@ -137,7 +138,8 @@ breaker = PerProcess(_breaker)
 
 
 def gave_up_waiting(error: BaseException) -> bool:
-    """Return whether PostgreSQL's lock time-out has ended the statement."""
+    """Return whether PostgreSQL cancelled the statement because it waited too long for
+    a lock."""
     return isinstance(error, OperationalError) and sqlstate(error) == "55P03"
 
 
@@ -148,11 +150,11 @@ def error(using: str) -> BaseException | None:
 
 
 def note(using: str, error: BaseException) -> bool:
-    """Return whether the error means that the database cannot be used. If so, close
-    this thread's connection, and record an outage unless the database accepts a write
-    on a new connection.
+    """Return whether the error means that the database cannot be used now. If so, close
+    this thread's connection and test a new one: if the database does not accept a
+    write, record an outage.
 
-    Call it outside any atomic block.
+    Call this outside any atomic block.
     """
     if not is_away(error):
         return False
@@ -166,9 +168,9 @@ def note(using: str, error: BaseException) -> bool:
 
 
 def usable(using: str) -> bool:
-    """Return whether the database can be used. Needs no query unless this process knows
-    of an outage. During an outage, one thread at a time probes the database, and the
-    other threads do not wait."""
+    """Return whether the database can be used. Queries the database only if this
+    process knows of an outage. During an outage, only one thread at a time probes the
+    database; for other threads this returns False at once."""
     shared = breaker(using)
     if shared.error is None:
         return True
@@ -192,12 +194,11 @@ def wait(using: str, stop: threading.Event) -> bool:
 
 
 class Retry:
-    """Decides when to retry a statement that the database has refused: after a pause,
-    or after a probe has succeeded.
+    """Decides when to try a statement again that the database has refused: after a
+    pause, or after a probe has succeeded.
 
-    `what` is the beginning of the log lines. A process writes at most one of these
-    lines a second. Threads that use the database for the same purpose can share an
-    instance.
+    `what` is the beginning of the log lines. A process logs at most one such line a
+    second. Threads that use the database for the same purpose can share an instance.
     """
 
     def __init__(self, using: str, what: str) -> None:
@@ -211,11 +212,11 @@ class Retry:
         return time.monotonic() >= self._until and usable(self._using)
 
     def failed(self, error: BaseException) -> None:
-        """Record a refusal. If only the connection was broken, the next try follows at
-        once. Otherwise it follows after a pause, or when the database is available
+        """Record a refusal. If only the connection was broken, the next try may follow
+        at once. Otherwise it follows after a pause, or when the database is available
         again.
 
-        Call it outside any atomic block.
+        Call this outside any atomic block.
         """
         broke = note(self._using, error) and not lacks_resources(error)
         if breaker(self._using).error is not None:
@@ -242,8 +243,8 @@ class Retry:
         return wait(self._using, stop)
 
     def run(self, work: Callable[[], Result]) -> Result | None:
-        """Call a function that is not urgent, and return its result. Return None if the
-        database refuses its statements, or if the pause after a refusal has not
+        """Call a function that is not urgent, and return its result. Returns None if
+        the database refuses its statements, or if the pause after a refusal has not
         ended."""
         while self.ready:
             try:
@@ -261,7 +262,7 @@ retry = PerProcess(Retry)
 
 
 class _Report:
-    """The time from which the next line may be logged."""
+    """The time before which no further line is logged."""
 
     def __init__(self) -> None:
         self._lock, self.at = threading.Lock(), 0.0
@@ -278,8 +279,8 @@ _report = PerProcess(_Report)
 
 
 def report(what: str, error: BaseException) -> None:
-    """Log a statement that the database has refused. At most one such line a second is
-    a warning; other lines have the level DEBUG."""
+    """Log that the database has refused a statement. At most one such line a second is
+    a warning; the others have the level DEBUG."""
     recent = _report().is_recent()
     # A database's first line says what it refused; other errors need their traceback.
     ours = not isinstance(error, AnyDatabaseError)

@@ -1,5 +1,5 @@
-"""The handlers that run in this process now, by thread. Heartbeats report these
-handlers."""
+"""The handlers that run in this process now, one for each thread. Heartbeats report
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Running:
 
 @contextmanager
 def running(stage: str, message_id: uuid.UUID, attempt: int) -> Iterator[None]:
-    """Record that this thread runs a handler."""
+    """Record that this thread runs a handler, while the block runs."""
     thread = threading.current_thread()
     ident, since = threading.get_ident(), time.monotonic()
     _running[ident] = Running(thread.name, stage, message_id, attempt, since)

@@ -1,9 +1,9 @@
 """Renews leases while their holders work.
 
 A lease is short, so that other workers can soon claim the rows of a killed process. But
-it must not expire because a broker or a handler is slow. So a thread renews each lease
-when half of its time has passed. Each database has its own thread, because another
-database may hang. The thread ends when there are no more leases.
+the lease must not expire because a broker or a handler is slow. So a thread renews each
+lease when half of its time has passed. Each database has its own thread, because
+another database may not answer. The thread ends when it has no more leases.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ IDLE = 10.0
 
 
 class Lease:
-    """The lease of one worker. It is renewed inside the `with` block, or from `begin()`
-    to `end()`.
+    """The lease of one worker. The lease is renewed while the `with` block runs, or
+    from `begin()` to `end()`.
 
     The function `renew` must extend the lease to `seconds` from now, in one statement
-    with the lease's fencing token as a condition. It is called in another thread, and
-    only if half of the lease's time has passed. `since` is the time of
-    `time.monotonic()` just before the claim, because the lease begins with the claim.
+    that checks the lease's fencing token. Another thread calls this function when half
+    of the lease's time has passed. `since` is the value of `time.monotonic()` just
+    before the claim, with which the lease began.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Lease:
     @property
     def lapsed(self) -> bool:
         """Whether the lease has ever expired, for example while the process was
-        suspended. If so, another worker may have claimed the lease's rows, even if the
-        lease was renewed later."""
+        suspended. If so, another worker may have claimed the rows, even if the lease
+        was renewed later."""
         return self._lapsed or not self.left
 
     @property

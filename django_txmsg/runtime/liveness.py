@@ -1,8 +1,8 @@
 """Records whether the loops of this process still run.
 
-Each long-lived thread calls `turned()` once per iteration of its loop, with the seconds
-that it is going to wait. So a thread that pauses because a broker or a database is
-unavailable does not count as hanging.
+Each long-lived thread calls `turned()` once in each iteration of its loop, with the
+seconds for which it may now wait. So a thread that pauses because a broker or a
+database is unavailable does not count as hanging.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def ended() -> None:
 
 
 def stopping() -> None:
-    """Record that the process was asked to stop: it is not ready any more."""
+    """Record that the process was asked to stop, so it is not ready any more."""
     global _stop_requested
     _stop_requested = True
 
@@ -65,7 +65,7 @@ _stop_requested = False
 
 
 def _forget() -> None:
-    """Forget all threads in a forked child, because the child does not have them."""
+    """Forget the parent's threads in a forked child, which does not have them."""
     _loops.clear()
 
 
@@ -82,7 +82,7 @@ CALM, SELDOM, RARELY = 60.0, 10.0, 30.0
 
 
 class Activity:
-    """The time since the last piece of work of a process. All its threads share this
+    """When a process last did any work. All threads of the process share this
     object."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Activity:
 
     @property
     def idle(self) -> float:
-        """Seconds since the last work."""
+        """Seconds since the last piece of work."""
         return time.monotonic() - self._last
 
     @property

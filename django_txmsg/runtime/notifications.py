@@ -1,12 +1,12 @@
-"""The topics that threads of this process wait for in a database, and their wake-ups.
+"""The topics for which threads of this process wait in a database, and their wake-ups.
 
 A topic is a text: `queue NAME` for a queue of the embedded broker, `outbox BROKER` for
 stored messages, or `work` for requests of operators. A listener
-(`relaying/listener.py`) wakes the threads. Without a listener, all threads poll. After
-a wake-up, a thread queries the database.
+(`relaying/listener.py`) wakes the threads that wait for a topic, and each then queries
+the database. Without a listener, all threads poll.
 
-PostgreSQL's NOTIFY reports committed rows to waiting processes. A process sends NOTIFY
-after the commit, in a thread with its own connection, because NOTIFY inside
+PostgreSQL's NOTIFY tells waiting processes that rows were committed. A process sends
+NOTIFY after the commit, in a thread with its own connection, because NOTIFY inside
 transactions would serialize all commits of the server. The thread sends at most one
 NOTIFY every 10 ms, for all commits since the last one. If a notification is lost, the
 next poll finds the rows.
@@ -45,12 +45,13 @@ def outbox(broker: str) -> str:
 
 
 def later(delay: float) -> str:
-    """Return the topic that makes a listener query again in `delay` seconds."""
+    """Return the topic that tells a listener to query again in `delay` seconds."""
     return f"+{delay:.3f}"
 
 
 class Wakeup:
-    """Tells one thread when to query for a topic. A new `Wakeup` is due at once."""
+    """Tells one thread when to query for a topic. A new `Wakeup` says to query at
+    once."""
 
     def __init__(self, using: str, topic: str) -> None:
         self.using, self.topic = using, topic
@@ -60,12 +61,12 @@ class Wakeup:
 
     @property
     def has_listener(self) -> bool:
-        """Whether a listener works. If so, the thread queries only after wake-ups."""
+        """Whether a listener works. If so, the thread queries only after a wake-up."""
         return has_listener(self.using)
 
     def due(self) -> bool:
-        """Return whether to query now. With a listener, return True once after each
-        wake-up. Without a listener, always return True."""
+        """Return whether to query now: once after each wake-up or, without a listener,
+        always."""
         rung = self._rung.is_set()
         if rung:  # else a ring right now would be lost
             self._rung.clear()
@@ -76,8 +77,8 @@ class Wakeup:
         self._rung.set()
 
     def wait(self, timeout: float) -> bool:
-        """Wait for a wake-up, for at most `timeout` seconds. Returns whether it
-        came."""
+        """Wait for a wake-up, for at most `timeout` seconds. Returns False after that
+        time."""
         return self._rung.wait(timeout)
 
 
@@ -94,14 +95,13 @@ def topics(using: str) -> set[str]:
 
 
 def has_listener(using: str) -> bool:
-    """Return whether a listener works in this database, according to the last
-    `proved()`."""
+    """Return whether a listener works in this database: its last `proved()` still
+    counts."""
     return _listener_until().get(using, 0.0) > time.monotonic()
 
 
 def proved(using: str, seconds: float) -> None:
-    """Record that a listener has received a notification. It counts as working for
-    `seconds` from now."""
+    """Record that a listener works, and count it as working for `seconds` from now."""
     _listener_until()[using] = time.monotonic() + seconds
 
 
@@ -128,7 +128,8 @@ MAX_BYTES = 7000
 
 def notify(using: str, topics: Collection[str]) -> None:
     """Wake the threads of all processes that wait for one of the topics. Inside an
-    atomic block, do this after the commit. Never blocks and never fails."""
+    atomic block, the threads are woken after the commit. Never blocks and never
+    fails."""
     connection: Any = connections[using]
     if not topics or connection.vendor != "postgresql":
         return
@@ -139,8 +140,8 @@ def notify(using: str, topics: Collection[str]) -> None:
 
 
 class _Notifier:
-    """The thread that sends notifications in one database. It ends after a while
-    without notifications."""
+    """The thread that sends notifications in one database. The thread ends when there
+    have been no notifications for a while."""
 
     def __init__(self, using: str) -> None:
         self._using = using
@@ -228,7 +229,7 @@ _notifier = PerProcess(_begin)
 
 @atexit.register
 def stop_notifiers(timeout: float = 1.0) -> None:
-    """Send outstanding notifications and end the threads that send them. Waits at most
-    `timeout` seconds for each thread. Later notifications start the threads again."""
+    """Send the outstanding notifications and end the threads that send them. Waits at
+    most `timeout` seconds for each thread. A later notification starts a new thread."""
     for one in _notifier.all():
         one.stop(timeout)

@@ -1,6 +1,6 @@
 """Objects that belong to one process, and that a forked child does not inherit.
 
-The parent's threads, sockets and locks are useless to a child, so the child creates new
+The parent's threads, sockets and locks do not work in a child, so the child creates new
 objects.
 """
 
@@ -17,7 +17,7 @@ Made = TypeVar("Made")
 
 
 class PerProcess(Generic[Made]):
-    """Objects by key. `make(*key)` creates the object of a key when it is first
+    """Objects by key. `make(*key)` creates the object of a key when the object is first
     used."""
 
     def __init__(self, make: Callable[..., Made]) -> None:
@@ -51,7 +51,7 @@ class PerProcess(Generic[Made]):
 
 
 class Members(Generic[Made]):
-    """A thread-safe set of weak references: it does not keep its objects alive."""
+    """A thread-safe set of weak references, which do not keep the objects alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,10 +75,10 @@ class Members(Generic[Made]):
 
 def at_childs_end(work: Callable[[], object], *, turn: int) -> None:
     """Run `work` at the end of this process if it is a child of `multiprocessing`,
-    which runs no `atexit` handlers. In other processes, do nothing. Functions with a
-    higher `turn` run earlier.
+    because such a child runs no `atexit` handlers. In other processes, do nothing.
+    Functions with a higher `turn` run earlier.
 
-    Call this in the child. Functions that its parent has registered do not run there.
+    Call this in the child: the child does not run functions that its parent registered.
     """
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:

@@ -1,8 +1,8 @@
-"""The threads of one process, which end only with the process.
+"""The threads of one process, which all end together.
 
 If a thread fails, the process stops as after a signal, and ends with the thread's
-error. Otherwise the process would continue to send heartbeats without this thread, and
-no supervisor would restart the process.
+error. Otherwise the process would go on sending heartbeats without this thread, and no
+supervisor would restart the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("django_txmsg.threads")
 
 
 class ThreadGroup:
-    """Threads that start together and end together, when `stop` is called."""
+    """Threads that start together, and end together when `stop` is called."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -28,8 +28,8 @@ class ThreadGroup:
         self._errors: list[tuple[str, BaseException]] = []
 
     def add(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Add a thread of this name that runs `work`. Returns the thread, which is not
-        started yet."""
+        """Add a thread of this name that runs `work`. Returns the thread; `start()`
+        starts it."""
         thread = threading.Thread(
             target=self._run, args=(name, work), name=name, daemon=True
         )

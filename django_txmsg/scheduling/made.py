@@ -50,8 +50,8 @@ def make_recurring(
     `missed`. The arguments are the same as for `every()`. The body must be JSON.
 
     Raises ConfigurationError for an invalid expression, time zone or name. Raises
-    InvalidMessage for a message that cannot be sent, and for a name that the project's
-    code or settings declare.
+    InvalidMessage if the message cannot be sent, or if the project's code or settings
+    declare this name.
     """
     if any(one.name == name for one in recurring()):
         raise InvalidMessage(
@@ -85,7 +85,7 @@ def make_recurring(
 
 
 def said(name: str, expression: str, destination: str) -> str:
-    """Return the text for the audit log about a created recurring message."""
+    """Return the text for the audit log about a recurring message that was created."""
     return f"Made recurring message {name}: {expression} to {destination}."
 
 

@@ -1,5 +1,5 @@
-"""The loop that stores due rows: recurring messages, and time-outs of flows. Each loop
-runs in one thread of each `relay` process."""
+"""The loop that stores messages when they are due: recurring messages, and time-outs of
+flows. Each kind has one thread in each `relay` process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class TimeLoop(ABC):
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Whether no message can become due in these databases."""
+        """Whether this process has nothing to store in these databases, so that the
+        loop needs no thread."""
 
     @abstractmethod
     def _keep(self, using: str) -> float:
-        """Store the messages that are due in a database. Return the seconds until the
+        """Store the messages that are due in a database. Returns the seconds until the
         next check, or 0 if more messages are due. Raises database errors."""
 
     def stop(self) -> None:
@@ -46,8 +47,8 @@ class TimeLoop(ABC):
         self._stop.set()
 
     def run(self) -> None:
-        """Store due messages until stopped. Retry statements that the database
-        refuses."""
+        """Store due messages until stopped. If the database refuses a statement, try
+        again later."""
         while not self._stop.is_set():
             wait = self.longest_wait
             for using in self._using:

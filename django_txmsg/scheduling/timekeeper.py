@@ -1,8 +1,8 @@
 """Stores recurring messages when they are due, in one thread of each `relay` process.
 
-Any number of processes may run this. For each tick, only one process advances the
-message's row, and stores the tick's message in the same transaction. So each tick has
-one message.
+Any number of processes may do this. For each tick, only one process can advance the
+message's row, and it stores the tick's message in the same transaction. So each tick
+has one message.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class Timekeeper(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether no recurring message can exist in these databases. In the database of
-        the outbox, a recurring message may be created at any time."""
+        """Whether the loop needs no thread: no recurring message is declared for these
+        databases, and the outbox's database, in which messages can be created at run
+        time, is not one of them."""
         aliases = {one.alias for one in recurring()}
         return not aliases | {router.db_for_write(Schedule)} & set(self._using)
 
@@ -98,7 +99,7 @@ class Timekeeper(TimeLoop):
     def _store_due(
         self, one: Recurring, row: Schedule, began: dt.datetime, now: dt.datetime
     ) -> float:
-        """Store the messages for all ticks of one recurring message up to now. Return
+        """Store the messages for all ticks of one recurring message up to now. Returns
         the seconds until the next tick."""
         cron, after = one.cron, row.last_tick
         rows = Schedule.objects.db_manager(one.alias)

@@ -72,7 +72,8 @@ class Recurring:
 
     def check_timing(self) -> None:
         """Raise ConfigurationError or InvalidMessage if the name, the expression or the
-        destination is invalid. Read no setting of this package."""
+        destination is invalid. This reads no TXMSG setting, so it can run while a
+        module is imported."""
         check_destination(str(self.destination))
         if not self.name or len(self.name) > MAX_NAME_LENGTH:
             raise ConfigurationError(
@@ -86,8 +87,8 @@ class Recurring:
 
     def check(self) -> None:
         """Raise ConfigurationError or InvalidMessage if the message could not be
-        stored. Query no database. Do not check whether another message has the same
-        name."""
+        stored. This does not query the database, and does not check whether another
+        message has the same name."""
         self.check_timing()
         if self.broker not in conf.get().BROKERS:
             raise InvalidMessage(
@@ -146,17 +147,22 @@ def every(
     """Declare a message that is sent at each tick of a cron expression, once over all
     processes.
 
-    Call it in an app's `stages` module: `every("*/5 * * * *", "reports.refresh", {})`.
-    The database stores the last tick under `name` (default: the destination), so keep
-    the name. `tz` is the time zone of the expression, by default settings.TIME_ZONE.
-    `missed` says which ticks are caught up after a time without a relay: "latest" or
-    "all" (default: TXMSG["MISSED_TICKS"]). The header `scheduled-for` is the time of
-    the tick. A tick is skipped while an earlier message holds its `unique` key. With
-    `unique_until="processed"`, the earlier message holds the key until it was
-    processed. The other arguments are the same as for `send_message()`.
+    Call this in an app's `stages` module: `every("*/5 * * * *", "reports.refresh",
+    {})`.
 
-    Raises ConfigurationError for an invalid expression or time zone, or if another
-    message has this name. Raises InvalidMessage for an invalid destination.
+    - The database stores the last tick under `name` (default: the destination), so keep
+      the name.
+    - `tz` is the time zone of the expression, by default settings.TIME_ZONE.
+    - `missed` says which ticks are caught up after a time without a relay: "latest" or
+      "all" (default: TXMSG["MISSED_TICKS"]).
+    - A tick is skipped while an earlier message holds its `unique` key. With
+      `unique_until="processed"`, the earlier message holds the key until a stage has
+      processed it.
+
+    Each message has the header `scheduled-for`, the time of its tick. The other
+    arguments are the same as for `send_message()`. Raises ConfigurationError for an
+    invalid expression or time zone, or if another message has this name. Raises
+    InvalidMessage for an invalid destination.
     """
     found = Recurring(
         name=name or str(destination),
@@ -183,7 +189,7 @@ def every(
 
 
 def forget(name: str) -> None:
-    """Remove the declared messages of this name, for tests."""
+    """Remove the declared message with this name, for tests."""
     _declared.pop(name, None)
 
 

@@ -1,9 +1,9 @@
 """A backend for django.tasks: `enqueue()` stores a task in the open transaction.
 
-TASKS = {"default": {"BACKEND": "django_txmsg.tasks_backend.TransactionalBackend"}}
+    TASKS = {"default": {"BACKEND": "django_txmsg.tasks_backend.TransactionalBackend"}}
 
-This module finds the setting's backends that belong to this package. A backend has a
-stage for each queue. This module also checks the backends, because the backport of
+This module finds the backends of this package in the TASKS setting, and yields the
+stage of each of their queues. It also checks these backends, because the backport of
 django.tasks calls a backend's `check()` only if the backport is an installed app.
 """
 

@@ -1,5 +1,5 @@
-"""The backend: `enqueue()` stores a task's message, `get_result()` returns its result,
-and each queue is a stage that `manage.py consume` runs."""
+"""The backend: `enqueue()` stores a task's message, and `get_result()` returns the
+task's result. Each queue is a stage, which `manage.py consume` runs."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 class TransactionalBackend(BaseTaskBackend):
     """Enqueues a task if and only if the transaction around the call commits.
 
-    QUEUES has the same meaning as in other backends: an empty list allows any name. For
+    QUEUES means the same as in other backends: an empty list allows any name. For
     OPTIONS see the class `Options`.
     """
 
@@ -222,8 +222,8 @@ class TransactionalBackend(BaseTaskBackend):
         return self._given.allows(path)
 
     def imports(self, path: str) -> bool:
-        """Return whether MODULES names the module of this task, so that it may be
-        imported."""
+        """Return whether MODULES names the module of this task, so that this process
+        may import it."""
         return self._given.names(path)
 
     def _warn_of(self, path: str) -> None:
@@ -250,7 +250,7 @@ class TransactionalBackend(BaseTaskBackend):
         return f"{base}.{queue}" if self.queues else base
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield each invalid setting of the backend, and the reason."""
+        """Yield each invalid setting of the backend: its name, and the reason."""
         where = f'TASKS["{self.alias}"]'
         for name, why in problems(self.options):
             yield f'{where}["OPTIONS"]' + (f'["{name}"]' if name else ""), why

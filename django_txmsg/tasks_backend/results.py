@@ -1,5 +1,5 @@
-"""Creates a task's result from the rows about the task: in the outbox, in the inbox,
-its attempts and its return value."""
+"""Creates a task's result from the task's rows: in the outbox, in the inbox, its failed
+attempts and its return value."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def task_of(
     """Return the task that the headers name, with the options with which it was
     enqueued. Raises InvalidTask if there is no such task.
 
-    Headers that come from a broker are not `trusted`: they cannot make this process
-    import a new package.
+    Without `trusted`, the headers come from a broker, and must not make this process
+    import another package.
     """
     path = headers.get(wire.TASK, "")
     if not backend.runs(path):

@@ -1,8 +1,8 @@
 """Hop 8 for a task: calls the task's function and stores the return value.
 
 In mode "outbox", the stage's transaction contains the task's work and the return value.
-In mode "none", the task runs without a transaction. If its worker is lost meanwhile,
-the task runs again. A finished task does not run again.
+In mode "none", the task runs without a transaction; if its worker is lost meanwhile,
+the task runs again. A task that has finished does not run again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _failed = threading.local()
 
 @dataclass(frozen=True)
 class Handler:
-    """The handler of the stage that runs the tasks of a queue."""
+    """The handler of a stage that runs the tasks of one queue."""
 
     backend: Backend
     transactional: bool
@@ -126,8 +126,9 @@ class Handler:
 
 def _query(using: str, query: Callable[[], T]) -> T:
     """Query the database before or after a task. If the idle connection was closed,
-    query again on a new one. Raises BrokerUnavailable if the database does not answer:
-    the broker then delivers the task's message again, and no attempt has failed."""
+    query again on a new connection. Raises BrokerUnavailable if the database does not
+    answer: the broker then delivers the task's message again, and no attempt is counted
+    as failed."""
     for tries in (1, 2):
         try:
             return query()

@@ -278,7 +278,8 @@ class GivesToEverySession(Wrong):
 
 
 class ForgetsASlowHolder(Wrong):
-    """Renews its lease only when it is called, and a handler makes no calls."""
+    """A session that renews its lease only when a method is called. While a handler
+    runs, no method is called, so the lease ends."""
 
     def _keep(self) -> None:
         """Do not renew the lease."""

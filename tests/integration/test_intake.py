@@ -36,8 +36,8 @@ class WithDeadLetters(DatabaseBroker):
 
 @contextmanager
 def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
-    """Run the intake of the broker's dead letters. At the end of the block, wait until
-    it has stored a `DeadLetter`."""
+    """Run an intake thread for the dead-letter queue `destination` during the block. At
+    the end of the block, wait until the thread has stored a `DeadLetter`."""
     stop = threading.Event()
     with txmsg(BROKERS={"default": {"URL": url, **entry}}):
         group = ThreadGroup(stop.set)

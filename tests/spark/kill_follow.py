@@ -30,8 +30,8 @@ OPTIONS = FollowOptions(
 
 
 class Telling(Webhook):
-    """A webhook that kills its process after an alert was accepted and before this is
-    recorded."""
+    """A webhook that kills its own process right after the server has accepted an
+    alert, so that the acceptance is not recorded."""
 
     def post(self, message: Any, stop: threading.Event) -> bool:
         assert super().post(message, stop)

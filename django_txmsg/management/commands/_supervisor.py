@@ -45,11 +45,11 @@ def is_child() -> bool:
 
 
 def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
-    """Start a child process with this process's command. `pipe` is the read end of a
-    pipe to which this process never writes: the child sees its end when this process
-    dies. The child inherits the environment variables, and gets those in `environment`.
+    """Start a child process that runs this process's command.
 
-    Call it in the main thread.
+    `pipe` is the read end of a pipe to which this process never writes. When this
+    process dies, the pipe is closed, so the child notices. The child inherits the
+    environment variables; `environment` adds more. Call this in the main thread.
     """
     # A terminal's Ctrl-C reaches both, and the child must get it only once, from its
     # parent. A process group of its own would keep a debugger from the keyboard. A

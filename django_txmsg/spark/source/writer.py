@@ -40,8 +40,8 @@ class StagedTask(WriterCommitMessage):
 
 
 class OutboxWriter(DataSourceArrowWriter):
-    """Stores the messages of one run. The name of the run makes it idempotent: it is
-    the `replay_id` of the rows, and unique together with the message id."""
+    """Stores the messages of one run. The run's name makes the run idempotent: each row
+    has this name as its `replay_id`, which is unique together with the message id."""
 
     def __init__(self, spec: SourceSpec, options: Mapping[str, str]) -> None:
         run = options.get("run", "")
@@ -54,7 +54,7 @@ class OutboxWriter(DataSourceArrowWriter):
         self.rate = float(options.get("rate", 0))
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedTask:
-        """Write the rows of one task attempt to the staging table."""
+        """Write the rows of one attempt of a Spark task to the staging table."""
         messages = (_complete(batch) for batch in iterator)
         return StagedTask(self._staging().stage(attempt_key(), messages))
 

@@ -382,9 +382,9 @@ def _verdict(by: Judgement) -> Column:
 
 
 def _is_a_task(by: Judgement) -> Column:
-    """Return whether a message is a task for a Celery worker without an inbox. A worker
-    is assumed to have no inbox if no inbox has received anything from the message's
-    destination."""
+    """Return whether a message is a Celery task whose worker keeps no inbox. That is
+    assumed if the message went to a Celery broker and no inbox has received any message
+    from its destination."""
     left = [
         (sf.col("sender") == service) & (sf.col("broker") == alias)
         for service, alias in by.task_brokers

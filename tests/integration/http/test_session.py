@@ -1,5 +1,5 @@
-"""outbox_session() gives code without a request a transaction and a session like those
-of a request."""
+"""`outbox_session()` gives code outside a request the same transaction and session that
+a request has."""
 
 from __future__ import annotations
 
