@@ -64,10 +64,10 @@ def directory_of(service: str, day: dt.date | None = None) -> str:
 class DayFiles:
     """Writes batches of one service, into one file for each day.
 
-    `clock` is the column with the instant that determines the day. `complete` adds
-    columns to the rows before they are written. `ready` is called before a file is
-    created. Rows whose column `apart` is true are written into separate files, with
-    counts in their footers.
+    `clock` is the column with the instant that determines the day, or the day of all
+    rows. `complete` adds columns to the rows before they are written. `ready` is called
+    before a file is created. Rows whose column `apart` is true are written into
+    separate files, with counts in their footers.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DayFiles:
         files: fs.FileSystem,
         root: str,
         service: str,
-        clock: str,
+        clock: str | dt.date,
         name: str,
         complete: Callable[[pa.Table], pa.Table] = lambda rows: rows,
         ready: Callable[[], None] = lambda: None,
@@ -116,6 +116,9 @@ class DayFiles:
             return
         rows = self.complete(pa.Table.from_batches(self._waiting))
         self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
+        if isinstance(self.clock, dt.date):
+            self._write((self.clock, False), rows)
+            return
         days = pa.array(
             rows[self.clock].cast(pa.int64()).to_numpy() // _DAY, pa.int32()
         )

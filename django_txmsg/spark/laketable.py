@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,6 +18,7 @@ import deltalake
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError, TableNotFoundError
+from pyarrow import fs
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sf
 from pyspark.sql import types as t
@@ -280,6 +282,24 @@ class LakeTable:
             for info in self.files.get_file_info(paths)
             if info.mtime is not None and info.mtime < before
         ]
+
+    @contextmanager
+    def discarding(self, service: str, names: Sequence[str]) -> Iterator[None]:
+        """If the block fails, delete the files that it has written: a service's files
+        whose names begin with one of `names`, and that the log does not name. A full
+        disk has room again at once."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # The first error is the one to report.
+                named = {f"{self.root}/{one.path}" for one in self.named()}
+                own = f"{self.root}/{directory_of(service)}"
+                below = fs.FileSelector(own, allow_not_found=True, recursive=True)
+                for info in self.files.get_file_info(below):
+                    unnamed = info.path not in named
+                    if unnamed and info.base_name.startswith(tuple(names)):
+                        self.files.delete_file(info.path)
+            raise
 
     @staticmethod
     def _vacuumed(delta: DeltaTable, hours: int, *, full: bool) -> list[str]:

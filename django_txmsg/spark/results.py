@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from pyspark.sql import types as t
 
 from .lake import Lake
 from .lakefile import DayFiles, LakeFile
+from .laketable import LakeTable
 from .schemas import arrow_schema, struct_of
 from .spec import LakeSpec
 from .storage import place_of
@@ -57,17 +58,17 @@ class Results:
         Lake(self.lake, create=self.makes_lake)
         if not few:
             return self._commit(name, struct, self.write(name, struct, frame))
-        schema, files = arrow_schema(struct), self.files(name, "driver")
-        for batch in frame.select(*struct.fieldNames()).toArrow().to_batches():
-            files.write(self.stamped(batch.cast(schema)))
-        return self._commit(name, struct, files.close())
+        batches = frame.select(*struct.fieldNames()).toArrow().to_batches()
+        return self._save_here(name, struct, batches)
 
     def write(
         self, name: str, struct: t.StructType, frame: DataFrame
     ) -> list[LakeFile]:
         """Write a DataFrame into files. No log entry names them yet."""
         task = ResultTask(self, name, arrow_schema(struct))
-        rows = frame.select(*struct.fieldNames()).mapInArrow(task, _FILES).collect()
+        frame = frame.select(*struct.fieldNames()).mapInArrow(task, _FILES)
+        with self._table(name, struct).discarding(self.service, [self.run_id]):
+            rows = frame.collect()
         return [
             LakeFile(
                 row.path, self.service, row.day, row.size, row.rows, row.modified_ms
@@ -80,10 +81,18 @@ class Results:
     ) -> int:
         """Write a few rows from the driver, without Spark."""
         Lake(self.lake, create=self.makes_lake)
-        schema = arrow_schema(struct)
-        files = self.files(name, "driver")
-        files.write(self.stamped(pa.RecordBatch.from_pylist(list(rows), schema)))
-        return self._commit(name, struct, files.close())
+        batch = pa.RecordBatch.from_pylist(list(rows), arrow_schema(struct))
+        return self._save_here(name, struct, [batch])
+
+    def _save_here(
+        self, name: str, struct: t.StructType, batches: Iterable[pa.RecordBatch]
+    ) -> int:
+        schema, files = arrow_schema(struct), self.files(name, "driver")
+        with self._table(name, struct).discarding(self.service, [self.run_id]):
+            for batch in batches:
+                files.write(self.stamped(batch.cast(schema)))
+            written = files.close()
+        return self._commit(name, struct, written)
 
     def files(self, name: str, task: str) -> DayFiles:
         """Return a writer whose files have unique names."""
@@ -108,10 +117,13 @@ class Results:
     def _commit(
         self, name: str, struct: t.StructType, files: Sequence[LakeFile]
     ) -> int:
-        table = Lake(self.lake).table(name, result_struct(struct))
         if files:
+            table = self._table(name, struct)
             table.commit(table.ensure(), files, metadata={"run": self.run_id})
         return sum(one.rows for one in files)
+
+    def _table(self, name: str, struct: t.StructType) -> LakeTable:
+        return LakeTable(place_of(self.lake), name, result_struct(struct))
 
 
 @dataclass

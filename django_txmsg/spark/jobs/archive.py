@@ -132,6 +132,8 @@ class Archiver:
         self.columns = kept_columns(table, lake)
         self.result = ArchiveResult()
         self.ledger = Ledger(source, table)
+        self.unnamed: list[str] = []
+        """The tokens of the batches that have files, and no log entry yet."""
 
     def run(self) -> ArchiveResult:
         """Settle the batches of an earlier run, then archive all settled rows."""
@@ -147,7 +149,10 @@ class Archiver:
                 now, horizon = self.ledger.clock()
                 cutoff = now - self.options.older_than
                 self.progress.start(self.ledger.waiting(cutoff, horizon))
-                with ThreadPoolExecutor(max_workers=1) as beside:
+                with (
+                    self.log.place.discarding(self.source.service, self.unnamed),
+                    ThreadPoolExecutor(max_workers=1) as beside,
+                ):
                     self._work(cutoff, horizon, beside)
                 if self.mark.purged_through < self.log.last:
                     self._advance(self.log.last)
@@ -261,6 +266,7 @@ class Archiver:
         )
         # Connecting takes as long as many rows: each task connects once.
         parts = min(len(work), self._writers())
+        self.unnamed += [one.token for one in batches]
         if self.spark is None:
             manifest = run_here(task, len(work), parts)
         else:
@@ -306,6 +312,7 @@ class Archiver:
         self.ledger.marks.begin(self.mark.lake_id, written[-1].batch.number)
         for one in written:
             self.on_step("committing")
+            self.unnamed.remove(one.batch.token)
             self.log.enter(
                 one.batch.number, one.files, rows=one.rows, checksum=str(one.checksum),
                 ids=[one.batch.first_id, one.batch.last_id],

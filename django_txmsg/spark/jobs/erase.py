@@ -38,7 +38,7 @@ from ..schemas import TABLES, arrow_schema, struct_of
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from ..storage import place_of
 from .outcome import Outcome, job_session
-from .settling import checksum, rewritten
+from .settling import rewritten
 
 #: Relations that belong to a table of the lake. The broker in the database stores a
 #: message's id in its headers.
@@ -409,10 +409,12 @@ def _from_lake(
     options: EraseOptions,
     done: Erased,
 ) -> None:
-    """Rewrite the files that contain rows of these messages. Then delete all files that
-    the log does not name: replaced files, and files of killed runs, may contain the
-    rows, too."""
+    """Rewrite the files that contain rows of these messages. Delete all files that the
+    log does not name: replaced files, and files of killed runs, may contain the rows,
+    too. They are also deleted first, to make room on a full disk."""
     place = lake.table(name, t.StructType([]))
+    if not options.dry_run:
+        _remove_unnamed(place, source.service)
     delta = place.load()
     if delta is None:
         return
@@ -422,17 +424,19 @@ def _from_lake(
     erased = sum(one.rows for one in old) - sum(one.rows for one in fresh.values())
     done.lake[name] = done.lake.get(name, 0) + erased
     done.files += len(old)
-    if options.dry_run:
-        return
-    if old:
+    if old and not options.dry_run:
         place.commit(
             delta,
             [one for one in fresh.values() if one.rows],
             replaced=old,
             metadata={"erased": erased, "touched": touched(old)},
         )
+        _remove_unnamed(place, source.service)
+
+
+def _remove_unnamed(place: LakeTable, service: str) -> None:
     place.vacuum(0, dry_run=False)
-    for path in place.orphans(source.service, _ANY_TIME):
+    for path in place.orphans(service, _ANY_TIME):
         place.files.delete_file(path)
 
 
@@ -446,10 +450,13 @@ def _rewritten(
 ) -> Iterator[tuple[int, LakeFile]]:
     if not named or not ids:
         return
-    task = EraseTask(lake, place.name, named, ids, dry_run)
+    token = str(uuid.uuid4())
+    task = EraseTask(lake, place.name, named, ids, dry_run, token)
     parts = min(len(named), 2 * parallelism(spark))
     places = spark.range(0, len(named), 1, parts)
-    for row in places.mapInArrow(task, _REWRITTEN).collect():
+    with place.discarding(named[0].service, [token]):
+        found = places.mapInArrow(task, _REWRITTEN).collect()
+    for row in found:
         file = named[row.number]
         fresh = LakeFile(
             row.path, file.service, file.day, row.size, row.rows, row.modified_ms,
@@ -468,24 +475,28 @@ class EraseTask:
     named: Sequence[Named]
     ids: Sequence[str]
     dry_run: bool
+    token: str
+    """The beginning of the new files' names."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Check files, and rewrite them if necessary. The input contains the indexes of
         the files. Yield the new files."""
-        place = place_of(self.lake)
-        root, names = f"{place.root}/{self.name}", _IDS.get(self.name, _ID)
+        place = LakeTable(place_of(self.lake), self.name, t.StructType([]))
+        names = _IDS.get(self.name, _ID)
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 file = self.named[number]
                 rows = 0
-                for batch in rows_of(place.files, f"{root}/{file.path}", names):
+                for batch in rows_of(place.files, f"{place.root}/{file.path}", names):
                     rows += pc.sum(self._erased(batch)).as_py() or 0
                 if not rows:
                     continue
                 fresh = LakeFile("", file.service, file.day, 0, file.rows - rows, 0)
                 if not self.dry_run:
-                    fresh = rewritten(
-                        place.files, root, file, self._kept, self._checksum
+                    # Another attempt of this task may have written the same rows.
+                    name = f"{self.token}-{uuid.uuid4()}"
+                    fresh = next(
+                        iter(rewritten(place, [file], name, self._kept)), fresh
                     )
                 line = (number, fresh.path, fresh.size, fresh.rows, fresh.modified_ms)
                 yield pa.RecordBatch.from_pylist(
@@ -502,10 +513,6 @@ class EraseTask:
         names = _IDS.get(self.name, _ID)
         columns = [batch.column(one) for one in names]
         return reduce(pc.or_, [pc.is_in(one, wanted) for one in columns])
-
-    def _checksum(self, batch: pa.RecordBatch) -> int:
-        table = TABLES.get(self.name)
-        return batch.num_rows if table is None else checksum(batch, table)
 
 
 def erase_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:

@@ -13,54 +13,61 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import PurePosixPath
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import fs
 
 from ..batchlog import BatchLog
 from ..errors import VerificationRefused
-from ..lakefile import LakeFile, parquet_writer, rows_of
+from ..lakefile import DayFiles, LakeFile, rows_of
 from ..lakelog import Named
+from ..laketable import LakeTable
 from ..ledger import Ledger, Row, whose
 from ..rowhash import row_hashes
-from ..schemas import Column, Table
+from ..schemas import TABLES, Column, Table
 
 
 def rewritten(
-    files: fs.FileSystem,
-    root: str,
-    file: Named,
-    keep: Callable[[pa.RecordBatch], pa.RecordBatch],
-    checksum: Callable[[pa.RecordBatch], int],
-) -> LakeFile:
-    """Write the rows that `keep` selects from a file into a new file, and return the
-    new file. No log entry names it yet. Raises VerificationRefused if the new file,
-    when read back, differs from the written rows."""
-    path = str(PurePosixPath(file.path).with_name(f"{uuid.uuid4()}-0.parquet"))
-    rows = total = 0
-    writer: Any = None
-    with files.open_output_stream(f"{root}/{path}") as stream:
-        for batch in rows_of(files, f"{root}/{file.path}"):
+    place: LakeTable,
+    group: Sequence[Named],
+    name: str,
+    keep: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda batch: batch,
+) -> list[LakeFile]:
+    """Write the rows that `keep` selects from files of one day into a new file. Return
+    the new file, or nothing if there are no rows. No log entry names it yet. Raises
+    VerificationRefused if the new file, when read back, differs from the written
+    rows."""
+    table = TABLES.get(place.name)
+    files = DayFiles(
+        place.files, place.root, group[0].service, group[0].day, name,
+        ready=place.place.insist,
+    )  # fmt: skip
+
+    def proof(batch: pa.RecordBatch) -> int:
+        return checksum(batch, table) if table else 0
+
+    before = after = rows = 0
+    for one in group:
+        for batch in rows_of(place.files, f"{place.root}/{one.path}"):
             kept = keep(batch)
+            before += proof(kept)
             # The file's counts include the rows that are removed.
-            writer = writer or parquet_writer(stream, batch.schema.remove_metadata())
-            writer.write_batch(kept)
-            rows += kept.num_rows
-            total += checksum(kept)
-        writer.close()
-    again = sum(checksum(one) for one in rows_of(files, f"{root}/{path}"))
-    if again != total:
-        raise VerificationRefused(f"{path} does not hold what was written into it.")
-    info = files.get_file_info(f"{root}/{path}")
-    modified = int(info.mtime.timestamp() * 1000) if info.mtime else 0
-    return LakeFile(
-        path, file.service, file.day, info.size, rows, modified, file.batches
-    )
+            files.write(kept.replace_schema_metadata(None))
+    written = files.close()
+    for file in written:
+        for batch in rows_of(place.files, f"{place.root}/{file.path}"):
+            after += proof(batch)
+            rows += batch.num_rows
+    if (rows, after) != (files.rows, before):
+        raise VerificationRefused(f"{name} does not hold what was written into it.")
+    known = [one.batches for one in group if one.batches is not None]
+    if len(known) < len(group):
+        return written
+    batches = min(low for low, _ in known), max(high for _, high in known)
+    return [replace(one, batches=batches) for one in written]
 
 
 #: Most rows and bytes of a deleting transaction. In SQLite all other writers wait for
@@ -144,27 +151,26 @@ class Settling:
 
     def _amend(self, amended: dict[Named, set[Row]], after: int, until: int) -> None:
         """Remove these rows from the lake, with one log entry."""
-        files = [
-            self._without(file, rows, after, until) for file, rows in amended.items()
-        ]
+        name, place = str(uuid.uuid4()), self.place
+        with place.discarding(self.log.service, [name]):
+            files = [
+                fresh
+                for number, (file, rows) in enumerate(amended.items())
+                for fresh in rewritten(
+                    place, [file], f"{name}-{number}",
+                    partial(_leaving_out, left=rows, after=after, until=until),
+                )
+            ]  # fmt: skip
         self.on_step("amending")
         ids = sorted(one[0] for one in set().union(*amended.values()))
         self.log.enter(
             self.log.last + 1,
-            [one for one in files if one.rows],
+            files,
             replaced=amended,
             amended=ids[:1000],
             touched=[[after + 1, until]],
         )
         self.on_step("amended")
-
-    def _without(self, file: Named, left: set[Row], after: int, until: int) -> LakeFile:
-        """Return a verified copy of a file without some rows."""
-        return rewritten(
-            self.place.files, self.place.root, file,
-            lambda batch: _leaving_out(batch, left, after, until),
-            lambda batch: checksum(batch, self.table),
-        )  # fmt: skip
 
 
 def kept_rows(

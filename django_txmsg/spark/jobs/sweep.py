@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime as dt
 import uuid
 from collections.abc import Iterator
@@ -11,25 +10,23 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.sql import types as t
 
 from ..connection import connect_plain
 from ..errors import EnvironmentFault, VerificationRefused
 from ..lake import Lake
-from ..lakefile import DayFiles, LakeFile, rows_of
+from ..lakefile import LakeFile
 from ..lakelog import Named, touched
 from ..laketable import CommitFailedError, LakeTable
 from ..ledger import Ledger
 from ..lock import Taken, keeping
 from ..progress import Progress
-from ..results import CLOCK
 from ..runs import Run
 from ..schemas import TABLES
 from ..spec import JobSpec, SourceSpec
 from .outcome import Outcome, options_of
-from .settling import checksum
+from .settling import rewritten
 
 #: Files below this size are joined, into files of about this size.
 SMALL = 64 << 20
@@ -47,9 +44,16 @@ def join(place: LakeTable, service: str) -> int:
     ]
     old: list[Named] = []
     new: list[LakeFile] = []
-    for group in _groups(place, small):
-        old += group
-        new += _joined(place, group)
+    name = f"joined-{uuid.uuid4()}"
+    with place.discarding(service, [name]):
+        for number, group in enumerate(_groups(place, small)):
+            old += group
+            new += rewritten(place, group, f"{name}-{number}")
+        if sum(one.rows for one in new) != sum(one.rows for one in old):
+            raise VerificationRefused(
+                f"The small files of {place.name} do not hold as many rows as the log "
+                "says. `pipeline verify` names them."
+            )
     if old:
         place.commit(
             delta, new, replaced=old, metadata={"joined": len(old)}, same_rows=True
@@ -78,37 +82,6 @@ def _groups(place: LakeTable, small: list[Named]) -> Iterator[list[Named]]:
                 group, size = [], 0
         if len(group) > 1:
             yield group
-
-
-def _joined(place: LakeTable, group: list[Named]) -> list[LakeFile]:
-    table = TABLES.get(place.name)
-    files = DayFiles(
-        place.files, place.root, group[0].service, table.clock if table else CLOCK,
-        f"joined-{uuid.uuid4()}", ready=place.place.insist,
-    )  # fmt: skip
-
-    def proof(batch: pa.RecordBatch) -> int:
-        return checksum(batch, table) if table else 0
-
-    before = after = rows = 0
-    for one in group:
-        for batch in rows_of(place.files, f"{place.root}/{one.path}"):
-            before += proof(batch)
-            files.write(batch.replace_schema_metadata(None))
-    written = files.close()
-    for file in written:
-        for batch in rows_of(place.files, f"{place.root}/{file.path}"):
-            after += proof(batch)
-            rows += batch.num_rows
-    if (rows, after) != (sum(one.rows for one in group), before):
-        raise VerificationRefused(
-            f"{written[0].path} does not hold what was written into it."
-        )
-    known = [one.batches for one in group if one.batches is not None]
-    if len(known) < len(group):
-        return written
-    batches = min(low for low, _ in known), max(high for _, high in known)
-    return [dataclasses.replace(one, batches=batches) for one in written]
 
 
 #: Not history: the subscribers of a topic are valid until they change.
