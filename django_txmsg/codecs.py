@@ -49,8 +49,8 @@ def body_type(annotation: Any) -> BodyType:
 
 
 def type_of(value: object) -> BodyType | None:
-    """Return the type of an object that is sent, with its codec. Returns None if JSON
-    supports the object directly, or if no codec handles it."""
+    """Return the type of an object to send, with its codec. Returns None if JSON
+    supports the object directly, or if no codec handles the object."""
     kind: Any = type(value)
     if kind in _PLAIN or value is None:
         return None

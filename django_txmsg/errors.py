@@ -126,8 +126,8 @@ class DeliveryLost(BrokerError):
 
 
 class DispatchHeld(BrokerError):
-    """The message was not sent, because an earlier message of the same key is not
-    stored yet."""
+    """The message was not sent, because the broker has not stored an earlier message of
+    the same key yet."""
 
 
 class DispatchUnknown(BrokerError):
@@ -189,8 +189,8 @@ class StageError(TxmsgError):
 
 
 class SwallowedDatabaseError(StageError):
-    """A database error was caught inside a stage or a session, whose transaction can
-    only roll back since.
+    """A database error was caught inside a stage or a session. Since then its
+    transaction can only roll back.
 
     Without this exception, Django would roll back silently, and the work would be lost,
     although the message is acknowledged or the response is sent. Let the error
@@ -218,7 +218,7 @@ class MiddlewareMisused(StageError):
 
 
 class StageTimedOut(StageError):
-    """The handler took longer than `@stage(..., timeout=)` allows."""
+    """The handler ran longer than `@stage(..., timeout=)` allows."""
 
 
 class CommitTimedOut(StageError):
@@ -227,7 +227,7 @@ class CommitTimedOut(StageError):
 
 
 class Refuse(Exception):
-    """Raised by a handler to bury the message at once, because another attempt is
+    """A handler raises this to bury its message at once, because another attempt is
     pointless."""
 
 
@@ -236,8 +236,8 @@ class StageStopped(Refuse):
 
 
 class Redeliver(Exception):
-    """Raised by a handler to run again after `after` seconds, regardless of the
-    policy's back-off. The attempt counts, so the policy's maximum still applies."""
+    """A handler raises this so that it runs again after `after` seconds, whatever the
+    policy's back-off is. The attempt counts, so the policy's maximum still applies."""
 
     def __init__(self, after: float, reason: str = "") -> None:
         # Written so that NaN fails: every comparison with NaN is false.

@@ -48,8 +48,8 @@ STATES = ("ok", "late", "degraded", "stuck")
 
 @dataclass(frozen=True)
 class Health:
-    """How long messages have been due, by place, how many processes live, by kind, and
-    further numbers."""
+    """How long messages have been due in each place, how many relays and consumers are
+    alive, and further numbers."""
 
     oldest: dict[str, dt.timedelta]
     workers: dict[str, int]
@@ -123,9 +123,7 @@ def health(request: HttpRequest) -> JsonResponse:
 
 
 def look(*aliases: str) -> Health:
-    """Query these databases, or all databases in use, and return their health. The
-    workers and the paused stages come from the database to which the router writes
-    them."""
+    """Query these databases, or all databases in use, and return their health."""
     home = router.db_for_write(OutboxMessage)
     now = clock(home)
     paused = StageState.objects.db_manager(router.db_for_write(StageState)).paused()

@@ -2,9 +2,9 @@
 
 Call `metrics.install()` once in each process (in an AppConfig's `ready()`). From then
 on, receivers of the package's signals count events. At each scrape, the collector reads
-counts and ages from the database, with capped queries. Workers answer scrapes if they
-are started with `--http`. Otherwise, set the same PROMETHEUS_MULTIPROC_DIR for all
-processes, and any web process reports the metrics of all.
+counts and ages from the database, with capped queries. Workers that are started with
+`--http` answer scrapes. Without that option, set the same PROMETHEUS_MULTIPROC_DIR for
+all processes: then any web process reports the metrics of all processes.
 """
 
 from __future__ import annotations
@@ -286,8 +286,8 @@ def _control_handled(
 
 
 def _counting(metric: str, *labels: str) -> Callable[..., None]:
-    """Return a receiver that counts a signal. The labels are the signal's arguments
-    with these names."""
+    """Return a receiver that counts a signal. `labels` names the signal's arguments
+    that become labels of the metric."""
 
     def count(*, count: int = 1, **facts: Any) -> None:
         _installed[metric].labels(*(facts[one] for one in labels)).inc(count)

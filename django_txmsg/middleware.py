@@ -83,7 +83,8 @@ class OutboxMiddleware:
     def process_view(
         self, request: HttpRequest, view: Callable[..., Any], *_: Any
     ) -> HttpResponseBase | None:
-        """Begin the session. Only now is the view known."""
+        """Begin the session if the view needs one. Before this call, Django has not
+        chosen the view."""
         using = conf.get().HTTP.USING
         if (
             iscoroutinefunction(view)

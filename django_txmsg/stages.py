@@ -235,8 +235,8 @@ def stage(
 
     The function takes a Message, or a body of the annotated type: `(order: Order)` or
     `(order: Order, message: Message)`. If the type is a union, the header `txmsg-type`
-    selects the member. If a flow has sent the message as a request, the function's
-    result is the answer.
+    selects the member. If the message is a flow's request, the function's result is the
+    answer.
 
     - `name` (default: the destination) identifies the stage in the inbox, so keep the
       name when you rename the function.
@@ -247,14 +247,15 @@ def stage(
       once.
     - `using` and `isolation` define the database transaction (default:
       TXMSG["TRANSACTION_DEFINITION"], or else the database "default" with its own
-      level).
+      isolation level).
     - `concurrency` is the number of threads in each process.
     - `batch` is the number of messages that share one transaction, each in a savepoint.
     - `timeout` is how many seconds one execution of the handler may take. After that
       time its running query is cancelled, further queries raise an error, and the
       attempt fails with StageTimedOut.
     - `ordered` makes the messages of one key run one at a time, in the order in which
-      they were sent. A dead message blocks its followers ("block") or not ("skip").
+      they were sent. With "block", a dead message blocks its followers. With "skip", it
+      does not.
     - `rate` ("10/s", "900/m"; also h and d) limits how many messages all processes
       together handle. With `per`, each value of that header has its own limit. Messages
       over the rate wait in the inbox.
@@ -339,8 +340,8 @@ def unregister(name: str) -> None:
 
 
 def provide(provider: Callable[[], Iterable[Stage]]) -> None:
-    """Register a function that returns further stages, for stages that other settings
-    than TXMSG declare. The function is called each time the stages are listed."""
+    """Register a function that returns stages which other settings than TXMSG declare.
+    The function is called each time the stages are listed."""
     if provider not in _providers:
         _providers.append(provider)
 

@@ -83,7 +83,7 @@ def uninstall() -> None:
 def created(
     message_id: object, destination: str, headers: MutableMapping[str, str]
 ) -> Callable[[], None] | None:
-    """Begin a span for a message that is created, and set the message's `traceparent`.
+    """Begin a span for a new message, and set the message's header `traceparent`.
     Returns a function to call when the message is committed. Without that call the span
     is never exported.
 

@@ -72,7 +72,7 @@ def alert_message(
 
 class Webhook:
     """The receiver of alerts. `error` is why the last alert was not accepted. `taken`
-    and `failed` count the alerts that were accepted and those that were not."""
+    counts accepted alerts, and `failed` counts all others."""
 
     def __init__(
         self, url: str, *, timeout: float = TIMEOUT, key: str | None = None
@@ -130,7 +130,7 @@ class Webhook:
         return False
 
     def _post(self, body: bytes) -> bool:
-        """Post once. Returns whether another try may succeed, if this one failed."""
+        """Post once. If that fails, returns whether another try may succeed."""
         headers = {"Content-Type": "application/json", "User-Agent": "django_txmsg"}
         if self._key:
             now = int(time.time())

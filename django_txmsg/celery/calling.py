@@ -67,8 +67,8 @@ def enter(run: Run | None) -> None:
 
 
 def without_asking(app: Any) -> None:
-    """Let this thread contact the app's result backend only when a caller waits for a
-    result, and not when a task is called."""
+    """Make sure that calling a task does not contact the app's result backend. The
+    backend is contacted only when a caller waits for a result."""
     backend = app.backend
     if getattr(backend, "is_async", False) and not hasattr(backend, "txmsg"):
         backend.txmsg = _Patience(backend)
@@ -95,8 +95,8 @@ class _Patience:
         return {} if hasattr(producer, "published") else self._call(producer, task_id)
 
     def add_pending_result(self, result: Any, **options: Any) -> Any:
-        """Watch the result of a task. Inside a transaction, postpone this until a
-        caller waits for a result."""
+        """Wait in the background for the result of a task. Inside a transaction,
+        postpone this until a caller waits for a result."""
         if not any(map(in_block, connections.all(initialized_only=True))):
             return self._add(result, **options)
         number, results = id(result), self._results
@@ -105,12 +105,13 @@ class _Patience:
         return result
 
     def wait_for_pending(self, result: Any, **options: Any) -> Any:
-        """Watch the postponed results, and wait for this result."""
+        """Start the postponed waits for results, and then wait for this result."""
         self._catch_up()
         return self._wait(result, **options)
 
     def iter_native(self, result: Any, **options: Any) -> Any:
-        """Watch the postponed results, and wait for the results of a group."""
+        """Start the postponed waits for results, and then wait for the results of a
+        group."""
         self._catch_up()
         return self._iterate(result, **options)
 
@@ -133,8 +134,8 @@ _NOTHING = dict.fromkeys(("callbacks", "errbacks", "chain", "chord"))
 # to monitors. The arguments themselves are in the body, which is masked where it is
 # shown.
 def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
-    """Return the options with which Celery shows a call's arguments only masked. The
-    options are empty if the settings have no mask."""
+    """Return the options with which Celery shows masked texts in place of a call's
+    arguments. The options are empty if the settings have no mask."""
     if conf.get().MASK is None:
         return {}
     args, kwargs = arguments
@@ -196,9 +197,9 @@ def call(
     """Call `send(task_id, producer)`, and return its result. If a transaction is open,
     store the message that `send` publishes.
 
-    `leads` are the connections and producers that the caller has passed. If a message
-    must be stored and one of `leads` leads to another broker than the app's, raises
-    InvalidMessage.
+    `leads` are the connections and producers that the caller has passed. Raises
+    InvalidMessage if the message must be stored, but one of `leads` belongs to another
+    broker than the app's.
     """
     if stands_in(producer) or not apps.models_ready:
         return send(task_id, producer)
@@ -269,7 +270,7 @@ def in_worker(app: Any) -> bool:
 
 def _continues(task_id: str | None, nesting: int) -> bool:
     """Return whether a call continues the running task: the call is a retry or a
-    replacement, or follows the end of the task's transaction."""
+    replacement, or is made after the task's transaction has ended."""
     run = current_run()
     if run is not None and run.ended:
         return True
@@ -294,8 +295,9 @@ def _send_later(
 
 
 def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
-    """Raise InvalidMessage if one of these connections or producers leads to another
-    broker than the app's. A row of the outbox can only name the app."""
+    """Raise InvalidMessage if one of these connections or producers belongs to another
+    broker than the app's, because a row of the outbox is always sent to the app's
+    broker."""
     given = [one for one in leads if one is not None]
     if not given:
         return

@@ -30,8 +30,8 @@ _open = threading.local()
 
 
 def publish(app: Any, publications: Sequence[Publication]) -> None:
-    """Send messages to the app's broker. Raises BrokerError if the broker has not
-    confirmed all of them; some may have been sent then."""
+    """Send messages to the app's broker. If the broker has not confirmed all of them,
+    raises BrokerError. Some of the messages may have been sent then."""
     left = [
         Outgoing(
             one.headers.get("task", ""),
@@ -82,15 +82,15 @@ def _session(app: Any) -> tuple[CelerySession, bool]:
 # Celery creates the id of a link when it calls the link: a copy of the task would call
 # it under another id, and the link's work would be done twice.
 def cause_of(request: Any) -> str:
-    """Return the text from which the ids of a task's links are derived. A task and its
-    replacement have the same id in Celery, but different texts."""
+    """Return the text from which the ids of a task's links are derived. In Celery, a
+    task and its replacement have the same id. Their texts differ."""
     return f"celery/{request.id}/{request.replaced_task_nesting or 0}"
 
 
 def identified(calls: Iterable[Any] | Mapping[str, Any] | None, cause: str) -> Any:
     """Return copies of signatures in which each task has an id. A task without an id
-    gets an id that is derived from `cause` and the task's position, so each call gives
-    the same ids.
+    gets an id that is derived from `cause` and the task's position. So a repeated call
+    gives the same ids.
 
     A group gets no derived id, because a chord counts the group's tasks separately for
     each call.
@@ -141,8 +141,8 @@ def go_on(task: Any, result: Any) -> None:
 
     Celery itself calls them only after the task has returned. If the broker or a
     chord's backend were unavailable then, Celery would treat the task as failed and
-    acknowledge its message. The task's work would be committed, but its chain would be
-    lost.
+    acknowledge the task's message. So the task's work would be committed, but its chain
+    would be lost.
     """
     request, app = task.request, task.app
     cause = cause_of(request)

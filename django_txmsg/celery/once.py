@@ -2,10 +2,11 @@
 
 The steps are: record the delivery → begin a transaction → run the task → store its
 result → commit → send its retry, its replacement, or its links and the rest of its
-chain. Celery then acknowledges or rejects the delivery. If the task is already done,
-only its stored result is returned and its messages are sent. So if the worker is killed
-before the commit, the next delivery runs the task again; after the commit, the next
-delivery only sends.
+chain. Celery then acknowledges or rejects the delivery.
+
+If the worker is killed before the commit, the next delivery runs the task again. If the
+worker is killed after the commit, the next delivery only returns the stored result and
+sends the messages.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def written(
 
 
 class Memo:
-    """The stored result of a task, and the messages that it still must send."""
+    """The stored result of a task, and the messages to send after its commit."""
 
     def __init__(self, headers: Mapping[str, str], body: bytes) -> None:
         self._headers, self._body = headers, body
@@ -90,7 +91,7 @@ class Memo:
 
     @property
     def later(self) -> list[Publication]:
-        """The messages to send after the commit."""
+        """The messages to send after the task's commit."""
         return [Publication.read(*one) for one in self._note.get("later", ())]
 
     def result(self) -> Any:
@@ -289,8 +290,8 @@ class _Once:
         return done.result()
 
     def _fail(self, record: InboxRecord, error: BaseException) -> bool:
-        """Record a failure. Return False if the work is committed nevertheless, by this
-        attempt or by another delivery."""
+        """Record a failure. Returns False if the task's work is committed nevertheless,
+        by this attempt or by another delivery."""
         if in_block(connections[self.using]):
             return True
         text = Failure.of(error).exception

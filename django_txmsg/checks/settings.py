@@ -31,12 +31,13 @@ UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
 
 
 def check() -> list[CheckMessage]:
-    """Return the errors because of which no further check is possible."""
+    """Return the errors because of which the settings cannot be checked further."""
     return [*_problems(), *_time_zone()]
 
 
 def check_values() -> list[CheckMessage]:
-    """Return the settings that have a valid form but a value that cannot be used."""
+    """Return the faults of settings that have the right type, but a value that cannot
+    be used."""
     return [
         *_other_name(),
         *_brokers(),

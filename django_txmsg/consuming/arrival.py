@@ -46,8 +46,8 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class SentBack:
-    """The message comes from a system that gives no stable ids, and was sent back to
-    its queue with a `txmsg-id`."""
+    """The message has no stable id, because it comes from another system. It was sent
+    back to its queue with a `txmsg-id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ class Arrival:
         return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
     def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
-        """Set this arrival's inbox record. With `attempt`, the row already counts this
-        attempt."""
+        """Set this arrival's inbox record. `attempt` says whether the record counts
+        this attempt."""
         self.record, self.counted = record, attempt
         return record
 
@@ -211,8 +211,8 @@ class Mode(ABC):
     @abstractmethod
     def record(self, arrival: Arrival) -> None:
         """Count the attempt durably, if this mode counts attempts. Sets
-        `arrival.record`. If the stage's transaction was begun at the same time, sets
-        `arrival.begun`."""
+        `arrival.record`. Also sets `arrival.begun` if the stage's transaction was begun
+        in the same round trip."""
 
     @abstractmethod
     def run(self, arrival: Arrival, message: Message) -> bool:
@@ -281,7 +281,7 @@ class Mode(ABC):
         return None
 
     def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a message whose row could not be taken. At most stages:
+        """Return the outcome of a message whose row could not be taken. By default,
         another worker has settled the message."""
         return Duplicate()
 

@@ -71,8 +71,8 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
 
 
 def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
-    """At an ordered stage, check whether the stage may receive more messages that wait.
-    If `due`, also check which waiting messages may run now."""
+    """At an ordered stage, check whether the stage is full of waiting messages. If
+    `due`, also check which waiting messages may run now."""
     stage = threads[0].stage
 
     def ask() -> None:
@@ -147,7 +147,8 @@ class Consumer:
 
     @property
     def handled(self) -> int:
-        """The number of messages that ended with an outcome so far."""
+        """The number of messages that the consumer has handled so far, whatever their
+        outcome."""
         return sum(thread.handled for thread in self.threads)
 
     @property
@@ -375,8 +376,8 @@ def _record_options(stage: Stage) -> bool:
 
 
 def _threads(stage: Stage, wanted: int) -> int:
-    """Return the number of threads for the stage, at most `wanted`: 1 if the broker
-    binds a topic's subscription to one connection."""
+    """Return the number of threads for the stage: `wanted`, or 1 if the broker allows
+    only one connection for a topic's subscription."""
     topic = wire.is_topic(stage.destination)
     if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
         log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)

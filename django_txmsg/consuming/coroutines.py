@@ -2,7 +2,7 @@
 
 All coroutines of a process run in one event loop. So all handlers can share a client
 that belongs to the loop, such as a pool of HTTP connections. The stage's thread waits
-for its coroutine, so the stage otherwise works as with a plain function.
+for its coroutine, so everything else works as with a plain function.
 """
 
 from __future__ import annotations

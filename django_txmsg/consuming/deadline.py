@@ -50,8 +50,9 @@ def stoppable(message_id: uuid.UUID, using: str) -> list[InboxMessage]:
 
 
 def ask_to_stop(message_id: uuid.UUID, *, using: str, why: str) -> bool:
-    """Request that the consumers which are processing a message stop it. Returns False
-    if the message has ended, or if no stage with a timeout has received it."""
+    """Request that the consumers stop a message while they are processing it. Returns
+    False if the message has ended, or if no stage with a timeout has received the
+    message."""
     found = stoppable(message_id, using)
     for one in found:
         StopRequest.objects.db_manager(using).ask(one.stage, message_id, why)
@@ -260,9 +261,9 @@ class Watch:
 
 
 def _is_limited(connection: Any) -> bool:
-    """Return whether a setting for the transaction ends with this transaction: on
-    PostgreSQL inside a transaction, but not in a TestCase, where the transaction of the
-    test goes on."""
+    """Return whether a setting made for this transaction would end with it. That is so
+    on PostgreSQL, inside a transaction. In a TestCase the setting would stay, because
+    the test's transaction goes on."""
     transaction = in_block(connection) and not in_testcase(connection)
     return transaction and connection.vendor == "postgresql"
 

@@ -1,7 +1,7 @@
 """Hop 6's decoding: reads the message from a delivery's headers and bytes.
 
-Whatever is wrong with a message raises DecodeError with a reason code. The bytes are
-never changed.
+Every fault of a message raises DecodeError with a reason code. The bytes are never
+changed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def recognised(delivery: Delivery) -> Delivery:
 
 
 def envelope(delivery: Delivery, stage: Stage) -> Message:
-    """Return a delivery's message without its body. For a body that this process cannot
-    read."""
+    """Return a delivery's message without its body, because this process cannot read
+    the body."""
     return _message(delivery, stage, None)
 
 

@@ -183,8 +183,8 @@ def let_expire(arrival: Arrival) -> Duplicate:
 
 
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
-    """Run the function in a transaction, and repeat it after a conflict. Otherwise a
-    conflict would make the handler run again, or the message wait until its lease
+    """Run the function in a transaction, and repeat it after a conflict. Without the
+    repetition, the handler would run again, or the message would wait until its lease
     ends."""
     return despite_conflicts(
         transaction.atomic(using=arrival.using)(decide_it), arrival.stop

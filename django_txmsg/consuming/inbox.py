@@ -69,9 +69,9 @@ def _decided(arrival: Arrival) -> Outcome:
 
 
 def _is_forgotten(arrival: Arrival) -> bool:
-    """Return whether the inbox row of an arrival no longer exists. The commit of the
-    row does not wait for the disk, so a crash of the database server may lose the row.
-    If so, the message is not a duplicate."""
+    """Return whether the inbox row of an arrival no longer exists. A crash of the
+    database server may have lost the row, because its commit does not wait for the
+    disk. The message is then not a duplicate."""
     record = arrival.record
     if record is None or arrival.parked is not None:
         return False
@@ -238,9 +238,9 @@ def _critical_time(message: Message) -> float | None:
 
 
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
-    """Return whether the database was too full for the handler's work. If the same
-    message fails so more than MAX_CROWDED times, although other queries succeed, that
-    counts as a failed attempt."""
+    """Return whether the database was too full for the handler's work, so that no
+    attempt is counted. If that happens to the same message more than MAX_CROWDED times,
+    return False: then the failure counts as an attempt."""
     if not database_health.lacks_resources(error):
         return False
     arrival.crowded += 1
@@ -376,8 +376,8 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
 
 
 def _ship_what_is_left(arrival: Arrival) -> None:
-    """Wake the dispatcher for the messages that the first processing stored but did not
-    dispatch."""
+    """Wake the dispatcher for messages that the first processing has stored, if they
+    are not dispatched yet."""
     message, stage = arrival.message, arrival.stage
     signals.announce(
         signals.message_duplicate,

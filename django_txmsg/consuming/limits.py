@@ -1,5 +1,5 @@
 """Hop 6's limits: for a stage that fails repeatedly, for the messages that wait at an
-ordered stage, and for the memory and the messages of a process."""
+ordered stage, and for the memory and the number of messages of a process."""
 
 from __future__ import annotations
 

@@ -271,9 +271,9 @@ class Ordered(Outbox):
         return ordering.out_of_turn(arrival, attempts=attempts)
 
     def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a message whose row could not be taken: another worker
-        has settled the message, or it is now parked because its turn has not come or
-        its key is locked."""
+        """Return the outcome of a message whose row could not be taken. Either another
+        worker has settled the message, or the message is now parked, because its turn
+        has not come or another transaction has locked its key."""
         return ordering.lost(arrival)
 
     def end(self, arrivals: Sequence[Arrival]) -> None:

@@ -2,8 +2,8 @@
 
 The sender's relay has put a link to the predecessor into each message. The statement
 that takes a message checks whether the message's turn has come. If not, the consumer
-parks the message, and the transaction that ends the predecessor releases it. See
-docs/decisions/order-by-links.md.
+parks the message. The transaction that ends the predecessor releases the parked
+message. See docs/decisions/order-by-links.md.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
 
 
 def lost(arrival: Arrival) -> Waiting | Duplicate:
-    """Return the outcome of a message whose row could not be taken: Duplicate if
-    another worker has settled the message, else Waiting. A waiting message is parked,
-    because its turn has not come or another transaction has locked its key."""
+    """Return the outcome of a message whose row could not be taken. Either another
+    worker has settled the message, or the message is now parked, because its turn has
+    not come or another transaction has locked its key."""
     turn = arrival.turn
     if turn is None or arrival.record is None:
         return Duplicate()
@@ -95,8 +95,8 @@ def lost(arrival: Arrival) -> Waiting | Duplicate:
 
 
 def wake(arrivals: Sequence[Arrival]) -> None:
-    """Make the followers of these messages, which end in this transaction, due. Call
-    this last in the transaction."""
+    """Make the followers of these messages due, because the messages end in this
+    transaction. Call this last in the transaction."""
     keyed = [arrival for arrival in arrivals if arrival.turn is not None]
     if not keyed:
         return
@@ -164,9 +164,9 @@ class Admission:
 
 
 def grace() -> float:
-    """Return for how many seconds a stage must have received before a missing
-    predecessor counts as lost. After a pause of the stage, the predecessor may still be
-    in the stage's queue."""
+    """Return for how many seconds a stage must have received messages before a missing
+    predecessor counts as lost. If the stage was stopped, the predecessor may still be
+    in its queue."""
     return min(conf.get().ORDER_PATIENCE, ON_ITS_WAY)
 
 

@@ -57,8 +57,9 @@ MARK_AGAIN_AFTER = 0.02
 
 
 class LostRace(Exception):
-    """This copy of the message cannot be taken any more. Another copy was processed
-    while this copy waited for the lock, or another worker has claimed the message."""
+    """This delivery of the message cannot be processed any more: another delivery was
+    processed while this one waited for the lock, or another worker has claimed the
+    message."""
 
 
 def record(
@@ -112,14 +113,14 @@ def once(
     """Do a message's work once: the work and the mark that the message is processed
     commit together, or neither does.
 
-    - `take` marks or locks the message's row. A worker with another copy of the message
+    - `take` marks or locks the message's row. A worker with a duplicate of the message
       waits for this lock until the transaction ends, and then cannot take the row.
     - `begun` means that `record()` has already begun the transaction and taken the row.
     - `run` does the work. The messages that it sends are stored in the same
       transaction.
-    - `finish` runs last in the transaction. It is called with the result of `run`, and
-      with whether `run` took so long that `finish` should mark the row again, with the
-      time now.
+    - `finish` is called last in the transaction, with the result of `run` and a bool.
+      If the bool is true, `run` took long, and `finish` must mark the row again, with
+      the current time.
 
     Returns the result, and whether the database was used. After an exception,
     everything is rolled back. Raises LostRace if the row cannot be taken, Undecided if

@@ -60,9 +60,9 @@ def states() -> Any:
 
 
 def _takes_slot(arrival: Arrival) -> bool:
-    """Return whether a message must take a slot. A message that is recorded took its
-    slot at an earlier try. A message without a stable id, or with invalid headers, does
-    not run."""
+    """Return whether a message must take a slot. A recorded message has taken its slot
+    at an earlier try. A message without a stable id, or with invalid headers, needs no
+    slot, because the stage does not run."""
     if arrival.record is not None or not arrival.has_identity:
         return False
     try:

@@ -36,9 +36,9 @@ Factory = Callable[[CallNext], Handler]
 
 
 def prepared(stage: Stage) -> Stage:
-    """Return a copy of the stage whose handler is wrapped: in the code that sends the
-    answer, the middlewares and the time-out. Each process does this once for each
-    stage.
+    """Return a copy of the stage with a wrapped handler. The wrappers are the code that
+    sends the answer, the middlewares and the time-out. Each process wraps a stage only
+    once.
 
     Raises ConfigurationError if a middleware cannot be loaded, and any error of a
     middleware's factory.
@@ -113,8 +113,8 @@ class Chain:
 
     @classmethod
     def of(cls, stage: Stage, made: Sequence[Factory]) -> Chain | None:
-        """Return the chain of the middlewares made by the factories, or None if there
-        is none."""
+        """Return the chain of the middlewares that the factories create for this stage,
+        or None if there are none."""
         chain = cls(stage, made) if made else None
         return None if chain is None or chain.empty else chain
 
@@ -126,10 +126,11 @@ class Chain:
     ) -> Any:
         """Pass a message through the middlewares to `go_on`, the innermost call.
 
-        Raises what the middlewares raise. If `go_on` raised an exception that the
-        middlewares hid, raises that exception. The same applies if they replaced it but
-        `final` returns true for it: then the middlewares must not decide. Raises
-        MiddlewareMisused if no middleware error explains why `go_on` was not called.
+        Raises the exception of the middlewares. If the middlewares hid an exception of
+        `go_on`, raises that exception. If they replaced an exception for which `final`
+        returns true, raises the original exception: the middlewares must not decide
+        about it. Raises MiddlewareMisused if a middleware returned without calling the
+        next one.
         """
         call = _Call(message, go_on)
         token = self._call.set(call)

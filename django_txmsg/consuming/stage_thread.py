@@ -57,7 +57,8 @@ _PAUSE = 0.02
 
 
 class Parking:
-    """The parked messages of a stage, as one thread claims them under its `token`."""
+    """One thread's view of its stage's parked messages. The thread claims them under
+    `token`."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -80,9 +81,9 @@ class Parking:
         return self._since >= self._share or self.follows()
 
     def follows(self) -> bool:
-        """Return whether a message has just released its followers, which then run
-        next. Every sixteenth time in a row returns False, so that other messages run
-        too."""
+        """Return whether a message has just released its followers, so that a follower
+        runs next. After a number of followers in a row, returns False once, so that
+        other messages run too."""
         if not self.woken.is_set():
             self._followers = 0
             return False
@@ -393,8 +394,8 @@ class StageThread:
         return True
 
     def _work_parked_without_broker(self) -> None:
-        """Run parked messages while the broker is unavailable. Stages whose transaction
-        uses the broker do nothing."""
+        """Run parked messages while the broker is unavailable. Do nothing if the
+        stage's transaction uses the broker."""
         if not self._mode.transacted:
             while not self._stopping.is_set() and self._work_parked(NO_SESSION):
                 self._parking.follows()

@@ -1,7 +1,7 @@
 """Breaking changes of the contract.
 
-A change breaks in one of two ways. New code cannot read messages that are already on
-their way. Or old code, of other services or of running processes, cannot read new
+There are two kinds of breaking changes. New code cannot read messages that are already
+on their way. Or old code, of other services or of running processes, cannot read new
 messages. This module also finds rows that still wait for a destination or a type which
 the contract no longer has.
 """
@@ -31,8 +31,7 @@ WAITS = "rows still wait for it"
 
 
 class Change(NamedTuple):
-    """One breaking change: where it is, what has changed, and which code cannot read
-    which messages."""
+    """One breaking change: where it is, what has changed, and what breaks."""
 
     where: str
     what: str
@@ -117,7 +116,7 @@ def _versions(message: Contract, version: int) -> Iterator[tuple[int, Contract]]
 
 
 def _of_operations(contract: Contract, action: str) -> dict[str, set[str]]:
-    """Return, for each channel, the messages of its operations with this action."""
+    """Return the messages of all operations with this action, by channel."""
     found: dict[str, set[str]] = {}
     for operation in contract.get("operations", {}).values():
         if operation["action"] == action:
@@ -141,8 +140,7 @@ def _last(pointer: str) -> str:
 
 
 def waiting(committed: Contract, current: Contract, using: str) -> Iterator[Change]:
-    """Yield each entry that the contract no longer has, but for which messages still
-    wait."""
+    """Yield each removed entry of the contract for which rows still wait."""
     now = current["channels"]
     for channel in committed.get("channels", {}):
         if channel not in now:

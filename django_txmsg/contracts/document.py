@@ -23,7 +23,7 @@ from ..stages import all_stages
 
 def path(given: str | None = None) -> Path:
     """Return the path of the contract's file: `given`, or TXMSG["CONTRACT"], or
-    asyncapi.json beside manage.py."""
+    asyncapi.json in BASE_DIR."""
     return Path(given) if given else codecs.contract_path()
 
 
@@ -79,7 +79,7 @@ def build(committed: Contract | None = None) -> Contract:
 
 
 def text(contract: Contract) -> str:
-    """Return the contract as text for its file: equal contracts give equal texts."""
+    """Return the contract as text for its file. Equal contracts give equal texts."""
     return json.dumps(contract, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
@@ -180,9 +180,9 @@ class _Builder:
     def _oldest_reader(
         self, body: BodyType, schema: Contract | None, older: Contract
     ) -> int:
-        """Return the oldest version that can read the bodies which this code sends. A
-        declared `readable_from` takes precedence. Otherwise this is the oldest version
-        since which all changes are compatible."""
+        """Return the oldest version that can read the bodies which this code sends.
+        This is the declared `readable_from`. If none is declared, this is the oldest
+        version since which all changes are compatible."""
         known = self._known(body)
         if not known or declaration(body.cls).readable_from is not None:
             return body.oldest_reader
@@ -210,8 +210,8 @@ def _pointer(*names: str) -> str:
 
 
 def _rooted(schema: Any, within: str, was: str = "#") -> Any:
-    """Return the schema with references that begin with `within` instead of `was`, so
-    that the references are valid in the whole document."""
+    """Return the schema with other references: they begin with `within` instead of
+    `was`, so that they are valid in the whole document."""
     if isinstance(schema, dict):
         return {
             key: within + value.removeprefix(was)

@@ -27,9 +27,9 @@ _FORMULA = tuple("=+-@\t\r")
 
 @dataclass
 class Affected:
-    """Values of one kind (key, flow or tenant): the number of different values, the
-    number of dead letters without a value, and the values that most dead letters
-    have."""
+    """Values of one kind (key, flow or tenant) in dead letters: how many different
+    values there are, how many dead letters have none, and the values with the most dead
+    letters."""
 
     kind: str
     distinct: int
@@ -73,8 +73,8 @@ def _read(
 
 
 def as_csv(letters: QuerySet[DeadLetter]) -> Iterator[str]:
-    """Yield lines of CSV that show whom each dead letter affects, without bodies, other
-    headers and errors. Values of headers are masked."""
+    """Yield lines of CSV, one for each dead letter, that show whom it affects. Bodies,
+    errors and all other headers are not shown. Values of headers are masked."""
     tenant = conf.get().TENANT_HEADER
     names = ["message_id", "stage", "destination", "reason", "died", "key", "flow"]
     write = csv.writer(_Line()).writerow

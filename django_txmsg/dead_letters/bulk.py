@@ -3,8 +3,8 @@
 An operator's request is a row (`BulkOperation`), and `manage.py consume` executes the
 operation in growing batches, even if the operator closes the browser. The cursor
 advances in the batch's own transaction, so a crash neither loses nor doubles a message.
-A small operation works the same way, but the process that starts the operation also
-executes it, at once.
+A small operation works the same way, but is executed at once by the process that starts
+the operation.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def unsettled(operation: BulkOperation, using: str) -> bool:
 
 
 def most(operation: BulkOperation, back: int) -> int:
-    """Return the size limit of the operation's next batch. `back` messages have died
-    again. Until a message succeeds, the batch has only as many messages as must die to
-    stop the operation."""
+    """Return the size limit of the operation's next batch. `back` is how many messages
+    have died again. Until a message has succeeded, a batch is just large enough to stop
+    the operation if all its messages die."""
     assert operation.tolerates is not None
     if operation.done > back:
         return STEPS[-1] * 10
@@ -115,8 +115,8 @@ _PROVIDED: dict[str, tuple[Matching, Do]] = {}
 
 def provide(kind: BulkKind, matching: Matching, do: Do) -> None:
     """Register the functions for operations of a kind. `matching` selects the rows by a
-    filter. `do` handles a batch of rows in the batch's transaction. The filter names
-    the service whose processes execute the operation."""
+    filter. `do` handles a batch of rows in the batch's transaction. The key "service"
+    of the filter names the service whose processes execute the operation."""
     _PROVIDED[kind] = matching, do
 
 
@@ -161,8 +161,8 @@ def start(
     """Request the operation `kind` for all rows that match now. No row is changed yet.
 
     `rate` limits the rows per second. Messages that die later are not included. With
-    `shown`, only the rows that the operator was shown are included, and Changed is
-    raised if one of them no longer matches.
+    `shown`, only the rows that the operator was shown are included. Raises Changed if
+    one of the shown rows no longer matches.
 
     With `tolerates`, a redelivery begins with one message, then 10, then 100, then the
     rest. Each batch waits for the outcome of the batch before. The operation stops
@@ -234,10 +234,10 @@ def finish(
     patience: float | None = None,
     on_batch: Callable[[BulkOperation], None] | None = None,
 ) -> BulkOperation:
-    """Execute one operation until it ends, for at most `patience` seconds.
+    """Execute one operation until it ends, for at most `patience` seconds. Other
+    processes may execute some of its batches.
 
-    Returns the operation, which has ended, is paused, or is still running. Another
-    process may also execute its batches.
+    Returns the operation, which has ended, is paused, or is still running.
     """
     using = operation._state.db or "default"
     deadline = None if patience is None else time.monotonic() + patience

@@ -1,7 +1,7 @@
 """Hides personal data in the messages that an operator sees: TXMSG["MASK"].
 
 The setting names a function `mask(destination, headers, body)` that returns the headers
-and body to show. It changes nothing that is stored or sent.
+and the body to show. Stored and sent messages are not changed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def shown(
 
 
 def call_shown(headers: Mapping[str, str], body: Any) -> str:
-    """Return the text of a task as a function call, made from the headers and the body
-    that `shown()` returns. Returns "" if the message is not a task."""
+    """Return a task in the form of a function call, such as `shop.tasks.pay(7)`. The
+    headers and the body are those that `shown()` returns. Returns "" if the message is
+    not a task."""
     path = headers.get(wire.TASK, "")
     if not path or not isinstance(body, dict) or not body.keys() >= {"args", "kwargs"}:
         return path

@@ -29,8 +29,8 @@ from ..stages import all_stages, consumers
 
 @dataclass
 class Tally:
-    """The result of an action: how many dead letters it changed, and for each skipped
-    dead letter, by id, the reason."""
+    """The result of an action: how many dead letters it changed, and why it skipped
+    others. `skipped` maps the id of a dead letter to the reason."""
 
     done: int = 0
     skipped: dict[int, str] = field(default_factory=dict)
@@ -249,9 +249,10 @@ def redeliver_copy(
 
 
 def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
-    """Park dead letters again. The link to the predecessor is removed, because the
-    message's turn had come before it died. The expiry is removed, because an operator
-    decided to redeliver the message. Only a flow's request keeps its expiry."""
+    """Park dead letters again, without two headers. The link to the predecessor is
+    removed, because the message's turn had come before the message died. The expiry is
+    removed, because an operator decided to redeliver the message. Only a flow's request
+    keeps its expiry."""
     passed = (wire.EXPIRES, wire.AFTER)
     DeadLetter.objects.db_manager(using).park_again(
         [
@@ -310,10 +311,12 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
 
 
 def _sender(letter: DeadLetter) -> str:
-    """Return the service whose relay must send the message again. For a relay's dead
-    letter, that is the service that stored the message, whose relay has the broker. For
-    a stage's dead letter it is this service, because the message may come from any
-    service."""
+    """Return the service whose relay must send the message again.
+
+    A relay's dead letter is sent by the service that stored the message, because that
+    service has the broker. A stage's dead letter is sent by this service, because any
+    service may have stored the message.
+    """
     stored = "" if letter.stage else letter.headers.get(wire.SERVICE, "")
     return stored[:100] or conf.get().SERVICE
 

@@ -48,11 +48,11 @@ MOST_IDS = 5_000
 def matching(
     kind: BulkKind | str, filters: Mapping[str, Any], *, using: str
 ) -> QuerySet[DeadLetter]:
-    """Return the dead letters that match `filters` and on which the operation `kind` is
-    possible.
+    """Return the dead letters that match `filters` and to which the operation `kind`
+    applies.
 
-    Raises TxmsgError if a filter is unknown: if it were ignored, too many dead letters
-    would match.
+    Raises TxmsgError if a filter is unknown: ignoring the filter would select too many
+    dead letters.
     """
     if kind == BulkKind.RESTORE:
         state = Q(resolution=Resolution.DISCARDED)
@@ -119,9 +119,9 @@ class Summary:
     died.
 
     `forgotten` counts dead letters that are older than the inbox's retention. If a
-    stage has processed such a message since, the inbox no longer knows that, and the
-    stage would process it again. `in_doubt` counts undos of flows that discarding would
-    confirm.
+    stage has processed such a message since, the inbox no longer knows that, and a
+    redelivery would process the message again. `in_doubt` counts undos of flows;
+    discarding such an undo confirms it.
     """
 
     count: int = 0
@@ -135,8 +135,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a confirmation page showed to an operator: how many dead letters or runs, at
-    what time, and the id of the newest row."""
+    """What a confirmation page showed to an operator: how many dead letters or runs
+    there were, when, and the id of the newest."""
 
     count: int
     up_to: int

@@ -93,7 +93,7 @@ def check_option(name: str, known: Collection[str]) -> None:
 
 
 def hurry(url: str, timeout: float) -> str:
-    """Return the URL with short time-outs, except those that the URL sets. The time to
+    """Add short time-outs to a URL, except those that the URL sets already. The time to
     connect is divided among the hosts, so that a silent host leaves time for the next
     host."""
     parts = split_url(url)

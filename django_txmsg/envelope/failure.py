@@ -76,9 +76,9 @@ def class_name(error: BaseException) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether the error is a KeyboardInterrupt of Ctrl-C. Python raises such an
-    interrupt only in the main thread. In another thread, application code has raised
-    the KeyboardInterrupt, so there it is an ordinary failure."""
+    """Return whether the error is a KeyboardInterrupt of Ctrl-C. Python raises this
+    interrupt only in the main thread. In any other thread, application code has raised
+    the KeyboardInterrupt, so the error is an ordinary failure."""
     main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and main
 
@@ -114,9 +114,9 @@ def _bare_name(kind: type[BaseException]) -> str:
 
 
 def _from_the_application(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without this package's frames before the first application
-    frame. If the first other frame is not application code, return the whole
-    traceback."""
+    """Return a traceback that begins at the first frame of the application: this
+    package's frames before it are removed. If another library's frame comes first,
+    return the whole traceback."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OURS):
         rest = rest.tb_next

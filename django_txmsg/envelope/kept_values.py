@@ -28,8 +28,8 @@ Comparison = Callable[[Any, Any], Found]
 
 
 class FieldName(str):
-    """A step of a path that is the name of a class's field. Error texts may contain a
-    field's name, but not a key of a dict, because the key is a value."""
+    """A step of a path: the name of a class's field. An error's text may contain this
+    name. It must not contain a key of a dict, because a key may be personal data."""
 
     __slots__ = ()
 
@@ -51,8 +51,9 @@ def changes(sent: Any, read: Any) -> Sequence[Change]:
 
 
 def _will_do(sent: Any, read: Any) -> bool:
-    """Return whether a value may arrive as an instance of its base class. This holds
-    for subclasses of text and numbers, because only the text or number is sent."""
+    """Return whether a value may arrive as an instance of its base class. That is so
+    for subclasses of str and of numbers, because only the text or the number is
+    sent."""
     arrived = type(read)
     if arrived is float:
         return type(sent) is int
@@ -70,9 +71,9 @@ def _is_model(kind: type) -> bool:
 
 
 def _replaces_its_value(sent: Any) -> bool:
-    """Return False if the value is an enum's member that differs from the member's own
-    value, as text shows. Members of Django's choices, IntEnum and StrEnum behave like
-    their values."""
+    """Return whether a value can stand for its plain text or number. This is false for
+    a member of an Enum whose text differs from the member's value. Members of Django's
+    choices, IntEnum and StrEnum behave like their values."""
     if not isinstance(sent, enum.Enum) or isinstance(sent, int):
         return True
     return isinstance(sent, str) and str(sent) == sent.value

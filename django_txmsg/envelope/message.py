@@ -215,9 +215,8 @@ def new_id() -> uuid.UUID:
     """Return a UUID of version 7 (RFC 9562).
 
     The UUID begins with the time, so that an index on UUIDs grows at one end. The
-    random part comes from the operating system. A forked process would copy the state
-    of a generator in the process, and not every forking server lets Python reset that
-    state.
+    random part comes from the operating system. A generator in the process would not be
+    safe: a forked process would copy its state, and produce the same ids.
     """
     value = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
     value = value & ~(0xF << 76) | 0x7 << 76

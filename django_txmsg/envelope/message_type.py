@@ -57,7 +57,7 @@ class MessageType:
 def message_type(
     name: str = "", *, version: int = 1, readable_from: int | None = None
 ) -> Callable[[Class], Class]:
-    """Name a dataclass, TypedDict or pydantic model on the wire.
+    """Give a dataclass, TypedDict or pydantic model its name and version on the wire.
 
     `name` (default: app label + class name) is the name that other services use. Keep
     `name` when you rename the class. Raise `version` (from 1) with every change of the
@@ -87,8 +87,8 @@ def is_name(text: str) -> bool:
 
 def name_of(cls: type, label: str) -> str:
     """Return the default name of a class: the app's label and the class's name, without
-    characters that are invalid in the name of a message type. Raises
-    ConfigurationError."""
+    characters that are invalid in the name of a message type. Raises ConfigurationError
+    if no valid name remains."""
     # "Page[Order]", pydantic's name for a parametrized generic class.
     plain = re.sub(r"[\[\], ]+", "-", f"{label}.{cls.__name__}").strip("-")
     name = plain.encode("ascii", "backslashreplace").decode().replace("\\", "")

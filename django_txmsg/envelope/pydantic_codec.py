@@ -35,7 +35,8 @@ def with_exact_numbers(value: Any, schema: dict[str, Any]) -> Any:
 
 
 def with_aliases(schema: Any) -> Any:
-    """Return a schema whose objects list each field also under its aliases."""
+    """Return a schema in which each object also lists its fields under their
+    aliases."""
     if isinstance(schema, list):
         return [with_aliases(one) for one in schema]
     if not isinstance(schema, dict):
@@ -146,8 +147,8 @@ class Marked:
         return frozenset(_names(self.schema)) | _KINDS
 
     def path(self, location: tuple[Any, ...]) -> str:
-        """Return the path of an error. Names that occur in the body and not in the type
-        are hidden."""
+        """Return the path of an error as text. Names that are in the body but not in
+        the type are hidden."""
         steps = (
             str(one)
             if isinstance(one, int | FieldName) or one in self.names

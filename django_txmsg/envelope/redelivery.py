@@ -57,10 +57,9 @@ class RedeliveryPolicy:
 
     After failed attempt n the message waits `initial_delay * backoff ** (n - 1)`
     seconds, at most `max_delay`. This delay is changed at random by up to ± `jitter`
-    times the delay. Then attempt n + 1 follows, until there were `max_redeliveries` + 1
-    attempts. After an exception of a type in `refuse_on`, or of a subtype, no attempt
-    follows. An attempt whose worker died counts as failed, except the first
-    `lost_workers` such attempts.
+    times the delay. There are at most `max_redeliveries` + 1 attempts. After an
+    exception of a type in `refuse_on`, no other attempt follows. An attempt whose
+    worker died counts as failed, except the first `lost_workers` such attempts.
     """
 
     max_redeliveries: int = 6
@@ -134,8 +133,8 @@ class Dead:
 def decide(
     policy: RedeliveryPolicy, attempt: int, error: BaseException
 ) -> RedeliverAfter | Dead:
-    """Return the decision after `error` in attempt number `attempt` (from 1). For an
-    exception group, each exception in the group counts."""
+    """Return what follows after `error` in attempt number `attempt` (from 1). If the
+    error is an exception group, each exception in the group counts."""
     errors = list(_flat(error))
     if any(isinstance(one, (Refuse, *policy.refuse_on)) for one in errors):
         return Dead("refused")

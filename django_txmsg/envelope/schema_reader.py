@@ -1,7 +1,7 @@
 """Checks whether code with one JSON Schema can read the bodies that code with another
 JSON Schema writes.
 
-Pure: no Django, no I/O. If the comparison is unsure, the result is "no". A wrong "no"
+Pure: no Django, no I/O. If the comparison is not sure, the result is "no": a wrong "no"
 costs a developer some time, whereas a wrong "yes" loses messages.
 """
 

@@ -20,8 +20,8 @@ from ..errors import DecodeError, InvalidMessage
 def encode(body: object) -> tuple[bytes, str]:
     """Return the body's bytes and their content type.
 
-    Raises InvalidMessage for values that neither JSON nor bytes can carry: unknown
-    types, NaN and infinities, lone surrogates, circular references.
+    Raises InvalidMessage if the body cannot be sent: a value of an unknown type, NaN or
+    an infinity, a lone surrogate, or a circular reference.
     """
     if isinstance(body, bytes | bytearray | memoryview):
         return bytes(body), wire.BYTES

@@ -107,8 +107,8 @@ def _go_back(run: Run, given: Given) -> str:
 
 @dataclass(frozen=True)
 class Act:
-    """One action: its function, its permission, and the kinds of wait in which a run
-    allows the action."""
+    """One action: its function, its permission, and the kinds of wait during which the
+    action is possible."""
 
     do: Callable[[Run, Given], str]
     permission: str

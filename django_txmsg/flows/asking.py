@@ -1,7 +1,8 @@
-"""`start()` begins a run in the caller's transaction. `ask()` and `aask()` begin a run
-in a separate transaction, and wait for the run's answer, for example in a view.
+"""Starts runs of flows.
 
-If the caller stops waiting, the run continues.
+`start()` starts a run in the caller's transaction. `ask()` and `aask()` start a run in
+a separate transaction, and wait for the run's answer, for example in a view. If the
+caller stops waiting, the run continues.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def _started(flow: type[Flow[In, Any]], body: In, key: str | None) -> Run:
 
 
 def awaited(run: Run, within: float | dt.timedelta) -> Run | None:
-    """Wait until a run has ended, and return the result of `ended()`. Return None if
-    the run does not end in time."""
+    """Wait until a run has ended, and return what `ended()` returns. Return None if the
+    run does not end in time."""
     for pause in _pauses(within):
         threading.Event().wait(pause)
         if (done := ended(run)) is not None:

@@ -30,8 +30,8 @@ class Batches(
 
     @step
     def ended(self) -> Next[BatchEnded | Cancelled]:
-        """Answer with the numbers of messages that were answered, given up, and not
-        answered."""
+        """Answer with the counts of the batch's messages: how many were answered, were
+        given up, or have no answer."""
         batches = Batch.objects.using(self._declaration.using)
         ended = batches.get(run__run_id=self._run_id).progress
         return BatchEnded(

@@ -1,8 +1,8 @@
 """Stores the time-outs of runs, in one thread of each `relay` process.
 
-A deadline is a column of the run's row, so an answer need not cancel a timer. Several
-processes may store the same time-out: it always has the same message id, so only one is
-stored.
+A deadline is a column of the run's row, so there is no timer that an answer would have
+to cancel. The time-out of a wait always has the same message id, so several processes
+may try to store it, and only one succeeds.
 """
 
 from __future__ import annotations

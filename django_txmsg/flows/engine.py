@@ -94,7 +94,7 @@ def begin(declared: Declaration, message: Message) -> None:
 
 
 def go_on(declared: Declaration, message: Message) -> None:
-    """Continue a run with a message to the flow's destination `NAME.steps`."""
+    """Continue a run. The message was sent to the flow's destination `NAME.steps`."""
     given = message.conversation
     if wire.UNDOES in given:
         return _cancelled(declared, message)
@@ -201,7 +201,7 @@ def _cancelled(declared: Declaration, message: Message) -> None:
 
 
 class Going:
-    """A run, and the message that continues it. This object exists until the end of the
+    """A run while one message continues it. This object exists until the end of the
     transaction."""
 
     def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
@@ -300,8 +300,8 @@ class Going:
     def go_back(
         self, step: str, argument: Encoded, kept: int, state: str, version: int
     ) -> None:
-        """Send all undos except those of the oldest `kept`, one after the other. Then
-        call a step again, with this state."""
+        """Undo the run's work: send its undos one after the other, except the oldest
+        `kept`. Then call a step again, with this state."""
         run, self._flow = self.run, self._restored(state, version)
         if self._turn is not None:
             overtaken(run, self._turn, self.declared.using)
@@ -440,9 +440,9 @@ class Going:
         return given
 
     def _answered(self) -> None:
-        """Record that the run's request was executed. If the request went to a flow,
-        that flow may have answered before it undoes its work. A cancellation then waits
-        until the flow has done so."""
+        """Record that the run's request was executed. A requested flow may have
+        answered first, and may still be undoing its work. If this run cancels that flow
+        later, the cancellation waits for these undos."""
         if self.run.undos:
             rows = self._open_undos().filter(request_id=self.run.request_id)
             rows.update(answered=True)

@@ -94,8 +94,8 @@ def _marked(method: Any, *, is_signal: bool, was: str | tuple[str, ...]) -> Any:
 
 
 class Flow(Generic[In, Out]):
-    """A conversation of several steps between services. No process waits for its
-    answers.
+    """A conversation of several steps between services. Between the steps, no process
+    waits for the run.
 
     `class Checkout(Flow[PlaceOrder, Answer], name="orders.checkout")` declares a flow.
     A PlaceOrder starts a run by the step `start`, and the caller gets an Answer. The
@@ -283,7 +283,7 @@ class Flow(Generic[In, Out]):
         | Callable[[], Out | Continuation]
         | None = None,
     ) -> Wait:
-        """Wait until some code passes the token of the returned value to `resume()`."""
+        """Wait until `resume()` is called with the token of the returned value."""
         return self._note(
             Wait(
                 then=self._step(then),
@@ -311,7 +311,7 @@ class Flow(Generic[In, Out]):
 
     def hand_over(self, flow: type[Flow[Body, Out]], body: Body) -> HandOver:
         """End this run, and let a run of another flow answer the caller of this run.
-        Registered undos are dropped, the same as after an answer."""
+        Registered undos are dropped, as they are after an answer."""
         return self._note(HandOver(flow.destination, body))
 
     def undo(self, destination: Destination[Body, Any], body: Body) -> None:
@@ -321,9 +321,9 @@ class Flow(Generic[In, Out]):
     def fail(
         self, value: Out | TimedOut | Dead | Cancelled, *, answer_first: bool = False
     ) -> Fail:
-        """Execute the registered undos, newest first, each after the confirmation of
-        the one before. Then answer with `value`. With `answer_first`, the answer is
-        sent before the undos."""
+        """Execute the registered undos, the newest first. Each undo waits until the
+        previous undo is confirmed. Then answer with `value`. With `answer_first`, the
+        answer is sent before the undos."""
         return self._note(Fail(value, answer_first))
 
     def _step(self, method: object, *, joins: bool = False) -> str:

@@ -167,7 +167,8 @@ def answered(
 
 
 def _let_leave(batch: Batch, number: str | None) -> None:
-    """Release the held-back request with this number, if `number` is given."""
+    """Release the held-back request with this number. Do nothing if `number` is
+    None."""
     for held in batch.rows().filter(number=number) if number else ():
         using = batch._state.db
         reschedule_message(held.request_id, delay=dt.timedelta(0), using=using)

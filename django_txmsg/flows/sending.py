@@ -79,9 +79,8 @@ def send_signal(
     since: dt.datetime | None = None,
     delay: dt.timedelta | None = None,
 ) -> None:
-    """Store a signal that is delivered after `delay`. If the signal was delivered
-    before and no run with its key had begun, `since` is the time when it was first
-    stored."""
+    """Store a signal that is delivered after `delay`. `since` is when the signal was
+    first stored, if it was delivered before and its run had not begun."""
     taking = {one.name: one for one in declared.signals.values()}.values()
     fitting = [
         one

@@ -1,6 +1,6 @@
 """How the two stages of a flow read bodies.
 
-The stage that starts runs decodes a body at once. The stage of the other steps first
+The stage that starts runs decodes a body at once. The stage that continues runs first
 reads from the run's row which type the body must have, and then decodes the body.
 """
 
@@ -42,8 +42,8 @@ class UnreadReader(BodyReader):
 
     @property
     def types(self) -> tuple[BodyType, ...]:
-        """Return no types. Only the flow, and the flows and stages that it asks,
-        exchange these messages, so contracts do not list them."""
+        """Return no types, so that contracts do not list these messages. Only the flow,
+        and the flows and stages from which it requests something, exchange them."""
         return ()
 
     @property

@@ -3,9 +3,9 @@ receipt.
 
 Requests that commit at the same time share a broker session: while one message waits
 for its receipt, the messages of other requests gather, and are then sent as one batch.
-If the session breaks, it is replaced, without an error in the request. After a failure
-the broker is not tried again for a while, so that requests do not wait during an
-outage. In all cases, a request waits for at most CONTROL_TIMEOUT.
+A broken session is replaced, without an error in the request. After a failure the
+broker is not tried again for a while, so that requests do not wait during an outage. In
+all cases, a request waits for at most CONTROL_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ class Channel:
     def send(self, outgoing: Outgoing) -> None:
         """Send one message, and return when the broker has confirmed it.
 
-        Raises BrokerError: BrokerUnavailable during a pause after a failure, without a
-        wait, and DispatchUnknown if no answer arrives within CONTROL_TIMEOUT.
+        Raises BrokerUnavailable at once during the pause after a failure. Raises
+        DispatchUnknown if no answer arrives within CONTROL_TIMEOUT, or another
+        BrokerError.
         """
         mine = _Sending(outgoing)
         if self.broker.stored_in is not None:
@@ -167,9 +168,9 @@ class Channel:
                     following.turn.set()
 
     def _lead(self, mine: _Sending) -> None:
-        """Send the gathered messages in the existing session. If there is none, or too
-        little time is left, start a thread that opens a session and sends the messages,
-        so that no request waits longer than its time-out."""
+        """Send the gathered messages in the existing session. If there is no session,
+        or too little time is left, start a thread that opens a session and sends the
+        messages. So no request waits longer than its time-out."""
         with self._lock:
             group, self._gathered = self._gathered, []
         with self._telling(group):
@@ -277,8 +278,8 @@ class Channel:
 
 
 def _unproven(outcome: BrokerError | None) -> bool:
-    """Return whether it is unknown, after this outcome, whether the broker has stored
-    the message."""
+    """Return whether this outcome leaves it unknown if the broker has stored the
+    message."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)
 

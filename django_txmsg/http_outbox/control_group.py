@@ -165,13 +165,13 @@ class Groups:
         return Group(self)
 
     def offer(self, group: Group) -> None:
-        """Let sessions join this group, unless another one is open for longer."""
+        """Let sessions join this group, unless the open group stays open for longer."""
         with self._lock:
             if self._open is None or self._open.closes < group.closes:
                 self._open = group
 
     def note(self, stored_at: dt.datetime) -> None:
-        """Record the database's clock. If the open group soon closes, open the next
+        """Record the database's clock. If the open group closes soon, open the next
         group in another thread."""
         with self._lock:
             if self._newest is None or stored_at > self._newest:

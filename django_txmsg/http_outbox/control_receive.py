@@ -42,7 +42,7 @@ REMEMBERED = 10_000
 
 @dataclass
 class Look:
-    """The checks of one session: when they began, and how many there were."""
+    """The checks of one session: when they began, and how many there have been."""
 
     began: float = field(default_factory=time.monotonic)
     attempts: int = 0
@@ -122,8 +122,8 @@ class LookAgain(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """How many of a session's messages have not been sent: all, those that are due, and
-    those that are due and claimed."""
+    """How many of a session's messages are pending, how many of these are due, and how
+    many of the due messages are claimed."""
 
     count: int = 0
     due: int = 0
@@ -150,11 +150,11 @@ def handle(
     dispatch: Callable[[str, uuid.UUID], Any],
     stop: threading.Event,
 ) -> None:
-    """Check a session once. When this returns, settle the delivery.
+    """Check a session once. If this returns, the caller settles the delivery.
 
     `dispatch(using, session_id)` sends a session's due messages. Raises only LookAgain:
-    the outcome is not known yet, another process is sending, or a broker or the
-    database does not answer.
+    the outcome is not known yet, another process is sending the messages, or a broker
+    or the database does not answer.
     """
     try:
         control = ControlMessage.read(delivery)
@@ -239,8 +239,7 @@ def _look(
 
 def _hand_back(control: ControlMessage, look: Look) -> str:
     """Return the message to its queue, so that a process that uses the session's
-    database receives it. If no such process has received it for some time, drop the
-    message."""
+    database receives it. After FOREIGN_FOR seconds, drop the message instead."""
     age = (timezone.now() - control.sent_at).total_seconds()
     over = age > FOREIGN_FOR
     first = (control.using, control.database) not in _foreign

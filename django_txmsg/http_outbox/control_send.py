@@ -82,7 +82,7 @@ def control_message(
     joined_until: dt.datetime | None = None,
     database: str = "",
 ) -> ControlMessage:
-    """Return a control message with an id of its own."""
+    """Return a control message with a new id."""
     return ControlMessage(
         id=str(new_id()),
         session_id=session_id,

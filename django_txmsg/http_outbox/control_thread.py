@@ -1,6 +1,6 @@
 """Receives this service's control messages, and settles each one.
 
-While a session has not committed yet, the thread keeps its control message
+While a session has not committed yet, the thread keeps the session's control message
 unacknowledged, checks other sessions, and checks this session again later. After a
 crash the broker delivers the control message again. A message that was kept for some
 time is sent to the end of the queue, so that it does not prevent other messages from

@@ -1,9 +1,10 @@
-"""Distinguishes databases whose services have the same name and key, so that each
-process settles only the control messages of its own database.
+"""Distinguishes databases whose services have the same name and the same SECRET_KEY, so
+that each process settles only the control messages of its own database.
 
-A copy of production's database with production's settings sends its control messages to
-production's queue, and also receives messages from there. A process must not settle the
-messages of the other database, because their rows are not in its own.
+For example, a copy of production's database with production's settings sends its
+control messages to production's queue, and also receives messages from there. A process
+must not settle the messages of the other database, because it cannot see that
+database's rows.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def current(using: str) -> str:
 
 
 def note(using: str) -> None:
-    """Record the identity, and when the database was first seen with it, for
-    `is_ours()`. Call this outside a transaction. Raises database errors."""
+    """Record the database's identity, and when it was first seen, for `is_ours()`. Call
+    this outside a transaction. Raises database errors."""
     identity = current(using)
     if identity:
         _note(using, identity)

@@ -1,11 +1,11 @@
 """`Idempotency-Key`: a repeated unsafe request is executed once.
 
 The key is stored with the response in the request's own transaction, so the key commits
-if and only if the request's effects commit. Follows
+if and only if the request's effects commit. The status codes follow
 draft-ietf-httpapi-idempotency-key-header: 400 for an unusable key, 409 while the first
 request runs, 422 for another request under the same key. A stored response is returned
-only if the caller is provably the same: a user, an Authorization header, a session, or
-the caller that TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] returns.
+only to the same caller. The caller is a user, an Authorization header, a session, or
+what TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] returns.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def wanted(request: HttpRequest) -> bool:
 
 
 def impossible() -> HttpResponse:
-    """Return the response if a request has a key, but its view has no outbox
-    session."""
+    """Return the error response for a request that has a key, although its view has no
+    outbox session."""
     return _problem(
         400,
         "Idempotency-Key is not supported here",
@@ -176,7 +176,8 @@ def _replay(stored: IdempotencyKey) -> HttpResponse:
 
 def _alone(using: str, caller: str, key: str) -> bool:
     """Reserve the key until the transaction ends. Returns False if another request with
-    this key is running. On SQLite, the INSERT that follows finds that out."""
+    this key is running. On SQLite, always returns True: the INSERT that follows fails
+    instead."""
     connection = connections[using]
     if connection.vendor != "postgresql":
         return True
@@ -227,8 +228,8 @@ def _caller(request: HttpRequest) -> str | None:
 
 @cache
 def _log_unknown_caller() -> None:
-    """Log, once per process, that callers cannot be identified. Only the developer can
-    fix this."""
+    """Log, once per process, that callers cannot be identified, because only the
+    developer can change that."""
     _log.warning(
         "A request with an Idempotency-Key was refused, since nothing identifies its "
         'caller. Put something into the sessions of guests, or set TXMSG["HTTP"]'

@@ -1,4 +1,4 @@
-"""Hop 1 for requests, commands and tasks, which no message has started.
+"""Hop 1 for code that no message has started: requests, commands and tasks.
 
 `outbox_session()` opens a transaction, and the messages sent inside are stored in it.
 Before the commit, the session sends a control message, which ensures that the messages
@@ -90,8 +90,8 @@ class OutboxSession:
         return ours and "database is locked" in str(error)
 
     def begin(self) -> None:
-        """Open the transaction; the database begins it at the first query. Raises
-        SessionError if the session has begun before."""
+        """Open the transaction. The database begins the transaction only at the first
+        query. Raises SessionError if the session has begun before."""
         if self._scope is not None or self._ended:
             raise SessionError("This outbox session has begun already; make another.")
         self._block.enter()
@@ -138,8 +138,8 @@ class OutboxSession:
 
     def _join(self) -> tuple[uuid.UUID, int | None]:
         """Return the session id for the rows that are stored next, and the lock that
-        their INSERT takes. These are the id and the lock of a group, or this session's
-        own id and no lock."""
+        their INSERT takes. Usually both belong to a group. Without a group, this is the
+        session's own id and no lock."""
         # Threads may share a context, like those that an async view starts. Rows in a
         # group without a confirmed control message would be left to the relay.
         with self._joining:

@@ -1,11 +1,11 @@
 """Requests whose answers together continue a run: the requests of a `gather()` in a
-flow, or of a batch.
+flow, or of a flow batch.
 
-Each answer is written to its own row, and the rows share no lock. So the service checks
-twice whether all requests are answered. First, the transaction that writes an answer
-calls `may_have_ended()`, which also counts the answers that other transactions are
-writing. So the last transaction never misses an answer. Then a separate transaction
-calls `has_ended()`, which waits until those answers are written.
+Each answer is written to its own row, and no lock is shared, so answers do not wait for
+each other. Two checks find out whether all requests are answered. First, the
+transaction that writes an answer calls `may_have_ended()`, which also counts the
+answers that other transactions are writing. Then a separate transaction calls
+`has_ended()`, which waits until those answers are written.
 """
 
 from __future__ import annotations
@@ -146,12 +146,12 @@ class Batch(models.Model):
         return branch.values_list("request_id", flat=True).get() if written else None
 
     def may_have_ended(self) -> bool:
-        """Return whether the batch has ended, assuming that every transaction which is
-        now writing an answer commits.
+        """Return whether the batch has ended, if all transactions that are now writing
+        an answer commit.
 
-        Rows that other transactions have locked are skipped, because those transactions
-        either write an answer or make the same check. So the last transaction that
-        locks its own row counts every other branch as answered.
+        Rows that other transactions have locked count as answered, because those
+        transactions either write an answer or make the same check. So the transaction
+        that writes its answer last counts all branches as answered.
         """
         failed = self.enough < self.total and self.rows().filter(_FAILED).count()
         spare = max(self.total - failed - self.enough, 0)
@@ -167,8 +167,8 @@ class Batch(models.Model):
         return ended
 
     def has_ended(self) -> bool:
-        """Return whether the batch has ended, after waiting for the answers that are
-        being written. If it has ended, no answer can be written until the transaction
+        """Return whether the batch has ended. Waits for the answers that are being
+        written. If the batch has ended, no answer can be written until this transaction
         ends."""
         list(self.rows().filter(_OPEN).select_for_update().values_list("pk"))
         now = self.progress

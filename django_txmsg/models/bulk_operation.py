@@ -1,5 +1,5 @@
-"""A bulk operation on dead letters or on runs of flows. Workers execute it batch by
-batch.
+"""A bulk operation on dead letters or on runs of flows. Consumers execute the operation
+batch by batch.
 
 States: `running ⇄ paused`, then `done | cancelled`. The cursor advances in the
 transaction of its batch, so a crash neither loses nor doubles a message.
@@ -39,8 +39,9 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
         return self._move(pk, (BulkState.RUNNING,), state=BulkState.PAUSED)
 
     def resume(self, pk: int) -> bool:
-        """Continue after the last batch. If the operation stopped itself after a probe,
-        it continues with all remaining dead letters, without another probe."""
+        """Continue after the last batch. An operation that stopped itself because
+        messages died again continues with all remaining dead letters, and does not stop
+        itself again."""
         stopped = ~Q(stopped_why="")
         self.filter(stopped, pk=pk, state=BulkState.PAUSED).update(
             tolerates=None, watched=[], stopped_why=""
@@ -68,7 +69,7 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
 class BulkOperation(models.Model):
     """An action on all dead letters, or on all runs, that match a filter.
 
-    `up_to` excludes messages that died, and runs that began, after the request.
+    Messages that died and runs that began after the request are excluded, by `up_to`.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -128,7 +129,7 @@ class BulkOperation(models.Model):
 
     @property
     def subject(self) -> str:
-        """The operation's total with its noun, for example "12 dead letters" or "1
+        """The number of rows with their noun, for example "12 dead letters" or "1
         run"."""
         return f"{self.total:,} {self.noun}{'s' * (self.total != 1)}"
 

@@ -34,8 +34,9 @@ def claim_sql(
 ) -> str:
     """Return SQL that claims rows of `table`, in the order of the column `due`.
 
-    - `where` is the condition on a candidate `c`. Its clock must be constant within the
-      statement, so that an index scan can stop at the first row that is not due.
+    - `where` is the condition on a candidate row `c`. The condition's clock must be
+      constant within the statement, so that an index scan can stop at the first row
+      that is not due.
     - `assign`, `also` (a further condition) and `returning` refer to the row as `o`,
       and may use `picked (id, due)`. `before` is a leading CTE.
     - If `rank` names a column, rows with a higher value come first.
@@ -65,7 +66,7 @@ def claim_sql(
 def bounds(
     limit: int, max_bytes: int | None = None, *, alone: int = UNLIMITED
 ) -> Sequence[Any]:
-    """Return the parameters that limit how many rows and bytes a claim takes, by
-    default MAX_BYTES. The limit of bytes does not apply to the first message: `alone`
-    limits its size."""
+    """Return the parameters that limit how many rows, and how many bytes (by default
+    MAX_BYTES), a claim takes. If the first message is larger than that, it is claimed
+    alone, unless it is also larger than `alone`."""
     return [limit, MAX_BYTES if max_bytes is None else max_bytes, alone]

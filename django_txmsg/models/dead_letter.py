@@ -115,7 +115,8 @@ class FailureNote(models.Model):
 
 
 class Attempt(models.Model):
-    """A failed execution. A successful one is recorded in the inbox only."""
+    """A failed execution of a stage. A successful execution is recorded only in the
+    inbox."""
 
     id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField()

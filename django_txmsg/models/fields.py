@@ -49,15 +49,16 @@ def began_sql(connection: Any) -> str:
 
 
 def later_sql(connection: Any) -> str:
-    """Return SQL for the database's current time plus a parameter, `later_value()`."""
+    """Return SQL for the database's current time plus the parameter that
+    `later_value()` returns."""
     if connection.vendor == "postgresql":
         return "clock_timestamp() + make_interval(secs => %s)"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', %s)"
 
 
 class Later(models.Func):
-    """The database's current time plus a number of seconds. An interval of days would
-    be wrong when daylight saving time begins or ends; a number of seconds is not."""
+    """The database's current time plus a number of seconds. This is not an interval of
+    days, because a day may have 23 or 25 hours."""
 
     output_field = models.DateTimeField()
 
@@ -132,12 +133,12 @@ def text_sql(connection: Any, column: str) -> str:
 
 
 def no_wait_sql(connection: Any) -> tuple[str, str]:
-    """Return a CTE and a condition. A statement with both commits without waiting for
-    the disk. Inside a transaction, and on SQLite, the CTE is empty and the condition is
-    true.
+    """Return a CTE and a condition. A statement that contains both commits without
+    waiting for the disk. Inside a transaction, and on SQLite, the CTE is empty and the
+    condition is true.
 
-    Use them for changes that a crash of the server may lose, if the loss only causes a
-    repetition, and never loses a message.
+    Use them only for changes whose loss in a crash of the server causes a repetition,
+    but never loses a message.
     """
     if connection.vendor != "postgresql" or in_block(connection):
         return "", "TRUE"
@@ -146,7 +147,8 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
 
 
 def prepared(model: type[models.Model], name: str, value: Any, connection: Any) -> Any:
-    """Return a value in the database's form for a model field."""
+    """Convert a value to the form in which the database stores it in a model's
+    field."""
     field: Any = model._meta.get_field(name)
     return field.get_db_prep_save(value, connection)
 

@@ -31,13 +31,14 @@ PATIENCE_MS = 200
 
 
 class SessionManager(SqlManager):
-    """The two ways in which a session can end. Each way is a single INSERT, which fails
-    if the session has already ended in the other way."""
+    """The two ways in which a session can end: it commits, or it is given up. Each way
+    is a single INSERT, which fails if the session has already ended in the other
+    way."""
 
     def commit(self, session_id: uuid.UUID) -> bool:
         """Record, within the session's transaction, that the session committed.
 
-        Returns False if a tombstone exists: then the transaction must not commit.
+        Returns False if a tombstone exists. The transaction must not commit then.
         """
         return self._insert(session_id, SessionStatus.COMMITTED)
 
@@ -62,7 +63,7 @@ class SessionManager(SqlManager):
                 cursor.execute(f"PRAGMA busy_timeout = {usual}")
 
     def given_up(self, since: dt.timedelta) -> int:
-        """Count the tombstones that were written in the last `since`."""
+        """Count the tombstones that were written within this time before now."""
         recent = self.filter(created_at__gte=Now() - since)
         return recent.filter(status=SessionStatus.TOMBSTONE).count()
 

@@ -82,7 +82,7 @@ class InboxRecord:
         return self.processed or self.dead or self.parked
 
     def attempted(self, attempt: int) -> InboxRecord:
-        """Return a copy of the record with this attempt number."""
+        """Return a copy of the record with another attempt number."""
         return dataclasses.replace(self, attempt=attempt)
 
 
@@ -130,8 +130,8 @@ class InboxManager(SqlManager):
         run.
 
         The statement commits at once, so that a message that kills its worker is still
-        counted. On PostgreSQL the commit does not wait for the disk. So a crash of the
-        server may lose the rows; a caller that then finds no row calls `recall()`.
+        counted. On PostgreSQL the commit does not wait for the disk, so a crash of the
+        server may lose the rows. A caller that later finds no row calls `recall()`.
 
         An `idempotent` stage also runs messages that it has already processed. With
         `together`, the messages will run in one transaction, and no attempt is counted:
@@ -161,8 +161,8 @@ class InboxManager(SqlManager):
 
         Returns the record, and whether the row was taken. With `turn`, the row is taken
         only if the message's predecessor is processed and no other transaction has
-        locked the key. The transaction stays open in both cases: a `StageTransaction`
-        takes it over, or the caller rolls it back.
+        locked the key. Whether or not the row was taken, the transaction stays open: a
+        `StageTransaction` takes over the transaction, or the caller rolls it back.
 
         If the call fails, pass the same `mark` to `recorded()`, which returns the
         record if the first commit succeeded. Requires psycopg 3, and a connection that
@@ -430,7 +430,7 @@ class InboxManager(SqlManager):
 
     def lock(self, ids: list[int]) -> set[int]:
         """Lock these rows until the transaction ends, and return the rows that still
-        have to be processed. A worker with another copy of such a message waits for the
+        have to be processed. A worker with a duplicate of such a message waits for the
         lock."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
@@ -446,7 +446,7 @@ class InboxManager(SqlManager):
     ) -> bool:
         """Mark one row as processed before the handler runs. The mark commits together
         with the handler's work. The statement also locks the row, so that a worker with
-        another copy of the message waits.
+        a duplicate of the message waits.
 
         Returns False if the message is already processed, parked or dead. For a parked
         message, `token` is its lease. With `turn`, the row is taken only if the
@@ -470,7 +470,8 @@ class InboxManager(SqlManager):
         return False
 
     def finish(self, ids: list[int]) -> None:
-        """Mark rows as processed, in the transaction of their handlers' work."""
+        """Mark rows as processed, in the transaction that contains the handlers'
+        work."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
         self._changed(
@@ -482,8 +483,8 @@ class InboxManager(SqlManager):
 
     def revoke(self, stage: str, message_id: uuid.UUID) -> bool:
         """Revoke a message, so that the stage never processes it. The message may be
-        parked or dead, or may arrive later. If a worker is processing the message,
-        waits for that worker.
+        parked or dead, or may not have arrived yet. If a worker is processing the
+        message, wait for that worker.
 
         Returns False, and changes nothing, if the message is processed.
         """
@@ -559,9 +560,9 @@ def read_record(row: Sequence[Any]) -> InboxRecord:
 
 
 def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
-    """Return the condition that code with these types can read a row, and the
-    condition's parameters. The condition is empty if `reads` is None: the stage reads
-    every message."""
+    """Return the condition that this code can read a row, and the condition's
+    parameters. `reads` has the types and versions that the code reads. None means that
+    it reads every message; the condition is empty then."""
     if reads is None:
         return "", []
     one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"

@@ -8,10 +8,10 @@ A waiting row is a parked row that names its predecessor in `waits_for`. The row
 due when its predecessor ends. If the predecessor waits too, the row's due time is
 `NEVER` until the predecessor releases the row.
 
-A message that ends releases its followers in the last statement of its transaction.
-Followers that this statement misses are checked again at growing intervals. If a
-predecessor never arrives, its followers go on after a time-out. An operator can release
-the followers of any predecessor.
+The last statement of the transaction that ends a message releases the message's
+followers. Followers that this statement misses are checked again at growing intervals.
+If a predecessor never arrives, its followers go on after a time-out. An operator can
+release the followers of any predecessor.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class Turn:
 
 
 def passed_sql(message: str, stage: str, *, skips: bool) -> str:
-    """Return the condition that a message releases its followers at a `stage`. Both
-    `message`, the id, and `stage` are SQL; `stage` appears once in the condition."""
+    """Return the condition that a message releases its followers at a stage. `message`
+    is SQL for the message's id. `stage` is SQL for the stage's name, which appears in
+    the condition only once."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
         f" AND p.stage = {stage} AND {passes_sql(skips=skips)})"
@@ -267,9 +268,9 @@ class OrderManager(SqlManager):
         """Park a message whose turn has not come, and subtract `uncounted` attempts.
         With `aside`, the turn has come, but another transaction has locked the key.
 
-        Call this outside any transaction: the second statement must see what other
-        transactions have committed since the first. Returns whether the message can be
-        claimed at once after all.
+        Returns whether the message can be claimed at once after all. Call this outside
+        any transaction: its second statement must see what other transactions have
+        committed since its first.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
@@ -305,8 +306,9 @@ class OrderManager(SqlManager):
         return self._look(pk, turn, row[0])
 
     def _look(self, pk: int, turn: Turn, due: Any) -> bool:
-        """Check a message again that was just parked. Its predecessor may have ended
-        before the row was visible to other transactions, or may itself be waiting."""
+        """Check a message once more, right after it was parked. Its predecessor may
+        have ended before other transactions could see the parked row, or may itself be
+        waiting."""
         connection = connections[self.db]
         now, never = now_sql(connection), never_sql(connection)
         # If a crash loses this, the message is rechecked later.
@@ -357,17 +359,16 @@ class OrderManager(SqlManager):
         return int(rows.exclude(key="").filter(processed_at=None)[:most].count())
 
     def wake(self, stage: str, messages: Collection[uuid.UUID]) -> int:
-        """Make the followers of these messages, which end in this transaction, due.
-        Returns the number of followers. Must be the transaction's last statement. A
-        follower that was parked after this statement began checks its predecessor
-        itself."""
+        """Make the followers of these messages due, because the messages end in this
+        transaction. Returns the number of followers. Must be the transaction's last
+        statement. A follower that is parked later checks its predecessor itself."""
         ids, values = ids_sql(connections[self.db], "waits_for", messages)
         return self._release(stage, ids, values)
 
     def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
         """Check a stage's due waiting rows again, and postpone the rows whose turn has
-        not come. Returns the number of postponed rows. The pauses grow, but with `soon`
-        each is a second."""
+        not come. Returns the number of postponed rows. Each time, a row is postponed
+        for longer; with `soon`, always for a second."""
         longest = FIRST_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
         now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
@@ -454,7 +455,7 @@ class OrderManager(SqlManager):
 
     def let_go(self, stage: str, key: str, *, link: str) -> int:
         """Release the first waiting message of a key, because an operator requests it.
-        Returns 1, or 0 if no message waits or the first was released meanwhile.
+        Returns 1, or 0 if no message waits or the first message was released meanwhile.
 
         Raises OperationalError if a worker is processing the message and does not
         finish within PATIENCE.

@@ -23,8 +23,8 @@ class Joint:
     """The place of a new message in the chain of its key, and the message's
     predecessor, if any.
 
-    Instants are microseconds since 1970 by the database's clock. Within a chain they
-    grow, even if that clock does not.
+    Instants are microseconds since 1970 by the database's clock. Within a chain, later
+    messages have later instants, even if that clock is set back.
     """
 
     previous_id: uuid.UUID | None
@@ -38,10 +38,11 @@ class KeyTailManager(SqlManager):
     def advance(
         self, broker: str, ends: Mapping[Chain, uuid.UUID], longest: int
     ) -> dict[Chain, Joint]:
-        """Make these messages the last messages of their chains. `longest` is the most
-        messages by which any chain grows now. The tails stay locked until the
-        transaction ends, so that no other relay extends these chains meanwhile. The
-        tails are always locked in the same order."""
+        """Make these messages the last messages of their chains. `longest` is the
+        largest number of messages that is now added to one chain. The tails stay locked
+        until the transaction ends, so that no other relay extends these chains
+        meanwhile. The tails are always locked in the same order, so that relays do not
+        deadlock."""
         connection = connections[self.db]
         native = connection.vendor == "postgresql"
         given = [

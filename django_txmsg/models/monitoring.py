@@ -52,8 +52,8 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
     def undelivered(self, service: str) -> Iterable[Alert]:
         """Return the alerts whose beginning or end must be delivered, and which no
-        process is delivering. The end of an alert is delivered only if its beginning
-        was."""
+        process is delivering. If an alert's beginning was not delivered, its end is not
+        delivered either."""
         begun = Q(ended_at=None, delivered="")
         ended = Q(ended_at__isnull=False, delivered="firing")
         free = Q(lease_until=None) | Q(lease_until__lt=Now())
@@ -120,7 +120,8 @@ PERIOD = dt.timedelta(minutes=5)
 
 
 class PeriodCount(models.Model):
-    """One count of one finished period: its series, and its destination or stage."""
+    """How many messages one series (such as "processed") counted in one finished
+    period, at one destination or stage."""
 
     id = models.BigAutoField(primary_key=True)
     start = models.DateTimeField()
@@ -194,8 +195,8 @@ class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         that collect logs.
 
         `count` is how many messages, stages or other rows the operator was shown, or
-        None if they were not counted. For a bulk `operation`, the entry has the
-        operation's total instead.
+        None if they were not counted. For a bulk `operation`, the operation's total is
+        recorded instead.
         """
         self.create(
             by=by[:255],

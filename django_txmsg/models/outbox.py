@@ -117,9 +117,9 @@ class PendingManager(SqlManager):
         """Lock the pending rows with these unique keys until the open transaction ends.
         Returns the primary keys of all rows that hold the keys.
 
-        `wanted` maps each key to the expiry, in seconds, of the new message that was
-        not stored because of the row; None means never. If the row would expire sooner,
-        its expiry is extended.
+        A new message with such a key is not stored. `wanted` maps each key to the
+        expiry of that new message, in seconds; None means never. A row that would
+        expire sooner gets this expiry.
         """
         connection, table = connections[self.db], self._table
         now, later = now_sql(connection), later_sql(connection)

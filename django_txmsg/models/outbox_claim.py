@@ -93,9 +93,9 @@ class ClaimingManager(SqlManager):
         - `services` selects the rows that these services stored, and the rows of
           releases that did not record the service. None selects all rows.
         - `ids`, `session_id` and the destination `only` narrow the selection.
-        - `but` excludes destinations, and the rows that must follow an excluded row.
-        - `floor` skips rows that were due earlier, so that a busy relay does not scan
-          the rows that it has just settled.
+        - `but` excludes destinations, and rows that must follow an excluded row.
+        - `floor` excludes rows that were due earlier, so that a busy relay does not
+          scan the rows that it has just settled.
         """
         connection, table = connections[self.db], self._table
         now = began_sql(connection)

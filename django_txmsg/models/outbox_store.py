@@ -41,8 +41,8 @@ UniqueUntil = Literal["left", "processed"]
 class NewMessage:
     """A message to be stored. `delay` and `expiry` are seconds from now.
 
-    This is no model instance: creating the instances would cost more than the rest of
-    storing a thousand messages.
+    This class is not a model: creating model instances would cost more than all other
+    steps of storing a thousand messages.
     """
 
     message_id: uuid.UUID
@@ -82,7 +82,7 @@ class Stored(NamedTuple):
 
 
 class StoringManager(SqlManager):
-    """Inserts messages to send."""
+    """Inserts messages into the outbox."""
 
     def store(
         self,

@@ -54,8 +54,9 @@ class QueueManager(SqlManager):
         lease: float,
         room: Room | None = None,
     ) -> list[tuple[int, str, bytes, int]]:
-        """Claim due messages of a queue, in order, at most `limit`. `room` limits their
-        bytes, by default to `claiming.MAX_BYTES` or a single larger message.
+        """Claim due messages of a queue, in order, at most `limit`. `room` limits the
+        bytes of their bodies. By default, the claim takes at most `claiming.MAX_BYTES`,
+        or a single larger message.
 
         Returns the id, headers as JSON, body and number of deliveries of each message.
         """
@@ -154,8 +155,8 @@ class QueueManager(SqlManager):
         )
 
     def remove(self, ids: Sequence[int], token: uuid.UUID) -> int:
-        """Delete acknowledged messages. Returns the number of messages that were still
-        held."""
+        """Delete acknowledged messages. Returns the number of messages that still
+        belonged to this lease."""
         return self._change(f"DELETE FROM {_TABLE}", ids, token)  # noqa: S608 - constants only
 
     def _change(

@@ -147,8 +147,8 @@ class RunManager(SqlManager):
 
     def claim_due(self, service: str, flows: Collection[str], limit: int) -> list[Run]:
         """Return runs of these flows whose deadline has passed, and postpone each
-        deadline by a minute, so that the caller can continue the run. Call this inside
-        a transaction."""
+        deadline by a minute. The caller then continues the runs. Call this inside a
+        transaction."""
         skips = connections[self.db].vendor == "postgresql"
         due = (
             self.select_for_update(skip_locked=skips)
@@ -297,8 +297,8 @@ class Run(models.Model):
         return f"{self.flow} {self.key or self.run_id}"
 
     def wait(self, waits_for: WaitsFor, step: str, **more: Any) -> None:
-        """Let the run wait for `waits_for`, under a new turn unless a turn is given.
-        `step` runs next."""
+        """Let the run wait for `waits_for`, and then call `step`. Unless a turn is
+        given, the run gets a new turn."""
         self.waits_for, self.step = waits_for, step
         self.turn = more.get("turn") or uuid.uuid4()
         self.otherwise = more.get("otherwise", "")

@@ -67,8 +67,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         return self._notified(changed)
 
     def rates(self) -> dict[str, tuple[str, float]]:
-        """Return the changed rates that apply now, each with the seconds for which it
-        still applies."""
+        """Return the changed rates that apply now, each with the seconds until it
+        ends."""
         rows = self.filter(rate_until__gt=Now()).annotate(now=Now())
         return {
             row.stage: (row.rate, (row.rate_until - row.now).total_seconds())
@@ -76,15 +76,15 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         }
 
     def ordered(self, stage: str) -> None:
-        """Record that a stage runs in order in this database now, unless that is
+        """Record that a stage is ordered in this database since now, unless that is
         recorded already."""
         if not self.filter(stage=stage, ordered_since__isnull=False).exists():
             self.get_or_create(stage=stage)
             self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
 
     def full(self, stage: str, full: bool) -> None:
-        """Record that a stage takes no more messages, because too many messages wait
-        there. With False, record that it takes messages again."""
+        """Record whether a stage is full, which means that it receives no messages
+        because too many messages wait there."""
         if full:
             self.get_or_create(stage=stage)
         self.filter(stage=stage, full_since__isnull=full).update(
@@ -154,7 +154,7 @@ _ORIGIN = "{now} - ({now} - l.origin) / l.period * %s"
 
 
 class RateLineManager(SqlManager):
-    """The transitions of lines. Each transition commits by itself."""
+    """The transitions of lines of slots. Each transition commits by itself."""
 
     def place(
         self,
@@ -258,7 +258,7 @@ class RateLineManager(SqlManager):
 
 
 def _epoch_sql(connection: Any) -> str:
-    """Return SQL for the database's present instant as Unix time in seconds."""
+    """Return SQL for the database's current time as Unix time in seconds."""
     if connection.vendor == "postgresql":
         return f"extract(epoch FROM {now_sql(connection)})::float8"
     return "((julianday('now') - 2440587.5) * 86400.0)"
@@ -298,8 +298,8 @@ class StopRequestManager(models.Manager):  # type: ignore[type-arg]  # not gener
     """Creates and reads requests to stop messages."""
 
     def ask(self, stage: str, message_id: uuid.UUID, why: str) -> None:
-        """Request that the consumer which is processing a message at a stage stops
-        it."""
+        """Request that the consumer stops a message while it is processing the message
+        at a stage."""
         self.create(stage=stage, message_id=message_id, why=why[:255])
         if conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})

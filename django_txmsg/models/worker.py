@@ -30,9 +30,9 @@ def living() -> Q:
 class Worker(models.Model):
     """A running process. A process deletes its row when it stops normally.
 
-    A worker is alive until its last heartbeat is older than its `silent_after`. Each
-    row has its own value, so all processes agree, whatever heartbeat their settings
-    say.
+    A worker is alive until its last heartbeat is older than `silent_after`. This value
+    is stored in the worker's row, so that all processes agree, even if their settings
+    differ.
     """
 
     id = models.BigAutoField(primary_key=True)

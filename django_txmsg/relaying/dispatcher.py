@@ -72,8 +72,8 @@ class Dispatcher:
             log.debug("dispatcher is behind; %d rows wait for the relay", len(ids))
 
     def stop(self, timeout: float) -> None:
-        """Dispatch the waiting messages and end the thread, within at most `timeout`
-        seconds."""
+        """Dispatch the waiting messages, and end the thread. Wait for that for at most
+        `timeout` seconds."""
         self._stopping.set()
         try:
             self._waiting.put_nowait(None)
@@ -123,8 +123,8 @@ class Dispatcher:
         return max(0.0, self._again[0][0] - time.monotonic())
 
     def _due_again(self) -> list[tuple[int, list[int]]]:
-        """Remove and return the rows to try again now. Each item is how often the rows
-        were tried, and the rows' ids."""
+        """Remove and return the rows to try again now. Each item has the number of
+        earlier tries, and the ids of the rows."""
         due = []
         while self._again and self._again[0][0] <= time.monotonic():
             _, tries, ids = heapq.heappop(self._again)
@@ -164,8 +164,8 @@ class Dispatcher:
 
 
 def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
-    """Dispatch rows in this thread. If the broker is unavailable, log the error: the
-    caller waits no longer than the connection's time-out."""
+    """Dispatch rows in this thread. If the broker is unavailable, only log the error.
+    The caller waits at most until the connection's time-out."""
     lane = Lane(using, broker, longest_lease=AFTER_COMMIT_LEASE)
     try:
         while lane.dispatch(ids=ids):
@@ -179,8 +179,8 @@ def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
 
 
 def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
-    """Dispatch the rows of a commit, as the setting DISPATCH_ON_COMMIT says. Receives
-    the signal `messages_committed`."""
+    """Dispatch the rows of a commit in the way that the setting DISPATCH_ON_COMMIT
+    selects. Receives the signal `messages_committed`."""
     mode, connection = conf.get().DISPATCH_ON_COMMIT, connections[using]
     if mode == "inline":
         # A TestCase that runs its hooks has committed nothing: no other connection sees
@@ -207,8 +207,8 @@ _dispatcher = PerProcess(_begin)
 
 @atexit.register
 def stop_dispatchers(timeout: float = 2.0) -> None:
-    """Stop the dispatchers of this process. Each may send its waiting messages for at
-    most `timeout` seconds. The next commit starts a new dispatcher."""
+    """Stop the dispatchers of this process. Each dispatcher may send its waiting
+    messages for at most `timeout` seconds. The next commit starts a new dispatcher."""
     for dispatcher in _dispatcher.clear():
         dispatcher.stop(timeout)
 

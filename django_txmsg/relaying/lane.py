@@ -1,9 +1,9 @@
 """Hops 3 and 4: sends stored messages to the broker, batch by batch.
 
 A claim is one short statement. While a lane sends to the broker, no database
-transaction is open. A row is marked as dispatched only after its receipt. The relay has
-lanes, and so do the dispatcher (after a commit) and the receiver of control messages.
-Any number of lanes may run at once.
+transaction is open. A row is marked as dispatched only after its receipt has come.
+Lanes are used by the relay, by the dispatcher (after a commit) and by the receiver of
+control messages. Any number of lanes may run at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def link(
     links in their headers.
 
     Expired messages get no link. Messages whose lease has ended are omitted. The commit
-    waits for the disk: if a crash lost it, two messages could get the same predecessor.
+    waits for the disk: if a crash lost the commit, two messages could get the same
+    predecessor.
     """
     chains: dict[Chain, list[Claimed]] = {}
     for row in claimed:
@@ -101,8 +102,8 @@ Claim = Callable[[str | None], list[Claimed]]
 
 
 class Sweep:
-    """The position in the index from which a lane searches for rows: where its last
-    search ended.
+    """The position in the index at which a lane's last search for rows ended, and at
+    which its next search begins.
 
     Settled rows leave dead index entries behind, which PostgreSQL cannot remove while
     any old snapshot is open. See docs/decisions/dispatch-floor-and-sweep.md.
@@ -116,13 +117,14 @@ class Sweep:
         self._swept_at = self._cost = 0.0
 
     def rewind(self) -> None:
-        """Start the next search at the first row, because earlier rows can be claimed
-        again."""
+        """Let the next search begin at the first row, because rows before the position
+        can be claimed again."""
         self._floor = None
 
     def claim(self, claim: Claim) -> list[Claimed]:
-        """Claim rows, from the position where the last search ended. If that finds no
-        row, or if the last full search is old enough, search from the first row."""
+        """Claim rows, beginning at the position where the last search ended. If no row
+        is found there, or the last search from the first row was long ago, begin at the
+        first row."""
         began = time.monotonic()
         due = began - self._swept_at >= max(1.0, self._cost / self.SHARE)
         claimed = claim(self._floor) if self._floor and not due else []
@@ -193,7 +195,8 @@ class Lane:
         """Claim, send and settle one batch. Returns the number of claimed rows.
 
         If a destination takes no messages now, the lane pauses the destination and
-        releases its rows. Raises BrokerUnavailable; then all rows are released.
+        releases its rows. If the broker is unavailable, the lane releases all rows and
+        raises BrokerUnavailable.
         """
         # Connect to the broker before the claim: an outage must not cause pointless
         # leases.
@@ -271,8 +274,9 @@ class Lane:
         return len(held)
 
     def held_back(self, ids: list[int]) -> list[int]:
-        """Return the ids of due rows that wait for earlier rows of their keys, and of
-        the earlier rows. Returns at most one batch."""
+        """Return the ids of the due rows that must wait for earlier rows of their keys,
+        together with the ids of these earlier rows. Returns at most as many ids as a
+        batch has rows."""
         return self._outbox().held_back(
             ids,
             self._batch_size,
@@ -361,7 +365,8 @@ class Lane:
         one bad message, without naming the message. Then the messages whose outcome is
         unknown are sent again, one by one.
 
-        Raises BrokerUnavailable; the unsettled rows are then still claimed.
+        If the broker is unavailable, raises BrokerUnavailable. The caller must then
+        release the rows that are not settled.
         """
         service = conf.get().SERVICE
         while rows := settlement.still_held(rows):

@@ -2,9 +2,9 @@
 time, and how much memory the bodies take.
 
 Without the first limit, all lanes would use the database at the same time, and then all
-wait for the broker, so that one of the two would always be idle. The second limit
-applies to all lanes of a database and broker together, because a body is copied several
-times while it is sent.
+would wait for the broker, so that one of the two would always be idle. The second limit
+exists because a body is copied several times while it is sent. This limit applies to
+all lanes of a database and broker together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST = 0.1
 
 class Turn:
     """A semaphore that lanes share. At most `places` lanes claim or mark a batch at a
-    time. While the broker is idle, twice as many do."""
+    time. While the broker is idle, the limit is twice as high."""
 
     def __init__(self, places: int = 1) -> None:
         self._places = places
@@ -81,13 +81,13 @@ class Budget:
     """The memory for bodies that the lanes of one database and broker share.
 
     A body that is larger than a lane's share is sent only while no other lane holds
-    bodies. Until then, a lane that finds such a body claims nothing. When the last lane
-    that holds bodies has sent them, it tries to claim the large body.
+    bodies. Until then, a lane that finds such a body claims nothing. The last lane that
+    holds bodies tries to claim the large body after it has sent its own bodies.
     """
 
     def __init__(self, lanes: int = 1, budgets: int = 1) -> None:
-        """Create a budget for `lanes` lanes. The process has `budgets` budgets, which
-        share its memory equally."""
+        """Create a budget for `lanes` lanes. The process divides its memory for bodies
+        equally among `budgets` budgets."""
         self._limit = claiming.MAX_BYTES // budgets
         self._share = self._limit // lanes
         self._parts: set[Part] = set()

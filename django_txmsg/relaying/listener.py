@@ -160,8 +160,8 @@ class _NotReceived(Exception):
 
 
 def _delays(topics: Collection[str]) -> Iterator[float]:
-    """Yield the times at which delayed messages become due, from the notifications of
-    these messages."""
+    """Yield the times at which delayed messages become due. Their notifications contain
+    the delays."""
     for one in topics:
         if one.startswith("+"):
             # Any client of the database can send notifications of any content.
@@ -172,9 +172,9 @@ def _delays(topics: Collection[str]) -> Iterator[float]:
 def receives_notifications(
     using: str, stop: threading.Event | None = None
 ) -> bool | None:
-    """Start to listen on this thread's connection, and return whether that works. As a
-    test, this process sends a notification on another connection, and waits until the
-    notification arrives here. Returns None if the driver cannot listen.
+    """Start to listen on this thread's connection, and return whether notifications
+    arrive. To test that, this process sends a notification on another connection.
+    Returns None if the driver cannot listen.
 
     Raises Django's database errors. Returns soon after `stop` is set.
     """
@@ -194,8 +194,9 @@ def receives_notifications(
 
 
 def _send_proof(using: str) -> str:
-    """Send a notification and return its text. The notification uses another
-    connection, because other processes also use other connections."""
+    """Send a notification to the listener itself, and return the notification's text.
+    The notification is sent on another connection, like the notifications of other
+    processes."""
     proof = f"proof {uuid.uuid4()}"
     notify(using, {proof})
     return proof
@@ -220,8 +221,8 @@ def alias_of(using: str) -> str:
 
 @contextmanager
 def listening(databases: Collection[str]) -> Iterator[None]:
-    """Listen in each of these databases while the block runs, if it is a PostgreSQL
-    database. All users in this process share one listener for each database."""
+    """Listen in these databases while the block runs. Databases other than PostgreSQL
+    are ignored. All users in this process share one listener for each database."""
     if not conf.get().NOTIFY:
         yield
         return
@@ -260,8 +261,8 @@ class _Users:
             thread.start()
 
     def remove(self) -> None:
-        """Remove a user. After the last user, the thread ends. No code waits for its
-        end, because the thread holds only a connection."""
+        """Remove a user. After the last user is removed, the thread ends. No code waits
+        for that, because the thread holds only a connection."""
         with self._lock:
             self._count -= 1
             if not self._count:

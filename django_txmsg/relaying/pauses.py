@@ -64,8 +64,8 @@ class Pauses:
 
     @property
     def errors(self) -> dict[str, BaseException]:
-        """The errors because of which destinations are paused. The keys are texts such
-        as "QUEUE on BROKER"."""
+        """For each paused destination, as "DESTINATION on BROKER", the error because of
+        which it is paused."""
         with self._lock:
             return {
                 one.breaker.name: one.breaker.error
@@ -113,9 +113,9 @@ class Pauses:
         return None
 
     def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
-        """Record how many messages the trial claimed, or None if the trial did not
-        finish. The destination is no longer paused once a batch of at least `enough`
-        messages was stored."""
+        """End a trial that claimed this many messages; None means that the trial did
+        not finish. The pause ends once a trial has stored at least `enough`
+        messages."""
         over = False
         with self._lock:
             trial.taken = False

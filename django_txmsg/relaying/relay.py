@@ -1,7 +1,7 @@
 """Hop 3 as a process: `manage.py relay` runs several lanes in parallel until stopped.
 
-If a broker or database is down, the relay probes it with growing pauses, and uses it
-again when it answers.
+If a broker or database is down, the relay probes that server with growing pauses, and
+uses the server again when it answers.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Relay:
 
     @property
     def counts(self) -> Counter[str]:
-        """Total numbers of messages so far, by outcome: "dispatched", "rejected" or
-        "dead", for example."""
+        """How many messages there were of each outcome so far, such as "dispatched" or
+        "dead"."""
         total: Counter[str] = Counter()
         for lane in self.lanes:
             total += lane.counts
@@ -96,9 +96,9 @@ class Relay:
     def run(self, *, once: bool = False) -> None:
         """Relay until stopped. With `once`, relay until no lane finds a due row.
 
-        If an error ends a lane, all lanes end, and the error is raised. With `once`, a
-        broker or database that is unavailable ends only its own lanes; the error is
-        raised after the other lanes have ended. With `once`, also raises
+        If an error ends a lane, all lanes end, and the error is raised. With `once`, an
+        unavailable broker or database ends only its own lanes; when the other lanes
+        have ended too, the error is raised. With `once`, also raises
         DestinationUnavailable if a destination did not take its messages.
         """
 

@@ -61,8 +61,8 @@ class Receipts:
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Sort the rows by their outcomes. With `apart`, the rows were sent one by one: if
-    the broker hung up, the row without an answer is to blame."""
+    """Sort the rows by their outcomes. With `apart`, the rows were sent one by one. So
+    if the broker hung up, the fault is that of the row which was being sent."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
@@ -144,9 +144,9 @@ class Settlement:
         return OutboxMessage.objects.db_manager(self.using)
 
     def still_held(self, rows: list[Claimed]) -> list[Claimed]:
-        """Return the rows that still belong to this claim. If the lease has ended for a
-        while, omits rows that were cancelled, and rows that another relay has
-        claimed."""
+        """Return the rows that still belong to this claim. If the lease has ever ended,
+        that excludes rows that were cancelled or that another relay has claimed
+        since."""
         if not (rows and self._lease.lapsed):
             return rows
         ids = [row.id for row in rows]
@@ -165,8 +165,8 @@ class Settlement:
         self._fenced(0, lambda: self._outbox().release(ids, self._token))
 
     def settle(self, found: Receipts) -> None:
-        """Settle the rows: mark rows with a receipt as dispatched, postpone or bury
-        rows that the broker rejected, and release all other rows."""
+        """Settle the rows. Rows with a receipt are marked as dispatched. Rows that the
+        broker rejected are postponed or buried. All other rows are released."""
         stored = [row.id for row in found.stored]
         returned = [row.id for row in found.returned]
         if stored:

@@ -59,10 +59,10 @@ def bulk_operation(
 ) -> tuple[str, list[Any]]:
     """Return the statement, with its parameters, that stores a running bulk operation
     and returns its id. The admin, the commands and the pipeline start operations with
-    it.
+    this statement.
 
-    `filters` select the dead letters, `total` of them, with ids up to `up_to`. `rate`
-    is the highest number of messages per second.
+    `filters` select the dead letters, `total` is their number, and `up_to` is their
+    highest id. `rate` is the highest number of messages per second.
     """
     as_json = "%s::jsonb" if vendor == "postgresql" else "%s"
     values = {

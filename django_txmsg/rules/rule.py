@@ -29,7 +29,8 @@ class Rule:
         )
 
     def parts(self) -> Iterator[tuple[str, str]]:
-        """Yield each piece of the text, with the name that follows it, or ""."""
+        """Yield the text in pieces. Each piece comes with the name that follows it, or
+        with ""."""
         for text, name, _, _ in Formatter().parse(self.text):
             yield text, name or ""
 

@@ -35,8 +35,8 @@ LONGEST = 500
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A resource that cannot be used: its kind and name, for how many seconds, and
-    why."""
+    """A resource that cannot be used: its kind and name, how long it has been unusable,
+    and the error."""
 
     kind: str
     name: str
@@ -93,10 +93,10 @@ class Breaker:
         """Record that the server is down. Only the first failure of an outage is
         logged. With `progress`, the pauses start again with the shortest.
 
-        If the server worked only for a shorter time than the last pause, the same
-        outage goes on. (On a full disk, for example, some writes succeed.) The log has
-        then reported the end of the outage too early, and another line corrects that
-        when the pauses are long.
+        If the server has worked only for a shorter time than the last pause, this is
+        still the same outage. (On a full disk, for example, some writes succeed.) The
+        log has then reported the end of the outage too early. Once the pauses are long,
+        another log line corrects that.
         """
         with self._lock:
             self.error = error
@@ -142,9 +142,9 @@ _breakers: PerProcess[Members[Breaker]] = PerProcess(Members)
 
 
 def outages() -> list[Outage]:
-    """Return this process's current outages: of brokers, paused destinations, refused
-    subscriptions and databases. Each resource is listed once, the longest outage
-    first."""
+    """Return the current outages that this process knows: of brokers, paused
+    destinations, refused subscriptions and databases. Each resource is listed once, the
+    longest outage first."""
     found: dict[tuple[str, str], Outage] = {}
     for one in sorted(
         filter(None, (breaker.outage for breaker in _breakers().all())),

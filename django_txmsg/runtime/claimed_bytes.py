@@ -25,8 +25,8 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The limit of one claim: several bodies of `total` bytes together, or one body of
-    at most `alone` bytes."""
+    """The limit of one claim: bodies of `total` bytes together, or a single body of at
+    most `alone` bytes."""
 
     total: int
     alone: int

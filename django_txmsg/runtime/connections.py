@@ -36,8 +36,7 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
 
     Connections inside an atomic block stay open. A query is needed only for a
     connection that had an error. Pass `idle` if the thread has no work at the moment.
-    The alias `but` counts as busy even then, because its queues are polled all the
-    time.
+    The database `but` is never idle, because its queues are polled all the time.
 
     With CONN_HEALTH_CHECKS, Django checks each remaining connection before its next
     use, as in a new request.
@@ -64,7 +63,8 @@ def shed(using: str, size: int) -> None:
 
 def leave_blocks() -> list[str]:
     """Roll back the atomic blocks that a handler has entered and not left. Otherwise
-    the next handler would run inside them. Returns the aliases of their databases.
+    the next handler would run inside these blocks. Returns the aliases of the blocks'
+    databases.
 
     Call this outside all atomic blocks of this package.
     """

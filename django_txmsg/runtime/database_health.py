@@ -151,8 +151,8 @@ def error(using: str) -> BaseException | None:
 
 def note(using: str, error: BaseException) -> bool:
     """Return whether the error means that the database cannot be used now. If so, close
-    this thread's connection and test a new one: if the database does not accept a
-    write, record an outage.
+    this thread's connection, and test whether the database accepts a write on a new
+    connection. If the test fails, record an outage.
 
     Call this outside any atomic block.
     """
@@ -194,7 +194,7 @@ def wait(using: str, stop: threading.Event) -> bool:
 
 
 class Retry:
-    """Decides when to try a statement again that the database has refused: after a
+    """Decides when a statement that the database has refused is tried again: after a
     pause, or after a probe has succeeded.
 
     `what` is the beginning of the log lines. A process logs at most one such line a
@@ -213,8 +213,8 @@ class Retry:
 
     def failed(self, error: BaseException) -> None:
         """Record a refusal. If only the connection was broken, the next try may follow
-        at once. Otherwise it follows after a pause, or when the database is available
-        again.
+        at once. Otherwise the next try follows after a pause, or when the database is
+        available again.
 
         Call this outside any atomic block.
         """
@@ -262,7 +262,7 @@ retry = PerProcess(Retry)
 
 
 class _Report:
-    """The time before which no further line is logged."""
+    """The time until which further lines are not logged as warnings."""
 
     def __init__(self) -> None:
         self._lock, self.at = threading.Lock(), 0.0

@@ -1,8 +1,8 @@
 """Records whether the loops of this process still run.
 
-Each long-lived thread calls `turned()` once in each iteration of its loop, with the
-seconds for which it may now wait. So a thread that pauses because a broker or a
-database is unavailable does not count as hanging.
+Each long-lived thread calls `turned()` in each iteration of its loop, and passes the
+number of seconds for which the loop may now wait. So a thread that pauses because a
+broker or a database is unavailable does not count as hanging.
 """
 
 from __future__ import annotations

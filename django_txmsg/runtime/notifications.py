@@ -50,8 +50,7 @@ def later(delay: float) -> str:
 
 
 class Wakeup:
-    """Tells one thread when to query for a topic. A new `Wakeup` says to query at
-    once."""
+    """Tells one thread when to query for a topic. The first query is due at once."""
 
     def __init__(self, using: str, topic: str) -> None:
         self.using, self.topic = using, topic
@@ -65,8 +64,8 @@ class Wakeup:
         return has_listener(self.using)
 
     def due(self) -> bool:
-        """Return whether to query now: once after each wake-up or, without a listener,
-        always."""
+        """Return whether to query now. With a listener, that is once after each
+        wake-up. Without a listener, that is always."""
         rung = self._rung.is_set()
         if rung:  # else a ring right now would be lost
             self._rung.clear()
@@ -77,8 +76,8 @@ class Wakeup:
         self._rung.set()
 
     def wait(self, timeout: float) -> bool:
-        """Wait for a wake-up, for at most `timeout` seconds. Returns False after that
-        time."""
+        """Wait for a wake-up, for at most `timeout` seconds. Returns whether the
+        wake-up came."""
         return self._rung.wait(timeout)
 
 
@@ -95,8 +94,8 @@ def topics(using: str) -> set[str]:
 
 
 def has_listener(using: str) -> bool:
-    """Return whether a listener works in this database: its last `proved()` still
-    counts."""
+    """Return whether a listener works in this database, according to the last call of
+    `proved()`."""
     return _listener_until().get(using, 0.0) > time.monotonic()
 
 

@@ -42,8 +42,8 @@ class ThreadGroup:
             thread.start()
 
     def join(self) -> None:
-        """Wait until all threads have ended, and raise the error of the first that
-        failed."""
+        """Wait until all threads have ended. If threads failed, raises the error of the
+        thread that failed first."""
         for thread in self._threads:
             # With a timed join the main thread can handle its signals.
             while thread.is_alive():

@@ -1,8 +1,8 @@
 """Stores recurring messages when they are due, in one thread of each `relay` process.
 
 Any number of processes may do this. For each tick, only one process can advance the
-message's row, and it stores the tick's message in the same transaction. So each tick
-has one message.
+message's row. This process stores the tick's message in the same transaction, so each
+tick has one message.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Timekeeper(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether the loop needs no thread: no recurring message is declared for these
-        databases, and the outbox's database, in which messages can be created at run
-        time, is not one of them."""
+        """Whether the loop needs no thread. That is so if no recurring message is
+        declared for these databases, and if none can be created at run time, which is
+        possible only in the outbox's database."""
         aliases = {one.alias for one in recurring()}
         return not aliases | {router.db_for_write(Schedule)} & set(self._using)
 

@@ -67,7 +67,8 @@ class Recurring:
 
     @property
     def makes_up_all(self) -> bool:
-        """Whether all missed ticks are caught up, or only the latest."""
+        """Whether all missed ticks are caught up. Otherwise only the latest missed tick
+        is."""
         return (self.missed or conf.get().MISSED_TICKS) == "all"
 
     def check_timing(self) -> None:
@@ -144,8 +145,8 @@ def every(
     unique: str | None = None,
     unique_until: UniqueUntil = "left",
 ) -> Recurring:
-    """Declare a message that is sent at each tick of a cron expression, once over all
-    processes.
+    """Declare a message that is sent at each tick of a cron expression. However many
+    processes run, each tick has one message.
 
     Call this in an app's `stages` module: `every("*/5 * * * *", "reports.refresh",
     {})`.

@@ -40,7 +40,7 @@ class Dead:
 @message_type("txmsg.Buried")
 @dataclass(frozen=True)
 class Buried:
-    """Reports to a gather that one of its requests is a dead letter, so that the gather
+    """Tells a gather that one of its requests is a dead letter, so that the gather
     sends its next request. This is not the answer: an operator may still redeliver the
     dead letter."""
 
@@ -49,7 +49,7 @@ class Buried:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The destination of the answer to a message, and the message's headers, some of
+    """Where the answer to a message is sent. `given` has the message's headers, some of
     which the answer repeats."""
 
     destination: str
@@ -82,7 +82,7 @@ class Address:
         broker: str = "default",
     ) -> Message:
         """Store the answer. With an annotation, the answer is encoded as an object of
-        that type. The answer's correlation id is that of the request, or else of the
+        that type. The answer has the correlation id of the request, or else of the
         message that the stage is processing."""
         destination: str | TypedName[Any] = self.destination
         if annotation is not None and not isinstance(answer, Dead):
@@ -135,12 +135,12 @@ def answer_dead(
     using: str,
     broker: str,
 ) -> None:
-    """Report to the requester that no stage will process a request, and ensure that
-    none does. Runs inside the open transaction.
+    """Report to the requester that no stage will process a request, and ensure that no
+    stage does. Runs inside the open transaction.
 
-    If an operator can still redeliver the request, the only report goes to a gather
-    that waits to send its next request. A dead undo is not reported, because an undo
-    must be done.
+    If an operator can still redeliver the request, only a gather that waits to send its
+    next request gets a report. A dead undo is not reported, because an undo must be
+    done.
     """
     if wire.UNDOES in headers:
         return

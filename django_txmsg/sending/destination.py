@@ -1,5 +1,5 @@
-"""Destinations that declare the type of their bodies. So the bodies are checked at the
-sender, too."""
+"""Destinations that declare the type of their bodies, so that bodies are checked when
+they are sent, too."""
 
 from __future__ import annotations
 

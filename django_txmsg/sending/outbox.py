@@ -61,11 +61,12 @@ def send_message(
     - `using` is the database's alias.
     - Only one pending message can have a `unique` key. The key is free again when a
       relay claims the message, or when the message expires or is cancelled. With
-      `unique_until="processed"`, the key is free when a stage of this service has
+      `unique_until="processed"`, the key is free again when a stage of this service has
       processed or buried the message.
-    - `on_conflict` says what follows if the `unique` key is taken. "error" raises
-      AlreadyPending. "skip" stores nothing and returns the pending message, which is
-      then sent after this transaction. "replace" cancels the pending message.
+    - `on_conflict` says what to do if the `unique` key is taken: "error" raises
+      AlreadyPending, "skip" stores nothing and returns the pending message, and
+      "replace" cancels the pending message. A pending message that "skip" returns is
+      sent only after this transaction ends.
 
     Raises TransactionRequired if no transaction is open, InvalidMessage if the message
     cannot be sent, DuplicateMessage if `message_id` is stored already, and
@@ -117,7 +118,7 @@ def send_part(
     broker: str = "default",
 ) -> Message:
     """Store a message that belongs to a conversation of a flow. `conversation` has the
-    headers that identify the conversation and the sender's place in it.
+    headers that identify the conversation.
 
     Raises the errors of `send_message()`.
     """
@@ -153,8 +154,8 @@ def send_parts(
 
 
 def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
-    """Add the headers of a conversation to a message. If the consumer does not use this
-    package, also add JMS's headers for the same."""
+    """Add a conversation's headers to a message. If the consumer does not use this
+    package, also add the JMS headers with the same meaning."""
     row.headers |= conversation
     if row.destination in foreign and wire.is_request(row.headers):
         row.headers[wire.JMS_REPLY_TO] = row.headers[wire.REPLY_TO]
@@ -176,7 +177,7 @@ def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
 
 
 def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:
-    """Add a message to the broker's transaction of the stage."""
+    """Add a message to the broker's transaction in which the stage runs."""
     if row.unique:
         raise InvalidMessage(
             "A message with unique= must be stored at once, but this stage stores its "

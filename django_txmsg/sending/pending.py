@@ -21,9 +21,9 @@ def cancel_message(
     Inside a transaction, the message is cancelled if the transaction commits. `why` is
     stored with the message.
 
-    Returns False, and changes nothing, in these cases: the message does not exist; it
-    is dispatched or dead; a relay is sending it now; or it has a key and a relay has
-    claimed it before, because later messages of the key must follow it.
+    Returns False, and changes nothing, if the message does not exist, is dispatched or
+    dead, or if a relay is sending it now. Also returns False if the message has a key
+    and a relay has claimed it before, because later messages of the key must follow it.
 
     If a relay has sent the message and received no answer, the message may still
     arrive. Raises InvalidMessage if the id is not a UUID.
@@ -39,10 +39,9 @@ def reschedule_message(
     at: dt.datetime | None = None,
     using: str | None = None,
 ) -> bool:
-    """Send a pending message later or earlier: `delay` from now, by the database's
-    clock, or at the aware datetime `at`. If that time has passed, the message is sent
-    now. The message's expiry does not change. Later messages of its key are sent after
-    it.
+    """Change when a pending message is sent: `delay` from now, by the database's clock,
+    or at the aware datetime `at`. A time in the past means now. The message's expiry
+    does not change. Later messages of the same key are sent after the message.
 
     Returns False, and changes nothing, if the message does not exist, is dispatched or
     dead, or if a relay is sending it now.

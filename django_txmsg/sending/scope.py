@@ -42,7 +42,7 @@ from ..models.outbox_store import NewMessage
 class Block:
     """An atomic block that is entered and left once, perhaps in different functions.
 
-    `LateAtomic` gets `isolation` and `reading`. `committed` is true once the
+    `isolation` and `reading` are those of `LateAtomic`. `committed` is true once the
     transaction has committed, even if a hook after the commit raised. `nested` means
     that the block is a savepoint in an outer transaction, whose commit the block does
     not control.
@@ -72,8 +72,9 @@ class Block:
             transaction.on_commit(self._note_commit, using=self.using)
 
     def exit(self, error: BaseException | None) -> None:
-        """Commit. Roll back if `error` is given or `set_rollback()` was called. Raises
-        the error that prevented the commit, or the error of a hook after the commit."""
+        """Commit, or roll back if there is an `error` or `set_rollback()` was called.
+        Raises the error that prevented the commit, or the error of a hook after the
+        commit."""
         for end in self._endings:
             end()
         self._atomic.exit(error)
@@ -116,16 +117,16 @@ class Scope:
     share a scope.
 
     - `cause` is the message that a stage processes. The ids of the stage's messages are
-      derived from its id. `worker` is the process that runs the stage.
+      derived from the id of `cause`. `worker` is the process that runs the stage.
     - `enlist`, if set, adds messages to the broker's transaction instead of the outbox.
     - `stored` counts the stored messages by database alias.
-    - `join`, if set, is called before each INSERT on `using`. It returns the session id
-      of the rows, and the lock that the INSERT takes, if any. `newest` is the
-      database's clock at the last INSERT with such a lock.
-    - `transactions` has the ids of the transactions that stored rows without a lock, by
-      connection, if the database reports these ids.
-    - `ended` means that later messages do not belong to the scope, although code that
-      still runs (a task of an async view, for example) has the scope in its context.
+    - `join`, if set, is called before each INSERT on `using`. The function returns the
+      session id of the rows, and the lock that the INSERT takes, if any. `newest` is
+      the database's clock at the last INSERT with such a lock.
+    - `transactions` has, by connection, the ids of the transactions that stored rows
+      without such a lock, if the database reports these ids.
+    - `ended` means that messages sent from now on do not belong to the scope. Code that
+      runs longer, such as a task of an async view, still has the scope in its context.
     """
 
     session_id: uuid.UUID
@@ -155,8 +156,8 @@ def current_scope() -> Scope | None:
 
 def enter_scope(entered: Scope | None) -> Scope | None:
     """Make `entered` the scope of messages that are sent from now on, and return the
-    previous scope. For a scope that may end in another function, such as the scope of a
-    request under ASGI."""
+    previous scope. Use this for a scope that may end in another function, such as the
+    scope of a request under ASGI."""
     before = _scope.get()
     _scope.set(entered)
     return before

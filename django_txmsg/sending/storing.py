@@ -72,7 +72,7 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
 
 
 def as_sent(row: NewMessage, created_at: dt.datetime) -> Message:
-    """Return a stored row as the message that its sender gets."""
+    """Return a row that was just stored as the Message for its sender."""
     return Message(
         id=row.message_id,
         destination=row.destination,

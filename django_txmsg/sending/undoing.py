@@ -30,10 +30,10 @@ GONE_ON = "revoked: its flow has gone on"
 def if_done(
     handler: Handler, stages: Callable[[], Iterable[str]], using: Callable[[], str]
 ) -> Handler:
-    """Return an undo's handler that calls `handler` only if one of `stages` has
-    processed the request. Otherwise the request is revoked, so that no stage ever
-    processes it and there is nothing to undo. The undo's transaction, on database
-    `using()`, decides this."""
+    """Return a handler that calls `handler` only if one of `stages` has processed the
+    request to undo. Otherwise the request is revoked: no stage ever processes it, so
+    there is nothing to undo. The decision is made in the undo's transaction, on
+    database `using()`."""
 
     @functools.wraps(handler)
     def undo(message: Message) -> Any:
@@ -61,8 +61,8 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
     """Return whether a stage has processed a request. If not, revoke the request, so
     that the stage never processes it.
 
-    Raises DecodeError if the inbox may have deleted its record of the request. Then an
-    operator must decide.
+    Raises DecodeError if the inbox may have deleted its record of the request. An
+    operator must decide then.
     """
     if undone.answered:
         return True
@@ -82,9 +82,9 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
 
 
 def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
-    """Confirm an undo of which an operator has found out whether its request was done.
-    The run continues. From now on, no stage processes the undo or the request, which
-    was sent to the stages `doing`. Runs inside the caller's transaction.
+    """Confirm an undo in doubt, after an operator has checked whether its request was
+    done. The run continues. From now on, no stage processes the undo, and none of the
+    stages `doing` processes its request. Runs inside the caller's transaction.
 
     Raises DecodeError if no answer can be sent to the run.
     """
@@ -122,8 +122,8 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
 
 
 def _close(letters: QuerySet[DeadLetter]) -> None:
-    """Discard dead letters whose flow has gone on. The caller changes their inbox rows
-    afterwards, because a redelivery also locks the dead letters first."""
+    """Discard dead letters whose flow has gone on. The caller must change their inbox
+    rows only afterwards: a redelivery locks dead letters and rows in the same order."""
     letters.filter(resolution=Resolution.OPEN).update(
         resolution=Resolution.DISCARDED,
         resolved_at=Now(),

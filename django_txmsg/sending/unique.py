@@ -7,11 +7,11 @@ wants the key queries the inbox whether the message was processed, so relays and
 consumers do no extra work.
 
 A transaction that wants a key waits for any open transaction that has stored a message
-with the key. If it then skips its own message, it locks the pending message until the
-transaction ends. So the pending message is not cancelled meanwhile, and its receiver
-sees the changes of both transactions. The pending message also expires no sooner than
-the skipped message would have. A message that replaces a pending message cancels it in
-the same transaction.
+with the key. If the transaction then skips its own message, it locks the pending
+message until it ends. So the pending message is not cancelled meanwhile, and the
+receiver of the pending message sees the changes of both transactions. The pending
+message also expires no sooner than the skipped message would have expired. A message
+that replaces a pending message cancels it in the same transaction.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def recorded_by(recorder: Callable[[str, str], Collection[str]]) -> None:
 
 
 def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
-    """Insert rows like `store()`, if some of the rows have a unique key.
+    """Insert rows of which some have a unique key.
 
-    Returns one message for each row: the stored message or, for a row that was skipped,
-    the pending message with the same key. Raises AlreadyPending or DuplicateMessage;
-    then nothing is stored.
+    Returns one message for each row: the stored message, or the pending message with
+    the same key if the row was skipped. Raises AlreadyPending or DuplicateMessage; then
+    nothing is stored.
     """
     for row in rows:
         if row.unique_until == "processed":
@@ -82,9 +82,9 @@ def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
 
 
 def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
-    """Find rows of the same call with the same key. Returns a map from the id of each
-    message that is not stored to the id of the message that is stored for it. Raises
-    AlreadyPending."""
+    """Find rows in the same call that have the same unique key. Returns, for each
+    message that is not stored, its id and the id of the message that is stored instead.
+    Raises AlreadyPending."""
     first: dict[str, NewMessage] = {}
     holders: dict[uuid.UUID, uuid.UUID] = {}
     for row in rows:
@@ -110,8 +110,9 @@ def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
 
 
 def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, Message]:
-    """Return, for each row to skip, the message that holds its key. Omits a row if that
-    message has been sent meanwhile. Cancels messages that a row replaces."""
+    """Return, for each row that is skipped, the message that holds its key. If that
+    message has been sent meanwhile, the row is not in the result. Also cancels the
+    messages that a row replaces."""
     known = OutboxMessage.objects.using(alias)
     pending = OutboxMessage.objects.db_manager(alias)
     current = current_scope()

@@ -194,16 +194,16 @@ class TransactionalBackend(BaseTaskBackend):
         return result
 
     def get_result(self, result_id: str) -> AnyResult:
-        """Return the result of a task. If necessary, import the task's module.
+        """Return the result of a task. Imports the task's module if necessary.
 
-        Raises TaskResultDoesNotExist if the outbox does not have the task's row, for
-        example because the row was pruned.
+        Raises TaskResultDoesNotExist if the outbox has no row of the task, for example
+        because the row was pruned.
         """
         return self.find_result(result_id, trusted=True)
 
     def find_result(self, result_id: str, *, trusted: bool) -> AnyResult:
-        """Return the result of a stored task. If `trusted`, import the task's module if
-        necessary. Raises TaskResultDoesNotExist."""
+        """Return the result of a stored task. If `trusted`, the task's module may be
+        imported. Raises TaskResultDoesNotExist."""
         try:
             message_id = uuid.UUID(str(result_id))
         except ValueError:

@@ -130,7 +130,7 @@ def task_of(
     """Return the task that the headers name, with the options with which it was
     enqueued. Raises InvalidTask if there is no such task.
 
-    Without `trusted`, the headers come from a broker, and must not make this process
+    Headers that are not `trusted` come from a broker. They must not make this process
     import another package.
     """
     path = headers.get(wire.TASK, "")

@@ -126,9 +126,11 @@ class Handler:
 
 def _query(using: str, query: Callable[[], T]) -> T:
     """Query the database before or after a task. If the idle connection was closed,
-    query again on a new connection. Raises BrokerUnavailable if the database does not
-    answer: the broker then delivers the task's message again, and no attempt is counted
-    as failed."""
+    query again on a new connection.
+
+    Raises BrokerUnavailable if the database does not answer. The broker then delivers
+    the task's message again, and no attempt is counted.
+    """
     for tries in (1, 2):
         try:
             return query()
