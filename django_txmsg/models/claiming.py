@@ -34,14 +34,13 @@ def claim_sql(
 ) -> str:
     """Return SQL that claims rows of `table`, in the order of the column `due`.
 
-    - `where` is the condition on a candidate row `c`. The condition's clock must be
-      constant within the statement, so that an index scan can stop at the first row
-      that is not due.
+    - `where` is the condition on a candidate row `c`. Its clock must be constant within
+      the statement, so that an index scan can stop at the first row that is not due.
     - `assign`, `also` (a further condition) and `returning` refer to the row as `o`,
       and may use `picked (id, due)`. `before` is a leading CTE.
     - If `rank` names a column, rows with a higher value come first.
 
-    Pass the parameters of `before`, of `where`, then `bounds()`, then those of
+    The parameters are those of `before`, of `where`, of `bounds()`, and then of
     `assign`, of `also` and of `returning`.
     """
     ranked, highest = (f", c.{rank}", f"{rank} DESC, ") if rank else ("", "")
