@@ -27,7 +27,7 @@ BATCH_BYTES = 16 << 20
 
 
 class Sqlite:
-    """An SQLite database file, opened read-only."""
+    """An SQLite database file, which is only read."""
 
     vendor = "sqlite"
 
@@ -45,12 +45,12 @@ class Sqlite:
     @contextmanager
     def connected(self) -> Iterator[SqliteReader]:
         """Open a connection for several reads."""
-        with closing(self._connect()) as connection:
+        with closing(connect_reading(self.path)) as connection:
             yield SqliteReader(connection)
 
     def sample(self, table: Table) -> list[int]:
         """Return all ids of a table, from an index."""
-        with closing(self._connect()) as connection:
+        with closing(connect_reading(self.path)) as connection:
             rows = connection.execute(f"SELECT id FROM {table.relation}").fetchall()
         return [one for (one,) in rows]
 
@@ -64,9 +64,15 @@ class Sqlite:
         """Return Django's stored text. Raises ValueError if it is not a UUID."""
         return f"'{uuid.UUID(value).hex}'"
 
-    def _connect(self) -> sqlite3.Connection:
-        uri = f"{Path(self.path).absolute().as_uri()}?mode=ro"
-        return sqlite3.connect(uri, uri=True, timeout=60)
+
+def connect_reading(path: str) -> sqlite3.Connection:
+    """Connect to an existing database file. Statements cannot change it. SQLite itself
+    can: only a connection that may write rolls back the transaction of a killed
+    process."""
+    uri = f"{Path(path).absolute().as_uri()}?mode=rw"
+    connection = sqlite3.connect(uri, uri=True, timeout=60)
+    connection.execute("PRAGMA query_only = ON")
+    return connection
 
 
 class SqliteReader:

@@ -11,7 +11,7 @@ import argparse
 import datetime as dt
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -35,6 +35,7 @@ from ..ledger import Ledger
 from ..lock import keeping
 from ..runs import Run, erasing
 from ..schemas import TABLES, arrow_schema, struct_of
+from ..source.snapshot import remove_left_copies
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from ..storage import place_of
 from .outcome import Outcome, job_session
@@ -309,12 +310,11 @@ def run_erase(
     """Erase messages from the databases of all specified services, and from their parts
     of the lake. Raises EnvironmentFault while an archive or a `reconcile` is
     running."""
+    remove_left_copies()
     lake = None
     if spec.lake is not None:
-        try:
+        with suppress(NoLake):
             lake = Lake(spec.lake)
-        except NoLake:
-            lake = None
     with ExitStack() as stack:
         for source in spec.services:
             for table in TABLES.values():

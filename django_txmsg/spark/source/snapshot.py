@@ -4,12 +4,16 @@ tasks read a copy of the file."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from ..databases.sqlite import connect_reading
 from ..errors import EnvironmentFault
 from ..spec import SourceSpec
 
@@ -41,12 +45,33 @@ def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
         return
     if not Path(spec.path).is_file():
         raise EnvironmentFault(f"There is no SQLite database at {spec.path}.")
-    with tempfile.TemporaryDirectory(prefix="txmsg-snapshot-") as directory:
-        copy = Path(directory) / "snapshot.sqlite3"
-        uri = f"{Path(spec.path).absolute().as_uri()}?mode=ro"
+    remove_left_copies()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, _locked(directory):
+        copy = Path(directory) / _COPY
         with (
-            closing(sqlite3.connect(uri, uri=True, timeout=60)) as live,
+            closing(connect_reading(spec.path)) as live,
             closing(sqlite3.connect(copy)) as copied,
         ):
             live.backup(copied)
         yield options | {"url": f"sqlite:///{copy}", "snapshot": "copy"}
+
+
+_PREFIX, _COPY = "txmsg-snapshot-", "snapshot.sqlite3"
+
+
+def remove_left_copies() -> None:
+    """Remove the copies of databases that killed processes of this user have left. A
+    process locks a directory before it copies a database into it."""
+    for copy in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_COPY}"):
+        with suppress(OSError), _locked(copy.parent):
+            shutil.rmtree(copy.parent)
+
+
+@contextmanager
+def _locked(directory: str | Path) -> Iterator[None]:
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(held)
