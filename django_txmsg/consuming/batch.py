@@ -29,10 +29,10 @@ from .protocol import Undecided, is_outage, lost_conflict
 class Savepoints:
     """One savepoint for each message, in the transaction that is open on `using`.
 
-    On PostgreSQL, each message takes one round trip instead of the two of
-    `transaction.atomic()`: the statement that begins a savepoint also releases the
-    previous one, and the commit releases the last one. Otherwise these savepoints work
-    the same (docs/decisions/djangos-private-api.md).
+    On PostgreSQL, each message takes one round trip; with `transaction.atomic()` it
+    would take two. The statement that begins a savepoint also releases the previous
+    savepoint, and the commit releases the last savepoint. Otherwise these savepoints
+    work like those of `atomic()` (docs/decisions/djangos-private-api.md).
     """
 
     def __init__(self, using: str) -> None:

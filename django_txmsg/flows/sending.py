@@ -79,8 +79,8 @@ def send_signal(
     since: dt.datetime | None = None,
     delay: dt.timedelta | None = None,
 ) -> None:
-    """Store a signal that is delivered after `delay`. `since` is when the signal was
-    first stored, if it was delivered before and its run had not begun."""
+    """Store a signal that is delivered after `delay`. A signal whose run has not begun
+    yet is stored again. Then `since` is the time when the signal was first stored."""
     taking = {one.name: one for one in declared.signals.values()}.values()
     fitting = [
         one

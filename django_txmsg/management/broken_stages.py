@@ -16,10 +16,12 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def tell_briefly(error: Exception) -> None:
-    """Shorten the report of `error`, which was raised while Django started. If the
-    command ends with this error, it prints the line to correct instead of a traceback.
-    The whole traceback is still shown with `--traceback`, in servers and tests, and if
-    another tool, such as Sentry, reports uncaught errors.
+    """Shorten the report of `error`, which was raised while Django started. If a
+    command ends because of this error, it prints the line of code to correct instead of
+    a traceback.
+
+    The whole traceback is still printed with `--traceback`, in servers and tests, and
+    if another tool, such as Sentry, reports uncaught errors.
     """
     starts_command = any(
         frame.f_globals.get("__name__") == "django.core.management"

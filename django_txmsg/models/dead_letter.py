@@ -187,8 +187,8 @@ class DeadLetterManager(SqlManager):
         """Park dead letters of stages in the inbox, due now, by a single statement.
 
         Each entry of `again` has the dead letter's `id`, and the new row's `headers`
-        and `service`. Messages that are parked already or revoked stay as they are. So
-        do processed messages, unless `force` is set.
+        and `service`. Messages that are already parked, or that were revoked, are not
+        changed. Processed messages are changed only if `force` is set.
         """
         connection = connections[self.db]
         source = given_sql(

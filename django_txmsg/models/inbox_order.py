@@ -269,8 +269,8 @@ class OrderManager(SqlManager):
         With `aside`, the turn has come, but another transaction has locked the key.
 
         Returns whether the message can be claimed at once after all. Call this outside
-        any transaction: its second statement must see what other transactions have
-        committed since its first.
+        any transaction: between the two statements of this method, other transactions
+        may commit, and the second statement must see that.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)

@@ -1,7 +1,5 @@
-"""Hop 3's record: the last message of each key that was sent to a destination.
-
-The relay links each new message of the key to the last one: `relaying/lane.py`.
-"""
+"""Hop 3's record: for each key, the last message that was sent to a destination. The
+relay links each new message of the key to this last message (`relaying/lane.py`)."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ def leave_blocks() -> list[str]:
 
 def open_caches() -> None:
     """Make all contexts of this thread share Django's caches. Django keeps cache
-    objects in the context. Each message has its own context, so without this each
-    message would open new connections to the caches."""
+    objects in the context, and each message has its own context. If the caches were not
+    shared, each message would open new connections to them."""
     for alias in caches:
         with contextlib.suppress(Exception):  # the handler that uses it fails
             assert caches[alias] is not None

@@ -158,8 +158,8 @@ class Telling:
         self._tell_away()
 
     def database_is_away(self, seconds: float, bound: float, error: str) -> None:
-        """Begin the alert for an outage of the database, or repeat its failed
-        delivery."""
+        """Begin the alert for an outage of the database. If the alert has begun but was
+        not delivered, deliver it again."""
         if self._away is None:
             self._away = Alert(
                 self.service, "database", seconds, bound, True,

@@ -55,7 +55,7 @@ class Frame:
 
     @property
     def receipt(self) -> str | None:
-        """The id of the receipt for which the frame asks, if any."""
+        """The id of the receipt that the frame requests, if any."""
         return self.headers.get("receipt")
 
     @property

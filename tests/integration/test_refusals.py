@@ -124,8 +124,8 @@ def trials(
 
 
 def arrived(destination: str) -> list[int]:
-    """Receive all messages, and return their numbers without copies, in order of first
-    arrival."""
+    """Receive all messages. Return the number in each message's body, in order of first
+    arrival. A duplicate is not returned."""
     found: dict[str, int] = {}
     for one in drained(destination):
         found.setdefault(one.headers["txmsg-id"], int(one.body))
