@@ -6,11 +6,13 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from django.db import models
+from django.db import connections, models
 from django.db.models.functions import Now
 
+from .fields import SqlManager, now_sql, prepared
 
-class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+
+class TaskRunManager(SqlManager):
     """The two transitions of a task's run."""
 
     def begin(self, message_id: uuid.UUID, worker: str) -> TaskRun | None:
@@ -32,18 +34,20 @@ class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     ) -> None:
         """Store a task's return value. If a transaction is open, the value commits with
         the task's work."""
-        run = self.model(
-            message_id=message_id,
-            workers=list(workers),
-            result=result,
-            finished_at=Now(),
-        )
+        connection = connections[self.db]
         # It exists already if an operator has the task run again by force.
-        self.bulk_create(
-            [run],
-            update_conflicts=True,
-            unique_fields=["message_id"],
-            update_fields=["workers", "result", "finished_at"],
+        self._changed(
+            f"""
+            INSERT INTO {self._table} (message_id, workers, result, finished_at)
+            VALUES (%s, %s, %s, {now_sql(connection)})
+            ON CONFLICT (message_id) DO UPDATE SET workers = excluded.workers,
+                result = excluded.result, finished_at = excluded.finished_at
+            """,  # noqa: S608 - constants only
+            [
+                prepared(self.model, "message_id", message_id, connection),
+                prepared(self.model, "workers", list(workers), connection),
+                prepared(self.model, "result", result, connection),
+            ],
         )
 
 
