@@ -116,7 +116,7 @@ demo)
 test)
     install_servers
     make_environment
-    pip_install 'tox>=4.22'
+    pip_install 'tox>=4.22' 'tox-uv>=1.30'
     ;;
 *)
     say "usage: scripts/install.sh demo|test"
