@@ -37,6 +37,7 @@ from django_txmsg.runtime import breaker
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.faults import Proxy, wait_until
 from tests.running import IMPATIENT, at_work, committing, declared, drained, txmsg
+from tests.sampling import sample
 from tests.services import ByAmqp, RabbitMQ, SilentActiveMQ, SmallActiveMQ
 from tests.services.activemq import CRAMPED
 from tests.services.stomp_server import PASSWORD
@@ -142,7 +143,7 @@ def in_order(destination: str, count: int) -> None:
     assert all(numbers == sorted(numbers) for numbers in by_key.values())
 
 
-@pytest.fixture(params=["amqp", "stomp"])
+@pytest.fixture(params=[*sample(["amqp", "stomp"])])
 def node(request: pytest.FixtureRequest, rabbitmq: RabbitMQ) -> RabbitMQ | ByAmqp:
     """A RabbitMQ node, over each protocol in turn."""
     return ByAmqp(rabbitmq) if request.param == "amqp" else rabbitmq
@@ -417,6 +418,7 @@ def consumed(*names: str) -> Iterator[None]:
         thread.join(30)
 
 
+@pytest.mark.matrix
 @lasting
 def test_flows_batches_and_rates_wait_out_a_full_queue(
     rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int], seconds: float

@@ -267,6 +267,7 @@ def test_a_run_that_is_killed_has_brought_its_batches_or_not(
     assert catch_up(spark, spec) == at_once(spark, spec)
 
 
+@pytest.mark.matrix
 def test_two_runs_bring_the_same_batches_once(spark, make_log, lake: LakeSpec) -> None:
     log: Log = make_log("sqlite")
     spec = JobSpec((log.spec,), lake)

@@ -111,6 +111,7 @@ def test_a_killed_process_is_replaced(beside: Callable[..., SparkProcess]) -> No
     assert not children()
 
 
+@pytest.mark.matrix
 def test_a_failed_run_ends_the_process(beside: Callable[..., SparkProcess]) -> None:
     one = beside(url="sqlite:////nowhere/at/all.sqlite3")
     assert "There is no SQLite database at /nowhere" in run(one)["error"]

@@ -25,6 +25,7 @@ from django_txmsg.http_outbox import control_message, control_send, database_ide
 from django_txmsg.models import DatabaseIdentity
 from tests.acceptance.crash_play import Manage
 from tests.faults import ManageProcess, wait_until
+from tests.sampling import sample
 from tests.services import ActiveMQ, PostgreSQL
 
 from .server import SETTINGS, WebServer
@@ -50,12 +51,17 @@ def nothing_known() -> Iterator[None]:
         known.clear()
 
 
+@pytest.mark.parametrize(
+    ("name", "other"), [*sample([("first", "second"), ("second", "first")])]
+)
 def test_each_database_gets_its_control_messages_though_the_other_takes_them_first(
     postgres: PostgreSQL,
     activemq: ActiveMQ,
     manage: Manage,
     destination: str,
     tmp_path: Path,
+    name: str,
+    other: str,
 ) -> None:
     """Web processes die after the commit, before they dispatch messages. No relay
     runs."""
@@ -89,29 +95,31 @@ def test_each_database_gets_its_control_messages_though_the_other_takes_them_fir
         assert found is not None
         return int(found[0])
 
-    for name, other in (("first", "second"), ("second", "first")):
-        with contextlib.ExitStack() as stack:
-            stranger = stack.enter_context(
-                manage("consume", f"{destination}.orders", txmsg=txmsg, env=env[other])
+    with contextlib.ExitStack() as stack:
+        stranger = stack.enter_context(
+            manage("consume", f"{destination}.orders", txmsg=txmsg, env=env[other])
+        )
+        stranger.wait_for_line("Consuming")
+        web = stack.enter_context(
+            WebServer(
+                tmp_path,
+                txmsg=txmsg,
+                hook="tests.integration.http.kills.after_the_commit",
+                env=env[name],
             )
-            stranger.wait_for_line("Consuming")
-            web = stack.enter_context(
-                WebServer(
-                    tmp_path,
-                    txmsg=txmsg,
-                    hook="tests.integration.http.kills.after_the_commit",
-                    env=env[name],
-                )
-            )
-            web.post_and_die("order?number=1")
-            line = stranger.wait_for_line("is from database")
-            assert all(url.rpartition("/")[2] in line for url in urls.values())
-            assert pending(name) > 0
-            consumer = stack.enter_context(
-                manage("consume", f"{destination}.orders", txmsg=txmsg, env=env[name])
-            )
-            taken = partial(lambda name: pending(name) == 0, name)
-            wait_until(taken, deadline=60, message=partial(outputs, stranger, consumer))
+        )
+        web.post_and_die("order?number=1")
+        line = stranger.wait_for_line("is from database")
+        assert all(url.rpartition("/")[2] in line for url in urls.values())
+        assert pending(name) > 0
+        consumer = stack.enter_context(
+            manage("consume", f"{destination}.orders", txmsg=txmsg, env=env[name])
+        )
+        wait_until(
+            lambda: pending(name) == 0,
+            deadline=60,
+            message=partial(outputs, stranger, consumer),
+        )
 
 
 def test_a_control_message_names_its_database_and_an_old_one_does_not() -> None:

@@ -33,6 +33,7 @@ from django_txmsg import middleware, no_outbox, outbox_session, send_message
 from django_txmsg.models import OutboxMessage
 from tests.app.models import Order
 from tests.faults import wait_until
+from tests.sampling import sample
 
 from .conftest import MIDDLEWARE, control_messages, nothing_happened, txmsg
 from .urls import order, place
@@ -369,6 +370,12 @@ def writer() -> Iterator[None]:
 @pytest.mark.sqlite
 @pytest.mark.parametrize(
     "served", [pytest.param("wsgi", marks=pytest.mark.matrix), "asgi"]
+)
+@pytest.mark.parametrize(
+    "atomic_requests",
+    [*sample([False, True])],
+    ids=["", "atomic_requests"],
+    indirect=True,
 )
 def test_a_get_that_writes_after_it_has_read_works_beside_a_writer(
     client, writer, atomic_requests, served
