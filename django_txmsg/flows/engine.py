@@ -300,8 +300,9 @@ class Going:
     def go_back(
         self, step: str, argument: Encoded, kept: int, state: str, version: int
     ) -> None:
-        """Undo the run's work: send its undos one after the other, except the oldest
-        `kept`. Then call a step again, with this state."""
+        """Undo the run's work back to a step, and then call that step again, with this
+        state. The first `kept` undos stay registered; all later undos are sent, one
+        after the other."""
         run, self._flow = self.run, self._restored(state, version)
         if self._turn is not None:
             overtaken(run, self._turn, self.declared.using)

@@ -271,8 +271,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 connected.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
-        """End the connection. The garbage collector calls this when nothing refers to
-        the connection any more. Takes no lock."""
+        """End the connection. A finalizer calls this when nothing refers to the
+        connection any more. Takes no lock."""
         self.running = False
         if self._socket is not None:
             with contextlib.suppress(OSError):

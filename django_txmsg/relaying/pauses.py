@@ -113,8 +113,8 @@ class Pauses:
         return None
 
     def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
-        """End a trial that claimed this many messages; None means that the trial did
-        not finish. The pause ends once a trial has stored at least `enough`
+        """End a trial. `claimed` is the number of messages in the trial, or None if the
+        trial did not finish. The pause ends once a trial has stored at least `enough`
         messages."""
         over = False
         with self._lock:

@@ -262,7 +262,7 @@ retry = PerProcess(Retry)
 
 
 class _Report:
-    """The time until which further lines are not logged as warnings."""
+    """When the next line may be logged as a warning."""
 
     def __init__(self) -> None:
         self._lock, self.at = threading.Lock(), 0.0

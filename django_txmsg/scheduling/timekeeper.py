@@ -64,8 +64,8 @@ class Timekeeper(TimeLoop):
     @property
     def idle(self) -> bool:
         """Whether the loop needs no thread. That is so if no recurring message is
-        declared for these databases, and if none can be created at run time, which is
-        possible only in the outbox's database."""
+        declared, and if none can be created at run time, which is possible only in the
+        outbox's database."""
         aliases = {one.alias for one in recurring()}
         return not aliases | {router.db_for_write(Schedule)} & set(self._using)
 

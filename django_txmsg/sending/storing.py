@@ -21,9 +21,9 @@ from .scope import current_scope
 def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     """Insert rows into the outbox and return the creation time of each row.
 
-    Raises DuplicateMessage, and stores nothing, if one of the ids is stored already. If
-    the id was derived from the message that a stage processes, the row is skipped
-    instead, unless the row has a unique key.
+    Raises DuplicateMessage, and stores nothing, if one of the ids is stored already.
+    But a row whose id was derived from the message that a stage processes is only
+    skipped, unless the row has a unique key.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
