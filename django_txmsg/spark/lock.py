@@ -48,6 +48,28 @@ def keeping(connection: Connection, spec: SourceSpec) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def storing(connection: Connection, spec: SourceSpec) -> Iterator[None]:
+    """Prevent erasures while the block reads messages and stores them again. Raises
+    Taken at once if an erasure is running."""
+    taken = Taken(
+        f"An erasure of messages of {spec.service!r} is running: wait for its end."
+    )
+    with _alone(connection, spec, "erase", "erase", taken, shared=True):
+        yield
+
+
+@contextmanager
+def erasure(connection: Connection, spec: SourceSpec) -> Iterator[None]:
+    """Prevent replays while the block erases messages. Raises Taken at once if another
+    process stores messages again."""
+    taken = Taken(
+        f"A replay of messages of {spec.service!r} is running: wait for its end."
+    )
+    with _alone(connection, spec, "erase", "erase", taken):
+        yield
+
+
 class Archiving(EnvironmentFault):
     """Another archive or an erasure is running."""
 
@@ -63,24 +85,30 @@ def _alone(
     file: str,
     key: str,
     refused: EnvironmentFault,
+    *,
+    shared: bool = False,
 ) -> Iterator[None]:
+    """Hold a lock. Any number of processes can hold it if all of them share it."""
     if spec.vendor == "sqlite":
         with Path(f"{spec.path}.{file}.lock").open("w") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+                fcntl.flock(lock, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise refused from None
             yield
         return
-    key = f"django_txmsg/{key}"
+    key, suffix = f"django_txmsg/{key}", "_shared" if shared else ""
     if not connection.value(
-        "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))", key
+        f"SELECT pg_try_advisory_lock{suffix}(hashtextextended(%s, 0))", key
     ):
         raise refused
     try:
         yield
     finally:
-        connection.forget("SELECT pg_advisory_unlock(hashtextextended(%s, 0))", key)
+        connection.forget(
+            f"SELECT pg_advisory_unlock{suffix}(hashtextextended(%s, 0))", key
+        )
 
 
 @contextmanager

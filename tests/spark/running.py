@@ -1,7 +1,12 @@
-"""Runs a job of the pipeline in this process, like the command line."""
+"""Runs a job of the pipeline in this process, like the command line, or in its own
+process."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import subprocess
+import sys
 from argparse import ArgumentParser
 from typing import Any
 
@@ -9,6 +14,7 @@ from django_txmsg.spark import cli
 from django_txmsg.spark.jobs.outcome import Outcome
 from django_txmsg.spark.jobs.running import run_job
 from django_txmsg.spark.spec import JobSpec
+from tests.spark.conftest import ROOT
 
 
 def outcome(spec: JobSpec, *words: str) -> Outcome:
@@ -22,3 +28,19 @@ def outcome(spec: JobSpec, *words: str) -> Outcome:
 def run(spec: JobSpec, *words: str) -> dict[str, Any]:
     """Run a job, and return the facts that it reports."""
     return outcome(spec, *words).facts
+
+
+def start(spec: JobSpec, *words: str) -> subprocess.Popen[bytes]:
+    """Start a job in its own process group."""
+    text = json.dumps(dataclasses.asdict(spec))
+    return subprocess.Popen(
+        [sys.executable, "-m", "django_txmsg.spark", *words, "--spec", text],
+        cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a job has ended, and check that its exit code is 0."""
+    _, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, errors.decode()[-3_000:]

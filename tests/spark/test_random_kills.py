@@ -3,13 +3,10 @@ finish."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +20,8 @@ from django_txmsg.spark.schemas import INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.archives import archive, hashes_in, hashes_of_lake, path_of
-from tests.spark.conftest import ROOT
 from tests.spark.log import Log
+from tests.spark.running import end, start
 
 #: Few kills show that the tests work, and many that the jobs do.
 SOME = pytest.mark.parametrize(
@@ -34,22 +31,6 @@ SOME = pytest.mark.parametrize(
         pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(7_200)]),
     ],
 )
-
-
-def start(spec: JobSpec, *words: str) -> subprocess.Popen[bytes]:
-    """Start a job in its own process group."""
-    text = json.dumps(dataclasses.asdict(spec))
-    return subprocess.Popen(
-        [sys.executable, "-m", "django_txmsg.spark", *words, "--spec", text],
-        cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a job has ended, and check that its exit code is 0."""
-    _, errors = process.communicate(timeout=280)
-    assert process.returncode == 0, errors.decode()[-3_000:]
 
 
 def kill(

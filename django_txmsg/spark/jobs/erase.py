@@ -32,7 +32,7 @@ from ..lakefile import LakeFile, rows_of
 from ..lakelog import Named, touched
 from ..laketable import LakeTable
 from ..ledger import Ledger
-from ..lock import keeping
+from ..lock import erasure, keeping
 from ..runs import Run, erasing
 from ..schemas import TABLES, arrow_schema, struct_of
 from ..source.snapshot import remove_left_copies
@@ -308,8 +308,8 @@ def run_erase(
     spark: SparkSession, spec: JobSpec, options: EraseOptions, run: Run
 ) -> Erased:
     """Erase messages from the databases of all specified services, and from their parts
-    of the lake. Raises EnvironmentFault while an archive or a `reconcile` is
-    running."""
+    of the lake. Raises EnvironmentFault while an archive, a `reconcile` or a replay
+    is running."""
     remove_left_copies()
     lake = None
     if spec.lake is not None:
@@ -323,6 +323,8 @@ def run_erase(
                 stack.enter_context(ledger.lock())
             connection = stack.enter_context(closing(connect_plain(source)))
             stack.enter_context(keeping(connection, source))
+            # No replay may store a message again that it has read before.
+            stack.enter_context(erasure(connection, source))
         chosen = _chosen(spark, spec.services, lake, options)
         ids = sorted(stack.enter_context(erasing(spec.services, run, chosen)))
         done = Erased(len(ids), {}, {})

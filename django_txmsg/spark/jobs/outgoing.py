@@ -14,6 +14,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,9 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession
 
 from ...rules import dead_letters
+from ..connection import connect_plain
 from ..errors import UsageError, VerificationRefused
+from ..lock import storing
 from ..runs import Run, requested_ids
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema, struct_of
 from ..spec import JobSpec, SourceSpec, recordable
@@ -118,7 +121,11 @@ def run_replay(
             "outbox. The admin can send an edited copy."
         )
     alone = dataclasses.replace(spec, services=(source,))
-    with WholeLog(spark, alone) as log:
+    with (
+        closing(connect_plain(source)) as connection,
+        storing(connection, source),
+        WholeLog(spark, alone) as log,
+    ):
         judged = judged_by(log, options.found_by) if options.verdict else ""
         described: list[Any] = [
             source.service, options.where, options.table, options.mode, options.limit,

@@ -1,0 +1,69 @@
+"""`erase` and `replay` run at the same time. A replay must not store an erased message
+again."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import closing
+
+import pytest
+
+from django_txmsg.spark.connection import connect_plain
+from django_txmsg.spark.lock import Taken, erasure, storing
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.faults import wait_until
+from tests.spark.archives import archive
+from tests.spark.conftest import everywhere
+from tests.spark.log import Log
+from tests.spark.running import end, run, start
+
+
+def test_a_message_is_not_erased_while_a_replay_is_about_to_store_it(
+    spark: object, pg_log: Log, lake: LakeSpec
+) -> None:
+    message = uuid.uuid4()
+    pg_log.send([{"message_id": message}])
+    archive(None, pg_log, lake)
+    spec = JobSpec((pg_log.spec,), lake)
+    # The replay has read the message, and waits before it stages the message.
+    for sql in (
+        "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$ BEGIN PERFORM pg_advisory_xact_lock(42); RETURN NEW; END $$",
+        "CREATE TRIGGER waits BEFORE INSERT ON django_txmsg_stagedmessage"
+        " FOR EACH ROW EXECUTE FUNCTION wait()",
+    ):
+        pg_log.execute(sql)
+    with pg_log.connected() as connection:
+        connection.rows("SELECT pg_advisory_lock(42)")
+        replay = start(spec, "replay", "--where", "key = ''")
+        waiting = (
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+            " AND wait_event = 'advisory'"
+        )
+        wait_until(lambda: connection.value(waiting) or replay.poll(), deadline=120)
+
+        with pytest.raises(Taken, match="'shop' is running: wait for its end"):
+            run(spec, "erase", "--message-id", str(message))
+    end(replay)
+    run(spec, "erase", "--message-id", str(message))
+
+    assert pg_log.count() == 0
+    assert pg_log.count("django_txmsg_stagedmessage") == 0
+
+
+@everywhere
+def test_no_replay_runs_beside_an_erasure(
+    spark: object, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(3)
+    spec = JobSpec((log.spec,), lake)
+    replay = ("replay", "--where", "key = ''", "--as", "copy", "--name", "n")
+    with closing(connect_plain(log.spec)) as connection:
+        with erasure(connection, log.spec), pytest.raises(Taken, match="erasure"):
+            run(spec, *replay)
+        with storing(connection, log.spec):
+            # Replays run beside each other, and no erasure beside them.
+            assert run(spec, *replay)["chosen"] == 3
+            with pytest.raises(Taken, match="replay"):
+                run(spec, "erase", "--key", "a")
+    assert run(spec, "erase", "--key", "a")["messages"] == 0
