@@ -107,12 +107,9 @@ def health(request: HttpRequest) -> JsonResponse:
             name: "no answer" if age is None else _seconds(age)
             for name, age in found.databases.items()
         }
-    if found.outages:
-        answer["outages"] = found.outages
-    if found.stuck_undos:
-        answer["stuck_undos"] = found.stuck_undos
-    if found.late_ticks:
-        answer["late_ticks"] = found.late_ticks
+    for name in ("outages", "stuck_undos", "late_ticks"):
+        if number := getattr(found, name):
+            answer[name] = number
     if any(found.ordered.values()) or any(one.ordered for one in all_stages()):
         answer["ordered"] = found.ordered
     if found.needs_newer_code is not None:

@@ -19,15 +19,9 @@ class AlertAdmin(ReadOnlyAdmin):
     list_filter = ("kind",)
     ordering = ("-id",)
 
-    @admin.display(description="state")
-    def state(self, alert: Alert) -> SafeString:
-        """The alert's state: "firing" or "resolved"."""
-        return display.badge(alert.status)
+    state = display.column("state", display.badge, "status")
 
-    @admin.display(description="began")
-    def began(self, alert: Alert) -> SafeString:
-        """When the alert began."""
-        return display.ago(alert.since)
+    began = display.column("began", display.ago, "since")
 
     @admin.display(description="ended")
     def ended(self, alert: Alert) -> SafeString | str:

@@ -18,10 +18,9 @@ from django.utils.safestring import SafeString
 
 from ..models import AuditEntry, BulkOperation
 from ..models.monitoring import Deed
-from ..monitoring import recent
 from . import display, permissions
 from .base import ReadOnlyAdmin
-from .filters import AgeFilter, BetweenFilter, PlaceFilter
+from .filters import AgeFilter, BetweenFilter, PlaceFilter, filter_of
 
 
 @contextmanager
@@ -59,32 +58,6 @@ def audit(
     )
 
 
-class WhenFilter(AgeFilter):
-    """Filters by the time of the action."""
-
-    title, column = "when", "at"
-
-
-class WhenBetweenFilter(BetweenFilter):
-    """Filters by the time of the action, between two instants."""
-
-    column = "at"
-
-
-class DeedFilter(PlaceFilter):
-    """Filters by the kind of action."""
-
-    title = parameter_name = "deed"
-    newest = staticmethod(recent.deeds)
-
-
-class OperatorFilter(PlaceFilter):
-    """Filters by the operator who acted."""
-
-    title, parameter_name = "operator", "by"
-    newest = staticmethod(recent.operators)
-
-
 class SourceFilter(admin.SimpleListFilter):
     """Filters by where the operator acted: on a page or with a command."""
 
@@ -109,8 +82,12 @@ class AuditAdmin(ReadOnlyAdmin):
     list_display = ("when", "by", "deed", "shown", "done", "what")
     list_display_links = None
     list_filter = (
-        WhenFilter, DeedFilter, OperatorFilter, SourceFilter, WhenBetweenFilter,
-    )  # fmt: skip
+        filter_of(AgeFilter, "when", column="at"),
+        filter_of(PlaceFilter, "deed", parameter_name="deed"),
+        filter_of(PlaceFilter, "operator", parameter_name="by"),
+        SourceFilter,
+        filter_of(BetweenFilter, "time", column="at"),
+    )
     list_select_related = ("operation",)
     search_fields = ("by", "text")
     search_help_text = "Part of a name, or of what was done"
@@ -122,15 +99,9 @@ class AuditAdmin(ReadOnlyAdmin):
         may = partial(permissions.show, self)
         return [self.at("may-i/", may, "may"), *super().get_urls()]
 
-    @admin.display(description="when")
-    def when(self, entry: AuditEntry) -> SafeString:
-        """The time of the action."""
-        return display.ago(entry.at)
+    when = display.column("when", display.ago, "at")
 
-    @admin.display(description="what and why")
-    def what(self, entry: AuditEntry) -> str:
-        """The description of the action, with its reason."""
-        return entry.text
+    what = display.column("what and why", str, "text")
 
     @admin.display(description="shown")
     def shown(self, entry: AuditEntry) -> str:

@@ -132,6 +132,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         }
 
 
+class Pages:
+    """Pages of a list that are neither the list nor a row's page."""
+
+    def __init__(self, admin: ReadOnlyAdmin) -> None:
+        self._admin = admin
+
+
 class RowPageAdmin(ReadOnlyAdmin):
     """A list in which each row has a page of its own instead of Django's form."""
 
@@ -184,10 +191,7 @@ class MessageAdmin(RowPageAdmin):
         `found_by`."""
         return find(rows, text, *self.found_by)
 
-    @admin.display(description="message")
-    def message(self, row: Any) -> SafeString:
-        """The message's id."""
-        return display.short_id(row.message_id)
+    message = display.column("message", display.short_id, "message_id")
 
     @admin.display(description="flow")
     def flow(self, row: Any) -> SafeString | str:

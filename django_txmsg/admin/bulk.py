@@ -12,7 +12,6 @@ from django.db import router
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.utils import timezone
-from django.utils.safestring import SafeString
 
 from ..dead_letters import bulk
 from ..models import BulkOperation
@@ -107,10 +106,7 @@ class BulkAdmin(RowPageAdmin):
             )
         return led(request, "admin:django_txmsg_bulkoperation_change", pk)
 
-    @admin.display(description="state")
-    def status(self, operation: BulkOperation) -> SafeString:
-        """The operation's state."""
-        return display.badge(operation.state)
+    status = display.column("state", display.badge, "state")
 
     @admin.display(description="done")
     def progress(self, operation: BulkOperation) -> str:
@@ -122,10 +118,7 @@ class BulkAdmin(RowPageAdmin):
         """The filter that selected the messages."""
         return filter_text(operation.filter)
 
-    @admin.display(description="asked for")
-    def age(self, operation: BulkOperation) -> SafeString:
-        """How long ago the operation was requested."""
-        return display.ago(operation.created_at)
+    age = display.column("asked for", display.ago, "created_at")
 
 
 def start(

@@ -22,7 +22,7 @@ from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
 from .addresses import MESSAGE, led
-from .base import ReadOnlyAdmin, insist, plain
+from .base import Pages, insist, plain
 from .bulk import PERMISSIONS, filter_text, start
 
 #: Most messages that are processed before the page answers, and most seconds that it
@@ -32,11 +32,8 @@ AT_ONCE, PATIENCE = 200, 5.0
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
 
-class ConfirmPages:
+class ConfirmPages(Pages):
     """The page that asks for confirmation (GET) and starts the operation (POST)."""
-
-    def __init__(self, admin: ReadOnlyAdmin) -> None:
-        self._admin = admin
 
     def page(self, request: HttpRequest) -> HttpResponse:
         """Ask for confirmation (GET), or start the operation (POST)."""

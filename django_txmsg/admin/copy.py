@@ -26,17 +26,14 @@ from ..models.monitoring import Deed
 from . import body as bodies
 from .addresses import MESSAGE, led
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, insist
+from .base import Pages, insist
 
 #: Largest body, in bytes, for which a text field is offered.
 LONGEST = 256 * 1024
 
 
-class CopyPages:
+class CopyPages(Pages):
     """The form, the page with the changes, and the sending."""
-
-    def __init__(self, admin: ReadOnlyAdmin) -> None:
-        self._admin = admin
 
     def page(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Show the form (GET), show the changes (POST), or send the copy (POST with

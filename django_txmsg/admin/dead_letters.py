@@ -28,7 +28,7 @@ from .bulk import PERMISSIONS
 from .confirm import ConfirmPages
 from .copy import CopyPages
 from .counting import OLDER, count
-from .filters import BetweenFilter, CountingFilter, read_time
+from .filters import BetweenFilter, CountingFilter, filter_of, read_time
 from .groups import GroupPages
 
 # The filters of the dead letters' list, and the single query that counts for them.
@@ -57,18 +57,6 @@ class DeadFilter(CountingFilter):
         if self.value() is None:
             return queryset
         return queryset.filter(**{str(self.parameter_name): self.value()})
-
-
-class StageFilter(DeadFilter):
-    """Filters by the stage that gave up the message."""
-
-    title = parameter_name = "stage"
-
-
-class DestinationFilter(DeadFilter):
-    """Filters by the message's destination."""
-
-    title = parameter_name = "destination"
 
 
 class FingerprintFilter(DeadFilter):
@@ -128,17 +116,11 @@ class DiedFilter(BetweenFilter):
     title = "time of death"
 
 
-class ReasonFilter(DeadFilter):
-    """Filters by the reason of the burial."""
-
-    title = parameter_name = "reason"
-
-
 FILTERS = (
     ResolutionFilter,
-    StageFilter,
-    DestinationFilter,
-    ReasonFilter,
+    filter_of(DeadFilter, "stage", parameter_name="stage"),
+    filter_of(DeadFilter, "destination", parameter_name="destination"),
+    filter_of(DeadFilter, "reason", parameter_name="reason"),
     AgainFilter,
     FingerprintFilter,
     DiedFilter,
@@ -278,15 +260,9 @@ class DeadLetterAdmin(MessageAdmin):
             place = f"{letter.stage or '(relay)'} of {letter.destination}"
         return display.named(place, letter.task)
 
-    @admin.display(description="attempts")
-    def tries(self, letter: DeadLetter) -> int:
-        """How many attempts the stage or the relay made."""
-        return letter.attempts
+    tries = display.column("attempts", int, "attempts")
 
-    @admin.display(description="age")
-    def age(self, letter: DeadLetter) -> SafeString:
-        """How long ago the dead letter was stored."""
-        return display.age(letter.created_at)
+    age = display.column("age", display.age, "created_at")
 
     @admin.display(description="error")
     def error(self, letter: DeadLetter) -> str:

@@ -6,8 +6,11 @@ Values from messages go through `format_html`, never through `mark_safe`.
 from __future__ import annotations
 
 import datetime as dt
+import json
+from collections.abc import Callable
 from typing import Any
 
+from django.contrib import admin
 from django.utils import timezone
 from django.utils.formats import date_format
 from django.utils.html import format_html
@@ -58,6 +61,17 @@ TONES = {
 }
 
 
+def column(title: str, show: Callable[[Any], object], of: str) -> Any:
+    """Return a column of a list of the admin. It shows the attribute `of` of each row,
+    formatted by `show`."""
+
+    @admin.display(description=title)
+    def shown(_: object, row: object) -> object:
+        return show(getattr(row, of))
+
+    return shown
+
+
 def badge(word: object) -> SafeString:
     """Return a state as a coloured badge."""
     text = str(word)
@@ -105,6 +119,11 @@ def mono(text: object, title: object = "") -> SafeString:
     return format_html('<code class="txmsg-id" title="{}">{}</code>', title, text)
 
 
+def as_json(value: object) -> SafeString:
+    """Return a value as indented JSON."""
+    return format_html("<pre>{}</pre>", json.dumps(value, indent=2))
+
+
 def short_id(message_id: Any) -> SafeString:
     """Return the end of a message id. Ids made within minutes of each other have the
     same beginning, but different ends."""
@@ -112,16 +131,16 @@ def short_id(message_id: Any) -> SafeString:
     return mono(f"…{text[-12:]}", text)
 
 
-def first_line(text: str) -> str:
-    """Return the first nonempty line, shortened."""
+def first_line(text: str, at: int = 0) -> str:
+    """Return the first nonempty line, shortened. `at` may be the number of another
+    line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return cut(lines[0]) if lines else ""
+    return cut(lines[at]) if lines else ""
 
 
 def last_line(text: str) -> str:
     """Return the last nonempty line, shortened. In a traceback, it is the error."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return cut(lines[-1]) if lines else ""
+    return first_line(text, -1)
 
 
 def tried(attempts: str, error: str) -> SafeString:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from django.contrib import admin
@@ -85,16 +85,16 @@ class PlaceFilter(CountingFilter):
     """Filters by the column `parameter_name`. The choices are the values in the newest
     rows."""
 
-    @staticmethod
-    def newest(using: str) -> dict[str, int]:
-        """Return the values in the newest rows, each with its count."""
-        raise NotImplementedError
+    #: Values that are choices even if no row has them.
+    known: Callable[[], Iterable[str]] = tuple
 
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
         """Yield the values with their counts among the newest rows."""
-        counts = self.newest(model_admin.get_queryset(request).db)
+        using, table = model_admin.get_queryset(request).db, model_admin.opts.db_table
+        found = recent.values(using, table, str(self.parameter_name))
+        counts = dict.fromkeys(self.known(), 0) | found
         # "12+": there may be more.
         more = "+" if sum(counts.values()) >= recent.RECENT else ""
         for name, number in sorted(counts.items()):
@@ -165,6 +165,11 @@ class BetweenFilter(admin.SimpleListFilter):
                     return queryset.none()
                 queryset = queryset.filter(**{f"{self.column}__{comparison}": instant})
         return queryset
+
+
+def filter_of(base: type[Any], title: str, **attributes: str) -> Any:
+    """Return a filter like `base`, with another title and other class attributes."""
+    return type(base.__name__, (base,), {"title": title, **attributes})
 
 
 def read_time(text: str) -> dt.datetime | None:

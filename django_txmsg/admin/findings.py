@@ -46,7 +46,6 @@ class FindingAdmin(ReadOnlyAdmin):
         "verdict", "message", "destination", "sender", "consumer", "sent", "age",
         "seen", "service", "acknowledged",
     )  # fmt: skip
-    readonly_fields = fields
 
     def has_acknowledge_permission(self, request: HttpRequest) -> bool:
         """Whether the user may acknowledge and reopen findings."""
@@ -212,15 +211,9 @@ class FindingAdmin(ReadOnlyAdmin):
         """When the message was sent."""
         return display.ago(finding.sent_at) if finding.sent_at else display.mono("?")
 
-    @admin.display(description="found")
-    def age(self, finding: Finding) -> SafeString:
-        """How long ago `reconcile` first found it."""
-        return display.ago(finding.found_at)
+    age = display.column("found", display.ago, "found_at")
 
-    @admin.display(description="last seen")
-    def seen(self, finding: Finding) -> SafeString:
-        """When a run of `reconcile` last found it."""
-        return display.ago(finding.seen_at)
+    seen = display.column("last seen", display.ago, "seen_at")
 
     @admin.display(description="acknowledged")
     def acknowledged(self, finding: Finding) -> SafeString:

@@ -19,7 +19,7 @@ from ..models.monitoring import Deed
 from ..monitoring import dead
 from . import display
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, given, insist
+from .base import Pages, given, insist
 from .bulk import PERMISSIONS
 
 #: Most groups on a page.
@@ -38,11 +38,8 @@ MUTES = {
 }
 
 
-class GroupPages:
+class GroupPages(Pages):
     """The page with groups of dead letters, and the form for an operator's note."""
-
-    def __init__(self, admin: ReadOnlyAdmin) -> None:
-        self._admin = admin
 
     def page(self, request: HttpRequest) -> HttpResponse:
         """Show open dead letters grouped by error, the largest groups first."""

@@ -60,7 +60,4 @@ class IdempotencyAdmin(ReadOnlyAdmin):
         """The size of the stored response."""
         return "-" if row.length is None else display.size(row.length)
 
-    @admin.display(description="age")
-    def age(self, row: IdempotencyKey) -> SafeString:
-        """How long ago the response was stored."""
-        return display.age(row.created_at)
+    age = display.column("age", display.age, "created_at")

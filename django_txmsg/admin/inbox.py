@@ -12,12 +12,11 @@ from django.utils.safestring import SafeString
 
 from ..models import InboxMessage
 from ..models.fields import Holds
-from ..monitoring import recent
 from ..rules import inbox
 from ..stages import all_stages
 from . import display
 from .base import MessageAdmin
-from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter
+from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_of
 from .received import is_held, is_overdue, shown_state, with_state
 
 
@@ -44,25 +43,7 @@ class StageFilter(PlaceFilter):
 
     title = parameter_name = "stage"
 
-    @staticmethod
-    def newest(using: str) -> dict[str, int]:
-        """Return the stages, each with its count among the newest rows."""
-        declared = dict.fromkeys((one.name for one in all_stages()), 0)
-        return declared | recent.stages(using)
-
-
-class ReceivedFilter(AgeFilter):
-    """Filters by the age of the last delivery."""
-
-    title = "received"
-    column = "last_received_at"
-
-
-class ReceivedBetweenFilter(BetweenFilter):
-    """Filters by the time of the last delivery, between two instants."""
-
-    title = "time of receipt"
-    column = "last_received_at"
+    known = staticmethod(lambda: [one.name for one in all_stages()])
 
 
 @admin.register(InboxMessage)
@@ -73,8 +54,11 @@ class InboxAdmin(MessageAdmin):
         "state", "age", "place", "message", "due", "tries", "critical", "flow",
     )  # fmt: skip
     list_filter = (
-        InboxStateFilter, StageFilter, ReceivedFilter, ReceivedBetweenFilter,
-    )  # fmt: skip
+        InboxStateFilter,
+        StageFilter,
+        filter_of(AgeFilter, "received", column="last_received_at"),
+        filter_of(BetweenFilter, "time of receipt", column="last_received_at"),
+    )
     search_help_text = "Exact message id or correlation id"
 
     @admin.display(description="state")
@@ -122,10 +106,7 @@ class InboxAdmin(MessageAdmin):
             return "-"
         return display.duration(row.processed_at - row.created_at)
 
-    @admin.display(description="received")
-    def age(self, row: InboxMessage) -> SafeString:
-        """How long ago the message first arrived."""
-        return display.age(row.first_received_at)
+    age = display.column("received", display.age, "first_received_at")
 
 
 def attempts_allowed() -> dict[str, int]:

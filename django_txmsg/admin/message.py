@@ -31,7 +31,7 @@ from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
 from .addresses import MESSAGE, led
 from .audit import audit, audited
-from .base import ReadOnlyAdmin, given, insist
+from .base import Pages, given, insist
 from .received import shown_state, with_state
 
 # The messages that led to a message and that it led to: all with the same correlation
@@ -215,11 +215,8 @@ def _of_letter(letter: DeadLetter) -> Iterator[Event]:
 MOST_ATTEMPTS = 50
 
 
-class MessagePages:
+class MessagePages(Pages):
     """The page of a message, its body as plain text, and its buttons."""
-
-    def __init__(self, admin: ReadOnlyAdmin) -> None:
-        self._admin = admin
 
     def page(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Show all rows of a message in one page."""

@@ -15,7 +15,6 @@ from .. import conf
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.fields import Holds
 from ..models.outbox import PENDING
-from ..monitoring import recent
 from ..rules import dead_letters, inbox, outbox, rule
 from . import display, message
 from .base import MessageAdmin
@@ -45,7 +44,6 @@ class DestinationFilter(PlaceFilter):
     """Filters by destination."""
 
     title = parameter_name = "destination"
-    newest = staticmethod(recent.destinations)
 
 
 @admin.register(OutboxMessage)
@@ -127,7 +125,4 @@ class OutboxAdmin(MessageAdmin):
             f"{row.attempts} of {conf.get().RELAY.MAX_ATTEMPTS}", row.last_error
         )
 
-    @admin.display(description="age")
-    def age(self, row: OutboxMessage) -> SafeString:
-        """How long ago the message was stored."""
-        return display.age(row.created_at)
+    age = display.column("age", display.age, "created_at")

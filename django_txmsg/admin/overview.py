@@ -20,19 +20,12 @@ BAR, GAP, HEIGHT = 8, 2, 44
 #: Up to this number, idle places are listed; more are folded.
 FEW = 8
 
-#: The permission that each chart needs.
-_TABLES = {
-    "stored": "outboxmessage",
-    "dispatched": "outboxmessage",
-    "processed": "inboxmessage",
-    "dead": "deadletter",
-}
-
-_TITLES = {
-    "stored": "Stored",
-    "dispatched": "Dispatched",
-    "processed": "Processed",
-    "dead": "Died",
+#: The charts by series: the title, and the table that the user must be allowed to see.
+_CHARTS = {
+    "stored": ("Stored", "outboxmessage"),
+    "dispatched": ("Dispatched", "outboxmessage"),
+    "processed": ("Processed", "inboxmessage"),
+    "dead": ("Died", "deadletter"),
 }
 
 
@@ -67,9 +60,9 @@ def overview(request: HttpRequest) -> dict[str, Any]:
     picture = status.read()
     hours = periods.last_day(using, picture.now)
     charts = [
-        chart(series, hours)
-        for series in periods.SERIES
-        if _may_see(request, _TABLES[series])
+        chart(series, title, hours)
+        for series, (title, table) in _CHARTS.items()
+        if _may_see(request, table)
     ]
     found = alarms.of(picture)
     raised = [one for one in found if _may_see(request, one.table)]
@@ -121,7 +114,7 @@ def _matters(place: Place) -> bool:
     return bool(waits or place.dead or place.muted or place.paused_at)
 
 
-def chart(series: str, hours: list[Hour]) -> Chart:
+def chart(series: str, title: str, hours: list[Hour]) -> Chart:
     """Return the chart of one series."""
     counts = [hour.counts[series] for hour in hours]
     peak = max(counts, default=0)
@@ -129,8 +122,7 @@ def chart(series: str, hours: list[Hour]) -> Chart:
     for index, (hour, count) in enumerate(zip(hours, counts, strict=True)):
         # Any nonzero value is visible, however small beside the peak.
         height = max(2.0, HEIGHT * count / peak) if count else 0.0
-        title = f"{hour.start:%H:%M} UTC: {count:,} {_TITLES[series].lower()}"
-        bars.append(
-            Bar(index * (BAR + GAP), round(HEIGHT - height, 1), round(height, 1), title)
-        )
-    return Chart(series, _TITLES[series], sum(counts), peak, bars)
+        x, y = index * (BAR + GAP), round(HEIGHT - height, 1)
+        said = f"{hour.start:%H:%M} UTC: {count:,} {title.lower()}"
+        bars.append(Bar(x, y, round(height, 1), said))
+    return Chart(series, title, sum(counts), peak, bars)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 
 from django.contrib import admin
 from django.utils import timezone
-from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from ..spark.models import ArchiveMark, PipelineAlert, PipelineRun, RunState
@@ -26,7 +24,6 @@ class PipelineRunAdmin(ReadOnlyAdmin):
         "job", "outcome", "service", "run_by", "lake", "row_count", "took", "begun",
         "chosen", "counted", "error",
     )  # fmt: skip
-    readonly_fields = fields
 
     @admin.display(description="outcome")
     def outcome(self, run: PipelineRun) -> str:
@@ -34,10 +31,7 @@ class PipelineRunAdmin(ReadOnlyAdmin):
         its end."""
         return "interrupted" if run.interrupted else run.get_state_display()
 
-    @admin.display(description="rows")
-    def row_count(self, run: PipelineRun) -> str:
-        """The number of rows that the run archived, judged or stored."""
-        return f"{run.rows:,}"
+    row_count = display.column("rows", display.exact, "rows")
 
     @admin.display(description="took")
     def took(self, run: PipelineRun) -> str:
@@ -48,20 +42,11 @@ class PipelineRunAdmin(ReadOnlyAdmin):
         spent = (run.finished_at or timezone.now()) - run.started_at
         return str(dt.timedelta(seconds=round(spent.total_seconds())))
 
-    @admin.display(description="started")
-    def begun(self, run: PipelineRun) -> SafeString:
-        """When the run began."""
-        return display.ago(run.started_at)
+    begun = display.column("started", display.ago, "started_at")
 
-    @admin.display(description="options")
-    def chosen(self, run: PipelineRun) -> SafeString:
-        """The options of the run."""
-        return format_html("<pre>{}</pre>", json.dumps(run.options, indent=2))
+    chosen = display.column("options", display.as_json, "options")
 
-    @admin.display(description="counts")
-    def counted(self, run: PipelineRun) -> SafeString:
-        """The counts of the run."""
-        return format_html("<pre>{}</pre>", json.dumps(run.counts, indent=2))
+    counted = display.column("counts", display.as_json, "counts")
 
 
 @admin.register(ArchiveMark)
@@ -75,17 +60,10 @@ class ArchiveMarkAdmin(ReadOnlyAdmin):
         "source", "lake", "lake_id", "purged_through", "begun_through", "row_count",
         "changed",
     )  # fmt: skip
-    readonly_fields = fields
 
-    @admin.display(description="rows")
-    def row_count(self, mark: ArchiveMark) -> str:
-        """The number of rows archived from this table into this lake."""
-        return f"{mark.rows:,}"
+    row_count = display.column("rows", display.exact, "rows")
 
-    @admin.display(description="moved")
-    def changed(self, mark: ArchiveMark) -> SafeString:
-        """When the archive position last advanced."""
-        return display.ago(mark.changed_at)
+    changed = display.column("moved", display.ago, "changed_at")
 
 
 @admin.register(PipelineAlert)
@@ -99,7 +77,6 @@ class PipelineAlertAdmin(ReadOnlyAdmin):
         "name", "service", "firing", "value", "bound", "summary", "began", "measured",
         "told",
     )  # fmt: skip
-    readonly_fields = fields
 
     @admin.display(description="began to fire")
     def began(self, alert: PipelineAlert) -> SafeString | str:
@@ -108,7 +85,4 @@ class PipelineAlertAdmin(ReadOnlyAdmin):
             return "-"
         return display.ago(alert.since)
 
-    @admin.display(description="measured")
-    def measured(self, alert: PipelineAlert) -> SafeString:
-        """When the value was last measured."""
-        return display.ago(alert.checked_at)
+    measured = display.column("measured", display.ago, "checked_at")

@@ -135,10 +135,7 @@ class RunAdmin(RowPageAdmin):
         """How long the run has waited, or how long ago it ended."""
         return display.ago(run.ended_at) if run.ended_at else display.age(run.since)
 
-    @admin.display(description="deadline")
-    def deadline(self, run: Run) -> SafeString:
-        """The time until the deadline of the run's wait."""
-        return display.age(run.due_at)
+    deadline = display.column("deadline", display.age, "due_at")
 
     def get_urls(self) -> list[Any]:
         """Add the URLs of the actions."""

@@ -80,12 +80,6 @@ class WorkerAdmin(ReadOnlyAdmin):
         names = ((name,) for name in worker.stages)
         return format_html_join(", ", "<code>{}</code>", names)
 
-    @admin.display(description="heartbeat")
-    def heartbeat(self, worker: Worker) -> SafeString:
-        """The time of the last heartbeat."""
-        return display.ago(worker.heartbeat_at)
+    heartbeat = display.column("heartbeat", display.ago, "heartbeat_at")
 
-    @admin.display(description="running for")
-    def started(self, worker: Worker) -> SafeString:
-        """How long the process has been running."""
-        return display.age(worker.started_at)
+    started = display.column("running for", display.age, "started_at")

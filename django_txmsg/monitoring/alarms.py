@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import quote
@@ -46,7 +46,9 @@ class Alarm:
 def of(status: Status) -> list[Alarm]:
     """Return all problems of a status, worst first."""
     return [
-        replace(alarm, kind=kind) for kind, find in _FINDERS for alarm in find(status)
+        replace(alarm, kind=kind)
+        for kind, find, more in _FINDERS
+        for alarm in _limited(list(find(status)), more)
     ]
 
 
@@ -88,9 +90,8 @@ def _unconsumed_stages(status: Status) -> Iterator[Alarm]:
 
 
 def _outages(status: Status) -> Iterator[Alarm]:
-    found = status.outages
     late = status.late_outages
-    for one in found[:LINES]:
+    for one in status.outages:
         many = f", by {one.processes} processes" if one.processes > 1 else ""
         yield Alarm(
             "bad" if one in late else "warn", "worker", "",
@@ -99,7 +100,6 @@ def _outages(status: Status) -> Iterator[Alarm]:
             f"{one.error}",
             about=f"{one.kind} {one.name}",
         )  # fmt: skip
-    yield from _more(found, "bad" if late else "warn", "worker", "cannot be used")
 
 
 def _outbox(status: Status) -> Iterator[Alarm]:
@@ -123,7 +123,7 @@ def _outbox(status: Status) -> Iterator[Alarm]:
 
 
 def _unrelayed(status: Status) -> Iterator[Alarm]:
-    for name, waiting in list(status.unrelayed.items())[:LINES]:
+    for name, waiting in status.unrelayed.items():
         if name == conf.get().SERVICE:
             continue  # another alarm says so
         many = waiting.overdue != 1
@@ -173,7 +173,7 @@ def _redeliveries(status: Status) -> Iterator[Alarm]:
 
 
 def _late_ticks(status: Status) -> Iterator[Alarm]:
-    for one in status.late_ticks[:LINES]:
+    for one in status.late_ticks:
         assert one.row is not None  # else it is not overdue
         last = duration(status.now - one.row.last_tick)
         yield Alarm(
@@ -183,8 +183,6 @@ def _late_ticks(status: Status) -> Iterator[Alarm]:
             f"stores it; the relay's log says why it could not.",
             about=one.name,
         )  # fmt: skip
-    what = "recurring messages were not stored when they were due"
-    yield from _more(status.late_ticks, "bad", "schedule", what)
 
 
 def _deadlines(status: Status) -> Iterator[Alarm]:
@@ -204,7 +202,7 @@ def _deadlines(status: Status) -> Iterator[Alarm]:
 
 
 def _stuck(status: Status) -> Iterator[Alarm]:
-    for one in [flow for flow in status.runs if flow.stuck][:LINES]:
+    for one in [flow for flow in status.runs if flow.stuck]:
         many = one.stuck != 1
         yield Alarm(
             "bad", "run", f"?state=undo+stuck&flow={quote(one.flow, safe='')}",
@@ -223,7 +221,7 @@ def _left_behind(status: Status) -> Iterator[Alarm]:
         for place, newer in waiting
         if newer.since and status.now - newer.since > DEPLOYED
     ]
-    for place, newer in late[:LINES]:
+    for place, newer in late:
         many = newer.count != 1
         since = duration(status.now - newer.since) if newer.since else ""
         yield Alarm(
@@ -238,7 +236,7 @@ def _left_behind(status: Status) -> Iterator[Alarm]:
 
 def _full(status: Status) -> Iterator[Alarm]:
     full = [place for place in status.stages.values() if place.full_since]
-    for place in full[:LINES]:
+    for place in full:
         since = duration(status.now - place.full_since) if place.full_since else ""
         yield Alarm(
             "bad", "inboxmessage", "?state=blocked",
@@ -251,7 +249,7 @@ def _full(status: Status) -> Iterator[Alarm]:
 
 
 def _held_keys(status: Status) -> Iterator[Alarm]:
-    for one in status.held_keys[:LINES]:
+    for one in status.held_keys:
         many = one.count != 1
         since = duration(status.now - one.since)
         yield Alarm(
@@ -262,15 +260,10 @@ def _held_keys(status: Status) -> Iterator[Alarm]:
             "without it: manage.py order let_go.",
             about=f"{one.stage} {one.key}",
         )  # fmt: skip
-    yield from _more(
-        status.held_keys, "bad", "inboxmessage", "keys wait: manage.py order list",
-        query="?state=blocked",
-    )  # fmt: skip
 
 
 def _lost(status: Status) -> Iterator[Alarm]:
-    lost = status.attendance.lost
-    for one in lost[:LINES]:
+    for one in status.attendance.lost:
         ago = duration(status.now - one.heartbeat_at)
         yield Alarm(
             "bad", "worker", "",
@@ -278,7 +271,6 @@ def _lost(status: Status) -> Iterator[Alarm]:
             f": its last heartbeat was {ago} ago.",
             about=one.name,
         )  # fmt: skip
-    yield from _more(lost, "bad", "worker", "workers are silent")
 
 
 def _dead(status: Status) -> Iterator[Alarm]:
@@ -316,7 +308,7 @@ def _no_relay(status: Status) -> Iterator[Alarm]:
 
 
 def _unconsumed(status: Status) -> Iterator[Alarm]:
-    for name, meant in list(status.unconsumed.items())[:LINES]:
+    for name, meant in status.unconsumed.items():
         if any(one.name == name and one.overdue for one in status.queues.values()):
             continue  # another alarm says so, in more detail
         yield Alarm(
@@ -326,25 +318,22 @@ def _unconsumed(status: Status) -> Iterator[Alarm]:
             'TXMSG["KNOWN_DESTINATIONS"] names no other consumer.',
             about=name,
         )  # fmt: skip
-    what = "destinations have no known consumer"
-    yield from _more(status.unconsumed, "warn", "outboxmessage", what)
 
 
 def _paused(status: Status) -> Iterator[Alarm]:
     paused = [place for place in status.stages.values() if place.paused_at]
     paused.sort(key=lambda one: one.name)
-    for place in paused[:LINES]:
+    for place in paused:
         yield Alarm(
             "warn", "stagestate", "", f"Stage {place.label} is paused.",
             _who(place, status.now),
             about=place.label,
         )  # fmt: skip
-    yield from _more(paused, "warn", "stagestate", "stages are paused")
 
 
 def _abandoned(status: Status) -> Iterator[Alarm]:
     abandoned = [one for one in status.subscriptions if one.abandoned]
-    for one in abandoned[:LINES]:
+    for one in abandoned:
         waiting = status.queues.get(one.queue, Waiting())
         yield Alarm(
             "warn", "outboxmessage", "#queues",
@@ -354,21 +343,17 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
             f"subscriptions remove {one.topic} {one.subscriber}.",
             about=f"{one.topic} {one.subscriber}",
         )  # fmt: skip
-    yield from _more(
-        abandoned, "warn", "outboxmessage",
-        "subscriptions belong to no stage here", query="#queues",
-    )  # fmt: skip
 
 
-def _more(
-    found: Sized, tone: Tone, table: str, what: str, *, query: str = ""
-) -> Iterator[Alarm]:
-    """Yield one alarm for the problems beyond the first LINES. Yields nothing if there
-    are none."""
-    more = len(found) - LINES
-    if more > 0:
-        text = f"{more} more {what}"
-        yield Alarm(tone, table, query, text, ".", about="more")
+def _limited(found: list[Alarm], more: str) -> list[Alarm]:
+    """Return the first LINES alarms of a finder, and one alarm that counts the rest."""
+    left = len(found) - LINES
+    if left <= 0:
+        return found
+    first = found[0]
+    query = "" if any(one.query != first.query for one in found) else first.query
+    rest = Alarm(first.tone, first.table, query, f"{left} more {more}", ".")
+    return [*found[:LINES], replace(rest, about="more")]
 
 
 def _who(place: Place, now: dt.datetime) -> str:
@@ -404,25 +389,25 @@ def _list(names: list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-#: Each with its kind, worst first.
-_FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]]], ...] = (
-    ("database", _unreadable),
-    ("no-worker", _unconsumed_stages),
-    ("no-worker", _unrelayed),
-    ("outage", _outages),
-    ("overdue", _outbox),
-    ("overdue", _queues),
-    ("overdue", _redeliveries),
-    ("overdue", _late_ticks),
-    ("overdue", _deadlines),
-    ("newer-code", _left_behind),
-    ("undo-stuck", _stuck),
-    ("order", _full),
-    ("order", _held_keys),
-    ("silent", _lost),
-    ("dead", _dead),
-    ("no-worker", _no_relay),
-    ("unconsumed", _unconsumed),
-    ("paused", _paused),
-    ("subscription", _abandoned),
+#: Each with its kind, worst first, and what more of them are called.
+_FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]], str], ...] = (
+    ("database", _unreadable, "databases do not answer"),
+    ("no-worker", _unconsumed_stages, ""),
+    ("no-worker", _unrelayed, "services have no relay"),
+    ("outage", _outages, "cannot be used"),
+    ("overdue", _outbox, ""),
+    ("overdue", _queues, ""),
+    ("overdue", _redeliveries, ""),
+    ("overdue", _late_ticks, "recurring messages were not stored when they were due"),
+    ("overdue", _deadlines, ""),
+    ("newer-code", _left_behind, "stages need newer code"),
+    ("undo-stuck", _stuck, "flows have runs that are stuck at an undo"),
+    ("order", _full, "stages receive nothing"),
+    ("order", _held_keys, "keys wait: manage.py order list"),
+    ("silent", _lost, "workers are silent"),
+    ("dead", _dead, ""),
+    ("no-worker", _no_relay, ""),
+    ("unconsumed", _unconsumed, "destinations have no known consumer"),
+    ("paused", _paused, "stages are paused"),
+    ("subscription", _abandoned, "subscriptions belong to no stage here"),
 )

@@ -15,32 +15,14 @@ from ..models.fields import read_instant
 RECENT = 2_000
 
 
-def destinations(using: str) -> dict[str, int]:
-    """Return the destinations of the newest RECENT stored messages, with their
+def values(using: str, table: str, column: str) -> dict[str, int]:
+    """Return the values of a column in the newest RECENT rows of a table, with their
     counts."""
-    return _recent(using, "destination", "django_txmsg_outboxmessage")
-
-
-def stages(using: str) -> dict[str, int]:
-    """Return the stages of the newest RECENT received messages, with their counts."""
-    return _recent(using, "stage", "django_txmsg_inboxmessage")
-
-
-def operators(using: str) -> dict[str, int]:
-    """Return the operators of the newest RECENT audit entries, with their counts."""
-    return _recent(using, '"by"', "django_txmsg_auditentry")
-
-
-def deeds(using: str) -> dict[str, int]:
-    """Return the kinds of action in the newest RECENT audit entries, with their
-    counts."""
-    return _recent(using, "deed", "django_txmsg_auditentry")
-
-
-def _recent(using: str, column: str, table: str) -> dict[str, int]:
-    with connections[using].cursor() as cursor:
+    connection = connections[using]
+    table, column = map(connection.ops.quote_name, (table, column))
+    with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT {column}, COUNT(*) FROM (SELECT {column} FROM {table}"  # noqa: S608 - constants only
+            f"SELECT {column}, COUNT(*) FROM (SELECT {column} FROM {table}"  # noqa: S608 - names of the models only
             f" ORDER BY id DESC LIMIT %s) AS newest GROUP BY {column}",
             [RECENT],
         )

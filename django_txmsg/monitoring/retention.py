@@ -113,7 +113,7 @@ def kinds() -> list[Kind]:
         Kind(
             "idempotency keys", IdempotencyKey, keep.IDEMPOTENCY, _old, by="created_at"
         ),
-        Kind("batches of runs", Batch, keep.FLOWS, _of_an_ended_run),
+        Kind("batches of runs", Batch, keep.FLOWS, _before("run__ended_at")),
         Kind("runs of flows", Run, keep.FLOWS, flows.ENDED, by="ended_at"),
         # They record the outcome of the transactions that filled the outbox.
         Kind("session records", SessionRecord, keep.OUTBOX, _old, by="created_at"),
@@ -127,8 +127,8 @@ def kinds() -> list[Kind]:
         # The inboxes of this service forget what it has sent after the same time.
         Kind("key tails", KeyTail, keep.INBOX, _old_tail),
         Kind("rate lines", RateLine, keep.INBOX, _old_line),
-        Kind("stop requests", StopRequest, SILENT_WORKERS, _requested),
-        Kind("silent workers", Worker, SILENT_WORKERS, _silent),
+        Kind("stop requests", StopRequest, SILENT_WORKERS, _before("at")),
+        Kind("silent workers", Worker, SILENT_WORKERS, _before("heartbeat_at")),
     ]
 
 
@@ -227,12 +227,11 @@ def _cutoff(kind: Kind, using: str) -> dt.datetime:
     return clock(using) - dt.timedelta(days=kind.days)
 
 
-def _old(cutoff: dt.datetime) -> Q:
-    return Q(created_at__lt=cutoff)
+def _before(column: str) -> Callable[[dt.datetime], Q]:
+    return lambda cutoff: Q(**{f"{column}__lt": cutoff})
 
 
-def _of_an_ended_run(cutoff: dt.datetime) -> Q:
-    return Q(run__ended_at__lt=cutoff)
+_old = _before("created_at")
 
 
 def _of_no_use(cutoff: dt.datetime) -> Q:
@@ -248,14 +247,6 @@ def _old_tail(cutoff: dt.datetime) -> Q:
 def _old_line(cutoff: dt.datetime) -> Q:
     last = F("origin") + F("taken") * F("period")
     return Q(LessThan(last, Value(cutoff.timestamp())))
-
-
-def _requested(cutoff: dt.datetime) -> Q:
-    return Q(at__lt=cutoff)
-
-
-def _silent(cutoff: dt.datetime) -> Q:
-    return Q(heartbeat_at__lt=cutoff)
 
 
 def _same_message() -> Q:

@@ -275,7 +275,21 @@ def test_an_alert_keeps_its_name_while_its_numbers_change() -> None:
     assert names() == before
     assert {"overdue/outbox", "overdue/redeliveries", "paused/mail.send"} <= before
     assert len(before) == len(list(alarms.of(alerting.status.read())))
-    assert {kind for kind, _ in alarms._FINDERS} == set(KINDS)
+    assert {kind for kind, *_ in alarms._FINDERS} == set(KINDS)
+
+
+@pytest.mark.django_db
+def test_alarms_beyond_the_limit_of_a_kind_are_counted() -> None:
+    for number in range(alarms.LINES + 2):
+        factories.OutboxMessageFactory(
+            due_at=factories.ago(minutes=5), service=f"service-{number}"
+        )
+
+    found = [str(one) for one in alarms.of(alerting.status.read())]
+
+    named = [one for one in found if "and no relay of service-" in one]
+    assert len(named) == alarms.LINES
+    assert "2 more services have no relay." in found
 
 
 def test_an_unknown_kind_is_an_error_of_check() -> None:
