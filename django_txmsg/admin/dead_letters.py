@@ -44,8 +44,8 @@ class DeadFilter(CountingFilter):
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Yield the choices with their numbers of open dead letters. All filters of a
-        page share one query."""
+        """Yield the choices, each with its number of open dead letters. All filters of
+        a page share one query."""
         counts = open_counts(request, model_admin)[str(self.parameter_name)]
         for value, number in counts.items():
             yield value, f"{value or '(relay)'} ({number})", None

@@ -355,8 +355,8 @@ class DatabaseSession(Session):
         return count
 
     def _hold(self, sizes: Mapping[int, int | None]) -> None:
-        """Record the size of each message that this session holds. A size of None means
-        that the message is settled."""
+        """Record the size of each message that this session holds. For a settled
+        message the size is `None`."""
         self._held = {
             pk: size for pk, size in {**self._held, **sizes}.items() if size is not None
         }

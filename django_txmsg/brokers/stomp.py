@@ -69,8 +69,8 @@ class Heads:
 
     def item(self, one: Outgoing) -> Item:
         """Return a message's encoded frame. If no template fits the message, return its
-        destination and its `jms.Message` instead, which the session then checks and
-        encodes."""
+        destination and its `jms.Message`. The session then checks and encodes the
+        `jms.Message`."""
         try:
             encoded = self._encoded(one)
         except (AttributeError, TypeError, UnicodeEncodeError):  # a header is not text

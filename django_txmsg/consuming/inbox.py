@@ -306,8 +306,8 @@ def _adopt(arrival: Arrival) -> Outcome:
 
 def _lease(arrival: Arrival) -> AbstractContextManager[object]:
     """Renew the lease of a parked message while the stage processes it. In mode outbox
-    no renewal is needed, because the row is locked, except at a stage with blocking
-    redelivery."""
+    the locked row makes a renewal unnecessary. Only stages with blocking redelivery
+    renew the lease in this mode, because they hold no lock while they wait."""
     parked, token = arrival.parked, arrival.token
     if parked is None or token is None or arrival.mode.locks_parked():
         return nullcontext()

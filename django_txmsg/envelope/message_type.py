@@ -32,7 +32,7 @@ class MessageType:
 
     If `name` is "", the name is made of the app's label and the class's name.
     `readable_from` is the oldest version whose code can read bodies of this version.
-    None means that the package derives this number.
+    If it is `None`, the package derives this number.
     """
 
     name: str = ""

@@ -101,7 +101,7 @@ class Flow(Generic[In, Out]):
     A PlaceOrder starts a run by the step `start`, and the caller gets an Answer. The
     annotated fields of the class are the state of a run, stored as JSON of at most 64
     KiB. `version` is the version of the state, like the version of a message type.
-    `within` is the default deadline of an ask or a wait. None means no deadline.
+    `within` is the default deadline of an ask or a wait, or `None`.
     `using` and `broker` apply to the flow's two stages. `concurrency` is the number of
     threads in each process for each stage.
     """

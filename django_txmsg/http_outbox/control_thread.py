@@ -44,7 +44,7 @@ HOLD = 30.0
 @dataclass(order=True)
 class _Held:
     """A delivery that the thread keeps: when its next check is due, and since when it
-    is kept."""
+    has been kept."""
 
     due: float = field(init=False, default=0.0)
     number: int = field(init=False, default_factory=itertools.count().__next__)

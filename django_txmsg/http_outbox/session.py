@@ -91,7 +91,7 @@ class OutboxSession:
 
     def begin(self) -> None:
         """Open the transaction. The database begins the transaction only at the first
-        query. Raises SessionError if the session has begun before."""
+        query. Raises SessionError if the session has already begun."""
         if self._scope is not None or self._ended:
             raise SessionError("This outbox session has begun already; make another.")
         self._block.enter()

@@ -348,10 +348,9 @@ class Link:
         return f"{kind}{next(self._numbers)}"
 
     def seconds(self, timeout: float | None) -> float:
-        """Return the timeout in seconds.
+        """Return the timeout in seconds; for ``None``, the connection's default.
 
-        None means the connection's default. Raises ``ValueError`` for an invalid
-        timeout.
+        Raises ``ValueError`` for an invalid timeout.
         """
         if timeout is None:
             return self.options.send_timeout

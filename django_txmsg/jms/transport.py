@@ -1,4 +1,4 @@
-"""The transport: writes bytes with a deadline and reads frames, by means of stomp.py.
+"""Writes bytes with a deadline and reads frames, by means of stomp.py.
 
 stomp.py provides the connection's life cycle and the I/O thread. ``Transport`` replaces
 the methods of stomp.py that handle bytes, because these methods have known faults. The
@@ -7,7 +7,7 @@ differences are:
 - each connection has a new transport object, because in stomp.py a second connect may
   never return;
 - sockets are non-blocking for both TCP and TLS: a write has a deadline, the client
-  detects a disappeared peer, and the caller gets write errors;
+  detects that a peer has disappeared, and write errors reach the caller;
 - the I/O thread only reads, and never runs user code;
 - our own parser and encoder handle the frames, so headers are escaped correctly and no
   byte of a body is replaced.

@@ -39,9 +39,9 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
         duration: dt.timedelta | None = None,
         above: int | None = None,
     ) -> FailureNote:
-        """Store a note, and whether its error is muted. None leaves a value unchanged.
+        """Store a note, and whether its error is muted. `None` changes nothing.
 
-        A mute ends after `duration`, by the database's clock; None means never. The
+        A mute ends after `duration`, by the database's clock; `None` means never. The
         mute does not apply while more than `above` dead letters of the error are open.
         `seen` is the `version` of the note that the operator has read. Raises
         TxmsgError in three cases: another operator has changed the note since; the

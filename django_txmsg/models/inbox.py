@@ -561,8 +561,8 @@ def read_record(row: Sequence[Any]) -> InboxRecord:
 
 def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
     """Return the condition that this code can read a row, and the condition's
-    parameters. `reads` has the types and versions that the code reads. None means that
-    it reads every message; the condition is empty then."""
+    parameters. `reads` has the types and versions that the code reads. For code
+    that reads every message it is `None`, and the condition is empty."""
     if reads is None:
         return "", []
     one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"

@@ -118,7 +118,7 @@ class PendingManager(SqlManager):
         Returns the primary keys of all rows that hold the keys.
 
         A new message with such a key is not stored. `wanted` maps each key to the
-        expiry of that new message, in seconds; None means never. A row that would
+        expiry of that new message, in seconds; `None` means never. A row that would
         expire sooner gets this expiry.
         """
         connection, table = connections[self.db], self._table

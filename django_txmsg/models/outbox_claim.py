@@ -207,7 +207,7 @@ class ClaimingManager(SqlManager):
         return [pk for (pk,) in rows]
 
     def link(self, links: Mapping[int, str | None], token: uuid.UUID, name: str) -> int:
-        """Store each row's link to its predecessor in the header `name`; None means
+        """Store each row's link to its predecessor in the header `name`; `None` means
         that the row is the first of its key. Returns the number of rows that still
         belonged to this lease."""
         connection, table = connections[self.db], self._table

@@ -192,8 +192,8 @@ class Settlement:
                 )
 
     def _give_back_refused(self, found: Receipts) -> None:
-        """Release rows whose destination takes no messages now, and store the broker's
-        error."""
+        """Release rows whose destination currently accepts no messages, and store the
+        broker's error."""
         for destination, error in found.unavailable.items():
             ids = [row.id for row, _ in found.refused if row.destination == destination]
             words = str(error)[:2000]

@@ -72,7 +72,7 @@ class Wakeup:
         return rung or not self.has_listener
 
     def ring(self) -> None:
-        """Make the thread query once more, because there may be more rows."""
+        """Tell the thread to query once more, because there may be more rows."""
         self._rung.set()
 
     def wait(self, timeout: float) -> bool:

@@ -111,7 +111,7 @@ class DayFiles:
         return self._closed
 
     def _flush(self) -> None:
-        """Write the buffered rows, divided by day."""
+        """Write the buffered rows, grouped by day."""
         if not self._waiting_rows:
             return
         rows = self.complete(pa.Table.from_batches(self._waiting))

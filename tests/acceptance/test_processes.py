@@ -332,7 +332,7 @@ def test_probes_of_a_healthy_a_hung_and_a_draining_process(
 
 
 def failing(start: Callable[..., ManageProcess], words: list[str]) -> ManageProcess:
-    """Run a probe again until it fails, and return its process."""
+    """Run a probe repeatedly until it fails. Return the process of the failed run."""
 
     def run() -> ManageProcess | None:
         probe = start(*words)

@@ -26,7 +26,7 @@ class Deployment:
         self._sent: list[str] = []
 
     def start(self, version: str, service: str = "tests") -> ManageProcess:
-        """Start a worker with the code of a version."""
+        """Start a worker with the code of the given version."""
         worker = self._manage(
             "consume",
             hook=f"tests.acceptance.versions.{version}",

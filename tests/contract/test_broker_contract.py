@@ -114,7 +114,7 @@ if ELSEWHERE:
 
 
 def ship(broker: Broker, batch: list[Outgoing]) -> dict[bytes, BrokerError | None]:
-    """Send the messages again until each has its outcome, as the relay does."""
+    """Send the messages repeatedly until each has its outcome, as the relay does."""
     outcomes: dict[bytes, BrokerError | None] = {}
     isolate = False
     for _ in range(2 * len(batch)):

@@ -62,7 +62,7 @@ class Browser:
         return self.load(urllib.parse.urlencode(inputs).encode())
 
     def load_until(self, text: str) -> None:
-        """Load the page again until it shows a text."""
+        """Load the page repeatedly until it shows a text."""
         wait_until(
             lambda: text in self.load(),
             deadline=60,

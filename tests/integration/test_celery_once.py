@@ -280,7 +280,7 @@ SHAPES: dict[str, Any] = {
 @pytest.mark.parametrize("linked", SHAPES)
 @pytest.mark.parametrize("option", ["callbacks", "chain"])
 def test_calls_repeated_by_a_copy_take_effect_once(linked: str, option: str) -> None:
-    """This holds for every kind of call, even if Celery chooses random ids."""
+    """Every kind of call takes effect once, even if Celery chooses random ids."""
     app.conf.result_backend = "cache+memory://"
     forget_connections()
     task, call = once_task(lambda: 0), json.loads(json.dumps(SHAPES[linked]()))

@@ -62,7 +62,7 @@ def test_thread_dispatches_right_after_the_commit() -> None:
 
 def test_a_row_follows_soon_when_another_process_has_sent_the_one_before() -> None:
     """Another process has claimed the first row of the key, and no relay runs. The
-    dispatcher of the second row checks again until the first row is dispatched."""
+    dispatcher of the second row checks repeatedly until the first row is dispatched."""
     with txmsg(DISPATCH_ON_COMMIT="off"), transaction.atomic():
         send_message("tests.q", 1, key="hot")
     token = uuid.uuid4()

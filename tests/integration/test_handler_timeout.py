@@ -213,8 +213,7 @@ def test_handler_in_time_is_not_affected() -> None:
 
 
 def test_time_out_does_not_affect_other_threads() -> None:
-    """A time-out cancels no query of another thread, and no query of the next
-    message."""
+    """A time-out does not cancel a query of another thread or of the next message."""
 
     def handler(message: Message) -> None:
         if message.body == "slow":

@@ -273,7 +273,8 @@ def test_another_database_is_pruned_by_name(transactional_db: None) -> None:
 @pytest.mark.postgresql
 @pytest.mark.parametrize("heard", [False, True])
 def test_a_message_redelivered_meanwhile_is_not_deleted(heard: bool) -> None:
-    """This holds even if the project has a receiver of `post_delete`."""
+    """A message that is redelivered during a prune stays, even if the project has a
+    receiver of `post_delete`."""
     deleted: list[Any] = []
 
     def hear(instance: Any, **_: Any) -> None:

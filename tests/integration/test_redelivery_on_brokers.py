@@ -123,7 +123,7 @@ def test_many_failing_messages_each_keep_to_their_policy(
 
 
 def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> None:
-    """This holds in each mode, no matter where the message waits. The test checks only
+    """The delays apply in each mode, wherever the message waits. The test checks only
     lower bounds, because a busy machine may be late."""
     began: dict[str, list[float]] = {}
     told: dict[str, list[float]] = {}

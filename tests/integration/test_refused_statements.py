@@ -215,7 +215,7 @@ def test_message_waits_while_a_trigger_reports_a_constraint(batch: int) -> None:
 
 @batches
 def test_failure_refused_by_the_database_counts_once(batch: int) -> None:
-    """The handler fails. It runs again until the database records the failure, once."""
+    """The handler fails, and runs again until the database has recorded one failure."""
     stays(lambda: trigger("INSERT", ATTEMPT), batch, "fails")
     assert Attempt.objects.count() == 1
 

@@ -1,4 +1,4 @@
-"""Jobs are killed with SIGKILL at random instants, and then run again until they
+"""Jobs are killed with SIGKILL at random instants, and then repeated until they
 finish."""
 
 from __future__ import annotations

@@ -360,8 +360,9 @@ class Together(Talk):
     def test_what_a_slow_session_holds_comes_to_nobody_else(
         self, destination: str
     ) -> None:
-        """A session keeps its deliveries while a handler runs and makes no call. So a
-        broker with leases must renew them in a separate thread."""
+        """A session keeps its deliveries while a handler runs, although nothing calls
+        the session in that time. So a broker with leases must renew them in a separate
+        thread."""
         self.send(*numbered(destination, 1))
         with self.consumer(destination, prefetch=1) as slow:
             [delivery] = take(slow, 1)

@@ -211,8 +211,8 @@ def test_a_transaction_around_it_may_take_its_time(grouped, receiver, heard) -> 
 
 
 def test_requests_under_traffic_wait_for_no_receipt(grouped, heard) -> None:
-    """The first request sends its control message itself. A thread sends the control
-    messages of later requests."""
+    """The first request sends its control message itself. For later requests, a thread
+    sends the control messages, so these requests do not wait for a receipt."""
     store("opens")
     mine = threading.get_ident()
     senders: list[int] = []
