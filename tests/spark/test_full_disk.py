@@ -45,7 +45,7 @@ def data_files(lake: LakeSpec) -> tuple[set[Path], set[Path]]:
     """Return the data files that exist, and those that the log names."""
     named = Lake(lake).table(OUTBOX.name, OUTBOX.lake_struct()).named()
     root = path_of(lake)
-    return set(root.rglob("*.parquet")), {root / one.path for one in named}
+    return set(root.glob("service=*/*/*.parquet")), {root / one.path for one in named}
 
 
 @pytest.mark.parametrize(
