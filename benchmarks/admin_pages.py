@@ -149,6 +149,7 @@ def pages() -> dict[str, str]:
         "recurring": "/admin/django_txmsg/schedule/",
         "alerts": "/admin/django_txmsg/alert/",
         "audit": "/admin/django_txmsg/auditentry/",
+        "what changed": "/admin/django_txmsg/auditentry/changes/",
         "stages": "/admin/django_txmsg/stagestate/",
         "workers": "/admin/django_txmsg/worker/",
         "health": "/txmsg/health/",

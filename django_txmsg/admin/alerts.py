@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from django.contrib import admin
-from django.utils.safestring import SafeString
 
 from ..models import Alert
 from . import display
@@ -23,7 +22,4 @@ class AlertAdmin(ReadOnlyAdmin):
 
     began = display.column("began", display.ago, "since")
 
-    @admin.display(description="ended")
-    def ended(self, alert: Alert) -> SafeString | str:
-        """When the alert ended."""
-        return "-" if alert.ended_at is None else display.ago(alert.ended_at)
+    ended = display.column("ended", display.ago, "ended_at")

@@ -11,16 +11,16 @@ from django.contrib import admin
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.contenttypes.models import ContentType
 from django.db import router, transaction
-from django.db.models import Model, QuerySet
+from django.db.models import Model, Q
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from ..models import AuditEntry, BulkOperation
 from ..models.monitoring import Deed
-from . import display, permissions
+from . import changes, display, permissions
 from .base import ReadOnlyAdmin
-from .filters import AgeFilter, BetweenFilter, PlaceFilter, filter_of
+from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_of
 
 
 @contextmanager
@@ -58,21 +58,17 @@ def audit(
     )
 
 
-class SourceFilter(admin.SimpleListFilter):
-    """Filters by where the operator acted: on a page or with a command."""
+class SourceFilter(StateFilter):
+    """Filters by the source of the entry: a page, a command, or a process."""
 
     title, parameter_name = "source", "via"
+    uncounted = frozenset({"page", "command", "process"})
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return the two choices."""
-        return [("page", "a page"), ("command", "a command")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Select the actions of the chosen source."""
-        commands = {"by__startswith": "command: "}
-        if self.value() == "command":
-            return queryset.filter(**commands)
-        return queryset.exclude(**commands) if self.value() == "page" else queryset
+    @staticmethod
+    def conditions() -> dict[str, Q]:
+        """Return the condition of each source, by name."""
+        command, process = Q(by__startswith="command: "), Q(by__startswith="service: ")
+        return {"page": ~(command | process), "command": command, "process": process}
 
 
 @admin.register(AuditEntry)
@@ -95,18 +91,18 @@ class AuditAdmin(ReadOnlyAdmin):
     get_search_results = admin.ModelAdmin.get_search_results
 
     def get_urls(self) -> list[Any]:
-        """Add the page that shows the user's own permissions."""
-        may = partial(permissions.show, self)
-        return [self.at("may-i/", may, "may"), *super().get_urls()]
+        """Add the pages of the user's own permissions, and of what changed."""
+        return [
+            self.at("may-i/", partial(permissions.show, self), "may"),
+            self.at("changes/", partial(changes.show, self), "changes"),
+            *super().get_urls(),
+        ]
 
     when = display.column("when", display.ago, "at")
 
     what = display.column("what and why", str, "text")
 
-    @admin.display(description="shown")
-    def shown(self, entry: AuditEntry) -> str:
-        """The number of rows that the operator was shown."""
-        return "-" if entry.count is None else display.exact(entry.count)
+    shown = display.column("shown", display.exact, "count")
 
     @admin.display(description="done")
     def done(self, entry: AuditEntry) -> SafeString | str:

@@ -32,6 +32,21 @@ PERMISSIONS = {
 }
 
 
+def filter_text(filters: dict[str, Any]) -> str:
+    """Return a filter as text for people."""
+    if not filters:
+        return "all"
+    parts = []
+    for name, value in filters.items():
+        if name == "ids":
+            parts.append(f"{len(value)} selected")
+        elif name == "again":
+            parts.append("failed again")
+        else:
+            parts.append(f"{name} {value or '(relay)'}")
+    return ", ".join(parts)
+
+
 @admin.register(BulkOperation)
 class BulkAdmin(RowPageAdmin):
     """The list of bulk operations, running and past."""
@@ -113,10 +128,7 @@ class BulkAdmin(RowPageAdmin):
         """The number of processed messages, and the total."""
         return f"{operation.done:,} of {operation.total:,}"
 
-    @admin.display(description="filter")
-    def filters(self, operation: BulkOperation) -> str:
-        """The filter that selected the messages."""
-        return filter_text(operation.filter)
+    filters = display.column("filter", filter_text, "filter")
 
     age = display.column("asked for", display.ago, "created_at")
 
@@ -149,18 +161,3 @@ def start(
         text = f"{said(operation)}; filter: {filter_text(filters)}{because}."
         audit(request, operation, Deed(kind.value), text)
     return operation
-
-
-def filter_text(filters: dict[str, Any]) -> str:
-    """Return a filter as text for people."""
-    if not filters:
-        return "all"
-    parts = []
-    for name, value in filters.items():
-        if name == "ids":
-            parts.append(f"{len(value)} selected")
-        elif name == "again":
-            parts.append("failed again")
-        else:
-            parts.append(f"{name} {value or '(relay)'}")
-    return ", ".join(parts)

@@ -27,6 +27,7 @@ from . import body as bodies
 from .addresses import MESSAGE, led
 from .audit import audit, audited
 from .base import Pages, insist
+from .message import allowed
 
 #: Largest body, in bytes, for which a text field is offered.
 LONGEST = 256 * 1024
@@ -38,17 +39,9 @@ class CopyPages(Pages):
     def page(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Show the form (GET), show the changes (POST), or send the copy (POST with
         `send`)."""
-        user: Any = request.user
-        insist(
-            conf.get().EDIT_DEAD_LETTERS
-            and user.has_perms(
-                [
-                    "django_txmsg.edit_deadletter",
-                    "django_txmsg.view_deadletter",
-                    "django_txmsg.view_message_body",
-                ]
-            )
-        )
+        may = allowed(request)
+        insist(conf.get().EDIT_DEAD_LETTERS)
+        insist(may["edit"] and may["dead"] and may["body"])
         using = router.db_for_write(DeadLetter)
         letter = DeadLetter.objects.using(using).filter(pk=pk).first()
         if letter is None:

@@ -38,8 +38,7 @@ MOST_CHOICES = 100
 
 
 class DeadFilter(CountingFilter):
-    """A filter whose choices show how many open dead letters they have. The empty value
-    is a choice, too: dead letters of the relay have no stage."""
+    """A filter whose choices show how many open dead letters they have."""
 
     def counted(
         self, request: HttpRequest, model_admin: Any
@@ -49,14 +48,6 @@ class DeadFilter(CountingFilter):
         counts = open_counts(request, model_admin)[str(self.parameter_name)]
         for value, number in counts.items():
             yield value, f"{value or '(relay)'} ({number})", None
-
-    def queryset(
-        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
-    ) -> QuerySet[DeadLetter]:
-        """Select the dead letters with the chosen value."""
-        if self.value() is None:
-            return queryset
-        return queryset.filter(**{str(self.parameter_name): self.value()})
 
 
 class FingerprintFilter(DeadFilter):

@@ -63,11 +63,12 @@ TONES = {
 
 def column(title: str, show: Callable[[Any], object], of: str) -> Any:
     """Return a column of a list of the admin. It shows the attribute `of` of each row,
-    formatted by `show`."""
+    formatted by `show`; "-" for None."""
 
     @admin.display(description=title)
     def shown(_: object, row: object) -> object:
-        return show(getattr(row, of))
+        value = getattr(row, of)
+        return "-" if value is None else show(value)
 
     return shown
 

@@ -20,7 +20,8 @@ from .counting import OLDER, count, listed
 
 class CountingFilter(admin.SimpleListFilter):
     """A filter whose choices show their numbers of rows. It selects the rows whose
-    column `parameter_name` has the chosen value."""
+    column `parameter_name` has the chosen value. The empty value is a value, too: dead
+    letters of the relay have no stage."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
         """Yield the choices, each labelled with its number of rows."""
@@ -43,7 +44,7 @@ class CountingFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Select the rows with the chosen value."""
         value = self.value()
-        if not value:
+        if value is None:
             return queryset
         return queryset.filter(**{str(self.parameter_name): value})
 

@@ -206,10 +206,7 @@ class FindingAdmin(ReadOnlyAdmin):
             '<a href="{}">{}</a>', page, display.short_id(finding.message_id)
         )
 
-    @admin.display(description="sent")
-    def sent(self, finding: Finding) -> SafeString:
-        """When the message was sent."""
-        return display.ago(finding.sent_at) if finding.sent_at else display.mono("?")
+    sent = display.column("sent", display.ago, "sent_at")
 
     age = display.column("found", display.ago, "found_at")
 

@@ -55,9 +55,6 @@ class IdempotencyAdmin(ReadOnlyAdmin):
         """The caller, as the stored digest."""
         return display.mono(display.cut(row.caller, 24), row.caller)
 
-    @admin.display(description="response")
-    def size(self, row: Any) -> str:
-        """The size of the stored response."""
-        return "-" if row.length is None else display.size(row.length)
+    size = display.column("response", display.size, "length")
 
     age = display.column("age", display.age, "created_at")

@@ -11,6 +11,7 @@ from django.urls import NoReverseMatch
 from .. import conf
 from ..flows.declaration import declarations
 from ..scheduling.timetable import recurring
+from . import changes
 from .addresses import address
 
 _LISTS = (
@@ -56,9 +57,12 @@ def pages(request: HttpRequest) -> list[Page]:
         except NoReverseMatch:
             continue  # a site of the project's own need not have them all
         found.append(Page(title, to, request.path.startswith(to)))
-    with suppress(NoReverseMatch):
-        mine = address(request, "admin:django_txmsg_may")
-        if request.path == mine:
-            found = [replace(one, current=False) for one in found]
-        found.append(Page("May I?", mine, request.path == mine))
+    for name, title in (("changes", "What changed"), ("may", "May I?")):
+        if name == "changes" and not changes.seen(request):
+            continue
+        with suppress(NoReverseMatch):
+            to = address(request, f"admin:django_txmsg_{name}")
+            if request.path == to:  # below the list of the audit
+                found = [replace(one, current=False) for one in found]
+            found.append(Page(title, to, request.path == to))
     return found

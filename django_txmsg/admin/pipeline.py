@@ -6,7 +6,6 @@ import datetime as dt
 
 from django.contrib import admin
 from django.utils import timezone
-from django.utils.safestring import SafeString
 
 from ..spark.models import ArchiveMark, PipelineAlert, PipelineRun, RunState
 from . import display
@@ -78,11 +77,6 @@ class PipelineAlertAdmin(ReadOnlyAdmin):
         "told",
     )  # fmt: skip
 
-    @admin.display(description="began to fire")
-    def began(self, alert: PipelineAlert) -> SafeString | str:
-        """When the alert last began to fire."""
-        if alert.since is None:
-            return "-"
-        return display.ago(alert.since)
+    began = display.column("began to fire", display.ago, "since")
 
     measured = display.column("measured", display.ago, "checked_at")

@@ -488,6 +488,7 @@ class Migration(migrations.Migration):
             options={
                 "verbose_name": "audit entry",
                 "verbose_name_plural": "audit entries",
+                "indexes": [models.Index(fields=["at"], name="txmsg_audit_at")],
             },
         ),
         migrations.CreateModel(
@@ -606,7 +607,9 @@ class Migration(migrations.Migration):
                         fields=["correlation_id"],
                         name="txmsg_dead_correlation",
                     ),
-                    models.Index(fields=["fingerprint"], name="txmsg_dead_error"),
+                    models.Index(
+                        fields=["fingerprint", "created_at"], name="txmsg_dead_error"
+                    ),
                     models.Index(
                         django_txmsg.models.fields.MessageKey("headers"),
                         name="txmsg_dead_key",

@@ -306,7 +306,8 @@ class DeadLetter(models.Model):
                 condition=~Q(correlation_id=""),
                 name="txmsg_dead_correlation",
             ),
-            models.Index(fields=["fingerprint"], name="txmsg_dead_error"),
+            # The first of each error is found by one entry.
+            models.Index(fields=["fingerprint", "created_at"], name="txmsg_dead_error"),
             models.Index(MessageKey("headers"), name="txmsg_dead_key"),
         ]
 

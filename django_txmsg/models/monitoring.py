@@ -176,6 +176,7 @@ class Deed(StrEnum):
     REOPEN = "reopen"
     REPLAY = "replay"
     EXPORT = "export"
+    DEPLOY = "deploy"
 
 
 class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -213,7 +214,8 @@ class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 class AuditEntry(models.Model):
-    """One action of one operator. `by` is a user of the admin, or "command: USER"."""
+    """One action of one operator. `by` is a user of the admin, or "command: USER". Or
+    the first start of a version: `by` is then "service: NAME"."""
 
     id = models.BigAutoField(primary_key=True)
     at = models.DateTimeField(db_default=Now())
@@ -237,6 +239,7 @@ class AuditEntry(models.Model):
     class Meta:
         verbose_name = "audit entry"
         verbose_name_plural = "audit entries"
+        indexes = [models.Index(fields=["at"], name="txmsg_audit_at")]
 
     def __str__(self) -> str:
         return self.text

@@ -7,12 +7,14 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 
+from django.db import transaction
 from django.db.models.functions import Now
 
 from .. import conf
 from ..errors import ConfigurationError
-from ..models import Worker
+from ..models import AuditEntry, Worker
 from ..models.fields import clock
+from ..models.monitoring import Deed
 from ..models.worker import silent_after
 from ..runtime import breaker, database_health
 from . import attendance, outages, running
@@ -46,16 +48,29 @@ class Presence:
                 "running": running.as_json(),
             }
             if not own.update(heartbeat_at=Now(), **columns):
-                workers.create(
-                    name=self.name,
-                    kind=self._kind,
-                    service=self._service,
-                    version=conf.get().VERSION[:255],
-                    stages=self._stages,
-                    **columns,
-                )
+                version = conf.get().VERSION[:255]
+                with transaction.atomic(using=self._using):
+                    workers.create(
+                        name=self.name,
+                        kind=self._kind,
+                        service=self._service,
+                        version=version,
+                        stages=self._stages,
+                        **columns,
+                    )
+                    if version:
+                        self._announce(version)
 
         self._quietly(beat)
+
+    def _announce(self, version: str) -> None:
+        """Record in the audit that a version begins, unless it is the last one that was
+        recorded for this service."""
+        entries = AuditEntry.objects.db_manager(self._using)
+        by, began = f"service: {self._service}"[:255], f"Version {version} began on "
+        known = entries.filter(deed=Deed.DEPLOY, by=by).order_by("-pk").first()
+        if known is None or not known.text.startswith(began):
+            entries.record(by, f"{began}{self.host}.", deed=Deed.DEPLOY, count=None)
 
     def refuse_rivals(self) -> None:
         """Raise ConfigurationError if another service runs a stage of the same name in

@@ -173,19 +173,23 @@ def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
         }
 
 
-def places_sql(table: str, columns: tuple[str, ...], rule: Rule) -> str:
+def places_sql(
+    table: str, columns: tuple[str, ...], rule: Rule, first: str = ""
+) -> str:
     """Return a CTE `places (id)` with the id of one row of each place. Rows of one
-    place have the same values in `columns`, and satisfy the rule. An index must begin
-    with these columns. PostgreSQL then reads one index entry per place, so a place with
-    many rows costs no more than a place with one."""
+    place have the same values in `columns`, and satisfy the rule. The row is the one
+    with the lowest value of the column `first`, if given. An index must begin with
+    these columns. PostgreSQL then reads one index entry per place, so a place with many
+    rows costs no more than a place with one."""
     place = ", ".join(columns)
+    order = f", {first}" if first else ""
     after = ", ".join(f"n.{name}" for name in columns)
     last = ", ".join(f"o.{name}" for name in columns)
     return (
         f"WITH RECURSIVE places (id) AS (SELECT (SELECT id FROM {table} WHERE"  # noqa: S608 - constants only
-        f" {rule.sql()} ORDER BY {place} LIMIT 1) UNION ALL SELECT (SELECT n.id FROM"
-        f" {table} n WHERE {rule.sql('n')} AND ({after}) > ({last}) ORDER BY {after}"
-        f" LIMIT 1) FROM places JOIN {table} o ON o.id = places.id)"
+        f" {rule.sql()} ORDER BY {place}{order} LIMIT 1) UNION ALL SELECT (SELECT n.id"
+        f" FROM {table} n WHERE {rule.sql('n')} AND ({after}) > ({last}) ORDER BY"
+        f" {after}{order} LIMIT 1) FROM places JOIN {table} o ON o.id = places.id)"
     )
 
 

@@ -192,6 +192,12 @@ def audited() -> None:
         "Paused stage mail.confirmation: the provider moves its servers.",
         deed=Deed.PAUSE,
     )
+    AuditEntry.objects.record(
+        "service: shop", "Version 4f2a began on web-1.", deed=Deed.DEPLOY, count=None
+    )
+    # The 23 dead letters of one error began 71 minutes ago.
+    for deed, minutes in ((Deed.DEPLOY, 72), (Deed.PAUSE, 60), (Deed.REDELIVER, 8)):
+        AuditEntry.objects.filter(deed=deed).update(at=factories.ago(minutes=minutes))
 
 
 def _die(

@@ -49,6 +49,7 @@ NAMES = {
     "/admin/django_txmsg/alert/": "alerts",
     "/admin/django_txmsg/auditentry/": "audit",
     "/admin/django_txmsg/auditentry/may-i/": "may-i",
+    "/admin/django_txmsg/auditentry/changes/": "changes",
 }
 
 

@@ -22,7 +22,7 @@ from django_txmsg.models import (
     OutboxMessage,
     QueueMessage,
 )
-from django_txmsg.monitoring import retention, waiting
+from django_txmsg.monitoring import changes, retention, waiting
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import ROOT
 from tests.running import committing
@@ -373,6 +373,34 @@ def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
 
     assert look() == {"tests.q", "zzz"}
     assert read_for(look) < 100
+
+
+@pytest.mark.parametrize("analyzed", [True, False])
+def test_the_first_dead_letter_of_an_error_is_found_by_an_index(
+    *, analyzed: bool
+) -> None:
+    """A flood of one error is not read to find the first dead letter of each."""
+    DeadLetter.objects.all().delete()
+    DeadLetter.objects.create(
+        message_id=uuid.uuid4(), destination="q", fingerprint="f", exception="Old: x"
+    )
+    for _ in range(2):  # as wide as real ones: reading them all is not the cheapest
+        copies(
+            DeadLetter, message_id="gen_random_uuid()", traceback="repeat('x', 1900)"
+        )
+    DeadLetter.objects.create(
+        message_id=uuid.uuid4(), destination="q", fingerprint="g", exception="New: x"
+    )
+    if analyzed:
+        with connection.cursor() as cursor:
+            cursor.execute(f"ANALYZE {DeadLetter._meta.db_table}")
+    found: list[changes.Change] = []
+
+    def look() -> None:
+        found[:] = changes.read("default", [changes.ERROR])
+
+    assert read_for(look, "WITH") < 50
+    assert [one.what for one in found] == ["First death: New: x", "First death: Old: x"]
 
 
 @pytest.mark.parametrize("analyzed", [True, False])

@@ -1,0 +1,97 @@
+"""What changed in the last day: versions that began, actions of operators, and the
+first dead letter of each error."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from django.db import connections
+
+from ..models import AuditEntry
+from ..models.fields import clock, later_sql, later_value, read_instant
+from ..models.monitoring import Deed
+from ..rules.rule import Rule
+from .lengths import duration
+from .waiting import places_sql
+
+#: How far back the changes go, and most changes of a kind in one database, the newest.
+DAY, MOST = dt.timedelta(days=1), 100
+
+#: An error that began so soon after a version names that version.
+SOON = dt.timedelta(hours=1)
+
+#: The kinds of changes: versions of the code, actions of operators, errors.
+VERSION, ACTION, ERROR = KINDS = ("version", "action", "error")
+
+#: Actions that change nothing for other messages.
+_ASIDE = (
+    Deed.COPY, Deed.CANCEL, Deed.RESCHEDULE, Deed.STOP, Deed.RUN, Deed.ACKNOWLEDGE,
+    Deed.REOPEN, Deed.EXPORT,
+)  # fmt: skip
+
+
+@dataclass
+class Change:
+    """One change. `who` is the operator, the service of a version, or the stage of an
+    error."""
+
+    at: dt.datetime
+    kind: str
+    who: str
+    what: str
+    database: str
+    fingerprint: str = ""
+    after: str = ""
+    """The version that began shortly before an error, and how long before."""
+
+
+def read(using: str, kinds: Collection[str]) -> list[Change]:
+    """Return the changes of these kinds in one database, newest first."""
+    since = clock(using) - DAY
+    found: list[Change] = []
+    entries = AuditEntry.objects.using(using).filter(at__gte=since).order_by("-at")
+    versions = entries.filter(deed=Deed.DEPLOY)
+    actions = entries.exclude(deed__in=[*_ASIDE, Deed.DEPLOY])
+    for kind, rows in ((VERSION, versions), (ACTION, actions)):
+        if kind in kinds:
+            found += [
+                Change(one.at, kind, one.by, one.text, using) for one in rows[:MOST]
+            ]
+    if ERROR in kinds:
+        found += _errors(using)
+    return sorted(found, key=lambda one: one.at, reverse=True)
+
+
+def explain(changes: Collection[Change]) -> None:
+    """Set `after` of each error that began at most SOON after a version did."""
+    versions = [one for one in changes if one.kind == VERSION]
+    for error in changes:
+        gaps = [(error.at - one.at, one.what) for one in versions]
+        gaps = [gap for gap in gaps if dt.timedelta() <= gap[0] <= SOON]
+        if error.kind == ERROR and gaps:
+            gap, what = min(gaps)
+            error.after = f"{duration(gap)} after: {what}"
+
+
+def _errors(using: str) -> Iterator[Change]:
+    """Yield the errors whose first dead letter, resolved ones included, died within
+    DAY. The query reads one index entry for each error, so a flood costs no more than
+    one dead letter."""
+    table = "django_txmsg_deadletter"
+    first = places_sql(table, ("fingerprint",), Rule("TRUE"), "created_at")
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"{first} SELECT o.created_at, o.stage, o.destination, o.exception,"  # noqa: S608 - constants only
+            f" o.reason, o.deaths, o.fingerprint FROM places JOIN {table} o"
+            f" ON o.id = places.id WHERE o.created_at >= {later_sql(connection)}"
+            " ORDER BY o.created_at DESC LIMIT %s",
+            [later_value(connection, -DAY.total_seconds()), MOST],
+        )
+        rows = cursor.fetchall()
+    for at, stage, destination, exception, reason, deaths, fingerprint in rows:
+        place = stage or f"relay to {destination}"
+        text = f"{'Died again' if deaths > 1 else 'First death'}: {exception or reason}"
+        yield Change(read_instant(at), ERROR, place, text, using, fingerprint)
