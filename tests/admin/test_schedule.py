@@ -61,6 +61,18 @@ def test_schedule_lists_declared_and_removed_messages(operator: Client) -> None:
 
 
 @pytest.mark.django_db
+def test_each_button_is_called_by_the_name_of_its_message(admin_client: Client) -> None:
+    made = {"name": "made", "expression": "0 1 * * *", "destination": "reports.made"}
+    admin_client.post(f"{URL}make/", made)
+    admin_client.post(f"{URL}pause/", {"name": "made"})
+
+    page = admin_client.get(URL).content.decode()
+
+    for label in ("Pause reports.nightly", "Resume made", "Remove made"):
+        assert page.count(f'<button class="button" type="submit" aria-label="{label}"')
+
+
+@pytest.mark.django_db
 def test_the_page_is_not_offered_where_nothing_recurs(operator: Client) -> None:
     assert "Recurring</a>" in operator.get(OVERVIEW).content.decode()
     forget("reports.nightly")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -60,6 +61,28 @@ def test_a_stage_is_paused_and_resumed(operator: Client, declared: str) -> None:
         "Paused stage admin.tests.",
         "Resumed stage admin.tests.",
     ]
+
+
+def test_each_button_is_called_by_the_name_of_its_stage(admin_client: Client) -> None:
+    names = ("admin.one", "admin.two")
+    for name in names:
+        stages.stage(name, rate="900/m")(lambda message: None)
+    admin_client.post(f"{URL}pause/", {"stage": "admin.two"})
+    admin_client.post(f"{URL}limit/", {"stage": "admin.two", "rate": "9/m"})
+
+    page = admin_client.get(URL).content.decode()
+
+    for name in names:
+        stages.unregister(name)
+    found = re.findall(r'<button class="button" type="submit"([^>]*)>', page)
+    called = {re.sub(r'.*aria-label="(.*)"', r"\1", one) for one in found}
+    assert len(called) == len(found)
+    assert called >= {
+        "Pause admin.one",
+        "Resume admin.two",
+        "For an hour: admin.one",
+        "Reset the rate of admin.two",
+    }
 
 
 def test_reason_of_a_pause_is_shown(operator: Client, declared: str) -> None:
