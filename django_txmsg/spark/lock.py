@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 from .connection import Connection, connect_plain
@@ -16,8 +16,9 @@ from .errors import EnvironmentFault
 from .spec import SourceSpec
 
 
-@contextmanager
-def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[None]:
+def archiving(
+    connection: Connection, spec: SourceSpec, table: str
+) -> AbstractContextManager[None]:
     """Hold the archive lock of a table while the block runs. Raises Archiving at once
     if another archiver holds it."""
     refused = Archiving(
@@ -25,49 +26,40 @@ def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[
         "transaction-pooling proxy breaks this lock: give the pipeline a direct "
         "connection.)"
     )
-    with _alone(connection, spec, f"{table}-archive", f"archive/{table}", refused):
-        yield
+    return _alone(connection, spec, f"{table}-archive", f"archive/{table}", refused)
 
 
-@contextmanager
-def following(connection: Connection, spec: SourceSpec) -> Iterator[None]:
+def following(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
     """Hold the lock of `follow` for a database while the block runs. Raises Taken at
     once if another process holds it."""
-    with _alone(connection, spec, "follow", "follow", Taken()):
-        yield
+    return _alone(connection, spec, "follow", "follow", Taken())
 
 
-@contextmanager
-def keeping(connection: Connection, spec: SourceSpec) -> Iterator[None]:
+def keeping(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
     """Hold the lock on a service's journeys while the block runs. Raises Taken at once
     if another process holds it."""
     taken = Taken(
         f"Another run is updating the journeys of {spec.service!r}: wait for its end."
     )
-    with _alone(connection, spec, "journeys", "journeys", taken):
-        yield
+    return _alone(connection, spec, "journeys", "journeys", taken)
 
 
-@contextmanager
-def storing(connection: Connection, spec: SourceSpec) -> Iterator[None]:
+def storing(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
     """Prevent erasures while the block reads messages and stores them again. Raises
     Taken at once if an erasure is running."""
     taken = Taken(
         f"An erasure of messages of {spec.service!r} is running: wait for its end."
     )
-    with _alone(connection, spec, "erase", "erase", taken, shared=True):
-        yield
+    return _alone(connection, spec, "erase", "erase", taken, shared=True)
 
 
-@contextmanager
-def erasure(connection: Connection, spec: SourceSpec) -> Iterator[None]:
+def erasure(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
     """Prevent replays while the block erases messages. Raises Taken at once if another
     process stores messages again."""
     taken = Taken(
         f"A replay of messages of {spec.service!r} is running: wait for its end."
     )
-    with _alone(connection, spec, "erase", "erase", taken):
-        yield
+    return _alone(connection, spec, "erase", "erase", taken)
 
 
 class Archiving(EnvironmentFault):

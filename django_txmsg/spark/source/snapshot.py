@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from ..databases.sqlite import connect_reading
 from ..errors import EnvironmentFault
 from ..spec import SourceSpec
 
@@ -45,6 +44,8 @@ def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
         return
     if not Path(spec.path).is_file():
         raise EnvironmentFault(f"There is no SQLite database at {spec.path}.")
+    from ..databases.sqlite import connect_reading  # needs pyarrow
+
     remove_left_copies()
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, _locked(directory):
         copy = Path(directory) / _COPY
