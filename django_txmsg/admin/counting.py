@@ -7,7 +7,7 @@ from typing import Any
 
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.views.main import PAGE_VAR, ChangeList
-from django.core.paginator import Paginator
+from django.core.paginator import Page, Paginator
 from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.utils.functional import cached_property
@@ -23,15 +23,28 @@ OLDER = "older"
 
 
 class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
-    """The pages of a list. It counts rows only up to CAP."""
+    """The pages of a list. It counts rows only up to CAP, and looks for them once: a
+    filter without an index may have to read most of the table."""
+
+    @cached_property
+    def ids(self) -> list[Any]:
+        """The primary keys of the first CAP + 1 rows, in the list's order."""
+        # Newest first: the oldest rows may not be in memory.
+        rows: Any = self.object_list
+        return list(rows.values_list("pk", flat=True)[: CAP + 1])
 
     @cached_property
     def count(self) -> int:
         """The number of rows, or CAP + 1 if there are more than CAP."""
-        # In the list's own order, newest first: the oldest may not be in memory.
+        return len(self.ids)
+
+    def page(self, number: Any) -> Page:  # type: ignore[type-arg]  # as above
+        """Return a page. Its rows are read by their primary keys."""
+        number = self.validate_number(number)
+        begins = (number - 1) * self.per_page
         rows: Any = self.object_list
-        counted: int = rows[: CAP + 1].values("pk").count()
-        return counted
+        shown = rows.filter(pk__in=self.ids[begins : begins + self.per_page])
+        return Page(shown, number, self)
 
 
 class CappedList(ChangeList):
@@ -80,12 +93,14 @@ class CappedList(ChangeList):
         """Set the number of results, and the link to older rows if there are more than
         CAP."""
         super().get_results(request)
+        if (self.show_all and self.can_show_all) or not self.multi_page:
+            rows: Any = self.queryset
+            self.result_list = rows.filter(pk__in=self.paginator.ids)
         if self.result_count > CAP:
             self.full_result_count = self.result_count
         if self.result_count > CAP and self.model_admin.ordering == ("-id",):
-            rows: Any = self.queryset
-            last = rows[CAP - 1 : CAP].values_list("pk", flat=True)
-            self.older = self.get_query_string({OLDER: str(last[0])})
+            last = self.paginator.ids[CAP - 1]
+            self.older = self.get_query_string({OLDER: str(last)})
 
 
 def listed(count: int) -> str:

@@ -238,6 +238,20 @@ def test_lists_are_filtered_by_dates(
     assert found(since="0001-01-02", before="9999-12-30") == {first, second, third}
 
 
+def test_the_rows_of_a_filtered_list_are_looked_for_once(
+    viewer: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an index for the filter, each search reads most of a large table."""
+    factories.OutboxMessageFactory.create_batch(8)
+    monkeypatch.setattr(counting, "CAP", 5)
+    with CaptureQueriesContext(connection) as asked:
+        page = viewer.get(OUTBOX, {"since": "2026-01-01"})
+
+    assert page.context["cl"].older
+    searches = [one["sql"] for one in asked if '"created_at" >=' in one["sql"]]
+    assert len([sql for sql in searches if '"id" IN' not in sql]) == 1
+
+
 @pytest.mark.parametrize(
     ("url", "queries", "make"),
     [
