@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from django.http import HttpRequest
 from django.urls import NoReverseMatch
@@ -40,29 +40,24 @@ class Page:
 def pages(request: HttpRequest) -> list[Page]:
     """Return the entries for this user: the pages that exist on this admin site, that
     are used in this project, and that the user may see."""
+    may = request.user.has_perm
     first = address(request, "admin:app_list", "django_txmsg")
-    found = [Page("Overview", first, request.path == first)]
-    makes = request.user.has_perm("django_txmsg.make_schedule")
     used = {
-        "schedule": recurring() or makes,
+        "schedule": recurring() or may("django_txmsg.make_schedule"),
         "run": declarations(),
         "alert": conf.get().ALERTS.KINDS,
     }
-    for name, title in _LISTS:
-        sees = request.user.has_perm(f"django_txmsg.view_{name}")
-        if not sees or not used.get(name, True):
-            continue
-        try:
-            to = address(request, f"admin:django_txmsg_{name}_changelist")
-        except NoReverseMatch:
-            continue  # a site of the project's own need not have them all
-        found.append(Page(title, to, request.path.startswith(to)))
-    for name, title in (("changes", "What changed"), ("may", "May I?")):
-        if name == "changes" and not changes.seen(request):
-            continue
-        with suppress(NoReverseMatch):
-            to = address(request, f"admin:django_txmsg_{name}")
-            if request.path == to:  # below the list of the audit
-                found = [replace(one, current=False) for one in found]
-            found.append(Page(title, to, request.path == to))
-    return found
+    shown = [
+        (title, f"{name}_changelist")
+        for name, title in _LISTS
+        if may(f"django_txmsg.view_{name}") and used.get(name, True)
+    ]
+    shown += [("What changed", "changes")] * bool(changes.seen(request))
+    found = {"Overview": first}
+    for title, name in (*shown, ("May I?", "may")):
+        with suppress(NoReverseMatch):  # a site of the project's own may lack it
+            found[title] = address(request, f"admin:django_txmsg_{name}")
+    # Pages lie below others, and all lie below the overview.
+    below = [to for to in found.values() if to != first and request.path.startswith(to)]
+    here = max(below, key=len, default=request.path)
+    return [Page(title, to, to == here) for title, to in found.items()]

@@ -210,6 +210,13 @@ def given_sql(connection: Any, name: str, **columns: str) -> str:
     return f"(SELECT {read} FROM json_each(%s)) AS {name}"  # noqa: S608 - constants only
 
 
+def query(using: str, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
+    """Execute a statement in a database, and return its rows."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(sql, parameters)
+        return list(cursor.fetchall())
+
+
 class SqlManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """A manager whose methods are statements in SQL."""
 
@@ -226,9 +233,7 @@ class SqlManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
 
     def _rows(self, sql: str, parameters: Sequence[Any]) -> list[Any]:
         """Execute a statement, and return its rows."""
-        with connections[self.db].cursor() as cursor:
-            cursor.execute(sql, parameters)
-            return list(cursor.fetchall())
+        return query(self.db, sql, parameters)
 
     def _row(self, sql: str, parameters: Sequence[Any]) -> Any:
         """Execute a statement, and return its first row; None if there is none."""

@@ -4,18 +4,17 @@ first dead letter of each error."""
 from __future__ import annotations
 
 import datetime as dt
-import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from django.db import connections
 
 from ..models import AuditEntry
-from ..models.fields import clock, later_sql, later_value, read_instant
+from ..models.fields import clock, later_sql, later_value, query, read_instant
 from ..models.monitoring import Deed
 from ..rules.rule import Rule
 from .lengths import duration
-from .waiting import array_sql, places_sql
+from .waiting import array_sql, places_sql, read_array
 
 #: How far back the changes go, and most changes of a kind in one database, the newest.
 DAY, MOST = dt.timedelta(days=1), 100
@@ -85,19 +84,17 @@ def _errors(using: str) -> Iterator[Change]:
     names = ("stage", "destination", "exception", "reason", "deaths", "fingerprint")
     facts = array_sql(connection, *names)
     # By subqueries: a join may read the whole table if the statistics are outdated.
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"{first}, dated AS (SELECT id, (SELECT created_at FROM {table} o"  # noqa: S608 - constants only
-            f" WHERE o.id = places.id) AS created_at FROM places) SELECT created_at,"
-            f" (SELECT {facts} FROM {table} o WHERE o.id = dated.id) FROM dated"
-            f" WHERE created_at >= {later_sql(connection)}"
-            " ORDER BY created_at DESC LIMIT %s",
-            [later_value(connection, -DAY.total_seconds()), MOST],
-        )
-        rows = cursor.fetchall()
+    rows = query(
+        using,
+        f"{first}, dated AS (SELECT id, (SELECT created_at FROM {table} o"  # noqa: S608 - constants only
+        f" WHERE o.id = places.id) AS created_at FROM places) SELECT created_at,"
+        f" (SELECT {facts} FROM {table} o WHERE o.id = dated.id) FROM dated"
+        f" WHERE created_at >= {later_sql(connection)}"
+        " ORDER BY created_at DESC LIMIT %s",
+        [later_value(connection, -DAY.total_seconds()), MOST],
+    )
     for at, found in rows:
-        known = json.loads(found) if isinstance(found, str) else found
-        stage, destination, exception, reason, deaths, fingerprint = known
+        stage, destination, exception, reason, deaths, fingerprint = read_array(found)
         place = stage or f"relay to {destination}"
         text = f"{'Died again' if deaths > 1 else 'First death'}: {exception or reason}"
         yield Change(read_instant(at), ERROR, place, text, using, fingerprint)

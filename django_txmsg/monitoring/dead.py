@@ -13,7 +13,7 @@ from typing import Any
 
 from django.db import connections
 
-from ..models.fields import now_sql, read_instant
+from ..models.fields import now_sql, query, read_instant
 from ..rules import dead_letters
 
 
@@ -46,21 +46,19 @@ def by_error(using: str) -> list[Dead]:
     """Return all open dead letters, grouped by place, error and reason. The query reads
     only an index, so a million dead letters take about a second on PostgreSQL."""
     connection: Any = connections[using]
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT found.*, note.id IS NOT NULL, note.muted_above FROM ("  # noqa: S608 - constants only
-            "SELECT stage, destination, fingerprint, reason, COUNT(*) AS number,"
-            " MIN(created_at), MAX(created_at), MAX(id), MAX(deaths)"
-            " FROM django_txmsg_deadletter"
-            f" WHERE {dead_letters.OPEN.sql()}"
-            " GROUP BY stage, destination, fingerprint, reason) AS found"
-            " LEFT JOIN django_txmsg_failurenote note"
-            " ON note.fingerprint = found.fingerprint"
-            f" AND {dead_letters.MUTED.sql('note', now=now_sql(connection))}"
-            " ORDER BY number DESC, stage, destination, found.fingerprint, reason",
-            [],
-        )
-        found = cursor.fetchall()
+    found = query(
+        using,
+        "SELECT found.*, note.id IS NOT NULL, note.muted_above FROM ("  # noqa: S608 - constants only
+        "SELECT stage, destination, fingerprint, reason, COUNT(*) AS number,"
+        " MIN(created_at), MAX(created_at), MAX(id), MAX(deaths)"
+        " FROM django_txmsg_deadletter"
+        f" WHERE {dead_letters.OPEN.sql()}"
+        " GROUP BY stage, destination, fingerprint, reason) AS found"
+        " LEFT JOIN django_txmsg_failurenote note"
+        " ON note.fingerprint = found.fingerprint"
+        f" AND {dead_letters.MUTED.sql('note', now=now_sql(connection))}"
+        " ORDER BY number DESC, stage, destination, found.fingerprint, reason",
+    )
     totals: Counter[str] = Counter()
     for row in found:
         totals[row[2]] += row[4]

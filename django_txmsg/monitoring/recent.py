@@ -9,7 +9,7 @@ from typing import Any
 
 from django.db import connections
 
-from ..models.fields import read_instant
+from ..models.fields import query, read_instant
 
 #: Number of rows that are read to find the last activity of each destination and stage.
 RECENT = 2_000
@@ -20,26 +20,25 @@ def values(using: str, table: str, column: str) -> dict[str, int]:
     counts."""
     connection = connections[using]
     table, column = map(connection.ops.quote_name, (table, column))
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"SELECT {column}, COUNT(*) FROM (SELECT {column} FROM {table}"  # noqa: S608 - names of the models only
-            f" ORDER BY id DESC LIMIT %s) AS newest GROUP BY {column}",
-            [RECENT],
-        )
-        return dict(cursor.fetchall())
+    rows = query(
+        using,
+        f"SELECT {column}, COUNT(*) FROM (SELECT {column} FROM {table}"  # noqa: S608 - names of the models only
+        f" ORDER BY id DESC LIMIT %s) AS newest GROUP BY {column}",
+        [RECENT],
+    )
+    return dict(rows)
 
 
 def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
     """Return the time and the broker of the last dispatch to each destination, from the
     newest rows."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            "SELECT destination, MAX(dispatched_at), MAX(broker) FROM ("
-            " SELECT destination, dispatched_at, broker FROM django_txmsg_outboxmessage"
-            " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination",
-            [RECENT],
-        )
-        rows = cursor.fetchall()
+    rows = query(
+        using,
+        "SELECT destination, MAX(dispatched_at), MAX(broker) FROM ("
+        " SELECT destination, dispatched_at, broker FROM django_txmsg_outboxmessage"
+        " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination",
+        [RECENT],
+    )
     return {name: (read_instant(last), broker) for name, last, broker in rows}
 
 
@@ -48,24 +47,24 @@ def last_processed(
 ) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
     """Return, for each stage in the newest rows, when it last processed a message, and
     the 95th percentiles of processing time and critical time in seconds."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            "SELECT stage, processed_at, started_at, created_at"
-            " FROM django_txmsg_inboxmessage ORDER BY id DESC LIMIT %s",
-            [RECENT],
-        )
-        times: dict[str, list[tuple[Any, Any, Any]]] = {}
-        for stage, *instants in cursor.fetchall():
-            processed, started, created = map(read_instant, instants)
-            times.setdefault(stage, []).append((processed, started, created))
+    rows = query(
+        using,
+        "SELECT stage, processed_at, started_at, created_at"
+        " FROM django_txmsg_inboxmessage ORDER BY id DESC LIMIT %s",
+        [RECENT],
+    )
+    times: dict[str, list[tuple[Any, Any, Any]]] = {}
+    for stage, *instants in rows:
+        processed, started, created = map(read_instant, instants)
+        times.setdefault(stage, []).append((processed, started, created))
     return [
         (
             stage,
-            max((processed for processed, _, _ in rows if processed), default=None),
-            _p95((p - s).total_seconds() for p, s, _ in rows if p and s),
-            _p95((p - c).total_seconds() for p, _, c in rows if p and c),
+            max((processed for processed, _, _ in found if processed), default=None),
+            _p95((p - s).total_seconds() for p, s, _ in found if p and s),
+            _p95((p - c).total_seconds() for p, _, c in found if p and c),
         )
-        for stage, rows in sorted(times.items())
+        for stage, found in sorted(times.items())
     ]
 
 

@@ -11,12 +11,11 @@ import datetime as dt
 from collections import Counter
 from dataclasses import dataclass
 
-from django.db import connections
 from django.db.models import Exists, OuterRef, Q
 
 from ..models import DeadLetter, Run
 from ..models.dead_letter import Resolution
-from ..models.fields import Holds, Later
+from ..models.fields import Holds, Later, query
 from ..models.run import Outcome
 from ..rules import flows
 from ..rules.rule import Rule
@@ -77,14 +76,13 @@ def read(using: str) -> list[Runs]:
             f" LIMIT {CAP + 1}) AS bounded)"
         )
 
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            f"{places_sql(_TABLE, ('service', 'flow'), flows.OPEN)} SELECT o.service,"  # noqa: S608 - constants only
-            f" o.flow, {count(flows.OPEN)}, {count(flows.UNDOING)} FROM places"
-            f" JOIN {_TABLE} o ON o.id = places.id ORDER BY o.service, o.flow",
-            [],
-        )
-        return [
-            Runs(service, flow, using, number, undoing, found[service, flow])
-            for service, flow, number, undoing in cursor.fetchall()
-        ]
+    rows = query(
+        using,
+        f"{places_sql(_TABLE, ('service', 'flow'), flows.OPEN)} SELECT o.service,"  # noqa: S608 - constants only
+        f" o.flow, {count(flows.OPEN)}, {count(flows.UNDOING)} FROM places"
+        f" JOIN {_TABLE} o ON o.id = places.id ORDER BY o.service, o.flow",
+    )
+    return [
+        Runs(service, flow, using, number, undoing, found[service, flow])
+        for service, flow, number, undoing in rows
+    ]

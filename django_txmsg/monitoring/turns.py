@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from django.db import connections
 from .. import conf, wire
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.dead_letter import Resolution
-from ..models.fields import later_sql, later_value, read_instant
+from ..models.fields import later_sql, later_value, query, read_instant
 from ..models.inbox_order import size_sql
 from ..rules import inbox
 from ..stages import all_stages
 from .lengths import amount
-from .waiting import CAP, array_sql, capped, instant_sql, places_sql
+from .waiting import CAP, array_sql, capped, instant_sql, places_sql, read_array
 
 #: Most keys that are listed.
 NAMED = 20
@@ -66,23 +65,22 @@ def lines(using: str) -> dict[str, Line]:
         instant_sql(connection, "MIN(since)"),
         f"COUNT(*) FILTER (WHERE since <= {later_sql(connection)})",
     )
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"{places_sql(table, ('stage',), _BLOCKED)} SELECT o.stage,"  # noqa: S608 - constants only
-            f" (SELECT {counts} FROM"
-            " (SELECT COUNT(*) AS count, SUM(size) AS size, MIN(waits_since) AS since"
-            f" FROM (SELECT key, waits_since, {size_sql(connection)} AS size"
-            f" FROM {table} r WHERE r.stage = o.stage AND {_BLOCKED.sql('r')}"
-            " LIMIT %s) AS bounded GROUP BY key) AS keys)"
-            f" FROM places JOIN {table} o ON o.id = places.id ORDER BY o.stage",
-            [later_value(connection, -conf.get().ORDER_PATIENCE), CAP + 1],
-        )
-        found = {}
-        for stage, counted in cursor.fetchall():
-            numbers = json.loads(counted) if isinstance(counted, str) else counted
-            count, size, since, late = numbers
-            found[stage] = Line(int(count), int(size or 0), read_instant(since), late)
-        return found
+    rows = query(
+        using,
+        f"{places_sql(table, ('stage',), _BLOCKED)} SELECT o.stage,"  # noqa: S608 - constants only
+        f" (SELECT {counts} FROM"
+        " (SELECT COUNT(*) AS count, SUM(size) AS size, MIN(waits_since) AS since"
+        f" FROM (SELECT key, waits_since, {size_sql(connection)} AS size"
+        f" FROM {table} r WHERE r.stage = o.stage AND {_BLOCKED.sql('r')}"
+        " LIMIT %s) AS bounded GROUP BY key) AS keys)"
+        f" FROM places JOIN {table} o ON o.id = places.id ORDER BY o.stage",
+        [later_value(connection, -conf.get().ORDER_PATIENCE), CAP + 1],
+    )
+    found = {}
+    for stage, counted in rows:
+        count, size, since, late = read_array(counted)
+        found[stage] = Line(int(count), int(size or 0), read_instant(since), late)
+    return found
 
 
 def at_least(line: Line) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from django.db import connections
 
-from ..models.fields import later_sql, later_value, now_sql, read_instant
+from ..models.fields import later_sql, later_value, now_sql, query, read_instant
 from ..rules import inbox, outbox, rule
 from ..rules.rule import Rule
 
@@ -160,17 +160,16 @@ def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
 
 def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
     """Return the messages that wait for newer code, by stage."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"  # noqa: S608 - constants only
-            " MAX(needs_version) FROM django_txmsg_inboxmessage"
-            f" WHERE {inbox.NEEDS_NEWER_CODE.sql()} GROUP BY stage ORDER BY stage",
-            [],
-        )
-        return {
-            stage: NeedsNewerCode(count, read_instant(since), name, version)
-            for stage, count, since, name, version in cursor.fetchall()
-        }
+    rows = query(
+        using,
+        "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"  # noqa: S608 - constants only
+        " MAX(needs_version) FROM django_txmsg_inboxmessage"
+        f" WHERE {inbox.NEEDS_NEWER_CODE.sql()} GROUP BY stage ORDER BY stage",
+    )
+    return {
+        stage: NeedsNewerCode(count, read_instant(since), name, version)
+        for stage, count, since, name, version in rows
+    }
 
 
 def places_sql(
@@ -198,6 +197,11 @@ def array_sql(connection: Any, *values: str) -> str:
     values."""
     build = "json_build_array" if connection.vendor == "postgresql" else "json_array"
     return f"{build}({', '.join(values)})"
+
+
+def read_array(value: Any) -> Any:
+    """Return the values of `array_sql()`, which SQLite returns as text."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def instant_sql(connection: Any, value: str) -> str:
@@ -246,17 +250,15 @@ def _by_place(
         FROM places JOIN {table} o ON o.id = places.id ORDER BY {place}
     """  # noqa: S608 - constants only
     found = []
-    with connection.cursor() as cursor:
-        cursor.execute(sql, [later_value(connection, -OVERDUE.total_seconds())])
-        for *named, counted in cursor.fetchall():
-            numbers = json.loads(counted) if isinstance(counted, str) else counted
-            count, due_now, overdue, in_flight, again, oldest = numbers
-            if named[-1] in held:
-                due_now, overdue, oldest = 0, 0, None
-            found.append(
-                Waiting(
-                    count, due_now, overdue, in_flight, again, read_instant(oldest),
-                    name=named[-1], database=using, service=named[0],
-                )
-            )  # fmt: skip
+    overdue_before = later_value(connection, -OVERDUE.total_seconds())
+    for *named, counted in query(using, sql, [overdue_before]):
+        count, due_now, overdue, in_flight, again, oldest = read_array(counted)
+        if named[-1] in held:
+            due_now, overdue, oldest = 0, 0, None
+        found.append(
+            Waiting(
+                count, due_now, overdue, in_flight, again, read_instant(oldest),
+                name=named[-1], database=using, service=named[0],
+            )
+        )  # fmt: skip
     return found
