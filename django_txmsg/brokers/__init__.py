@@ -31,8 +31,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A built-in broker: its class path, URL schemes and client library, none of which
-    is imported yet."""
+    """A built-in broker: the path of its class, its URL schemes and its client library.
+    The class and the library are imported only when a broker is created."""
 
     #: Its class, below this package.
     path: str
@@ -79,7 +79,8 @@ BY_SCHEME = {scheme: one for one in BUILT_IN for scheme in one.schemes}
 def get_broker(alias: str = "default") -> Broker:
     """Return a new Broker for this alias, without connecting.
 
-    Raises ConfigurationError for an unknown alias, URL scheme or `"BACKEND"`.
+    Raises ConfigurationError for an unknown alias, URL scheme or `"BACKEND"`, and if
+    the broker's client library is not installed.
     """
     brokers = conf.get().BROKERS
     if alias not in brokers:
@@ -117,7 +118,8 @@ def of_kind(kind: str) -> dict[str, Any]:
 
 
 def make_broker(alias: str, url: str) -> Broker:
-    """Return a Broker for a URL. Raises ConfigurationError if the URL is not usable."""
+    """Return a Broker for a URL. Raises ConfigurationError if the scheme is unknown or
+    the client library is not installed."""
     scheme = split_url(url).scheme
     if scheme not in BY_SCHEME:
         raise ConfigurationError(

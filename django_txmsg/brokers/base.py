@@ -40,9 +40,9 @@ class Outgoing:
 class Delivery:
     """One delivery of a message by a broker.
 
-    `headers` are the raw headers as text. The session needs `handle` to acknowledge the
-    delivery. `problem` describes a fault of the headers, or is "". `id_stays` says
-    whether a redelivery has the same `broker_message_id`.
+    `headers` are the raw headers as text. `handle` identifies the delivery when the
+    session acknowledges it. `problem` describes a fault of the headers, or is "".
+    `id_stays` is true if a redelivery has the same `broker_message_id`.
     """
 
     destination: str
@@ -74,13 +74,19 @@ class Session(abc.ABC):
         """Send a batch of messages as fast as possible, and wait for the receipt of
         each message.
 
-        Returns one outcome for each message: None (a receipt came), DispatchRejected
-        (the broker never takes this message), DestinationUnavailable (the destination
-        takes no messages now), DispatchUnknown (no answer), or DispatchHeld (an earlier
-        message of its key is not stored). `isolate` sends one message at a time, to
-        find the message on which a broker closes the connection. `timeout`, in seconds,
-        limits each wait for receipts, if the broker sends receipts. The default for
-        `timeout` comes from the URL.
+        Returns one outcome for each message:
+
+        - None: the broker has sent a receipt;
+        - DispatchRejected: the broker will never accept this message;
+        - DestinationUnavailable: the destination does not accept messages at the
+          moment;
+        - DispatchUnknown: the broker has not answered;
+        - DispatchHeld: an earlier message of the same key is not stored, so this
+          message was not sent.
+
+        `isolate` sends one message at a time, to find the message that makes the broker
+        close the connection. `timeout`, in seconds, limits each wait for receipts, if
+        the broker sends receipts. The default for `timeout` comes from the URL.
         """
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
@@ -258,8 +264,8 @@ def acknowledges_now(gathered: int, *, prefetch: int, since: float) -> bool:
 
 
 def insist(error: BrokerError | None) -> None:
-    """Raise an error if a message was not stored. DispatchRejected and
-    DestinationUnavailable are raised unchanged, any other error as
+    """Raise an error if `error` is not None. DispatchRejected and
+    DestinationUnavailable are raised unchanged. Any other error becomes
     BrokerUnavailable."""
     if isinstance(error, DispatchRejected | DestinationUnavailable):
         raise error

@@ -131,8 +131,8 @@ class CelerySession(Session):
 
     def _declared(self, outgoing: Outgoing) -> Publication:
         """Declare a message's queue, and return the message's publication. Raises
-        BrokerError if the message cannot be published. Raises the errors of kombu's
-        transport, too."""
+        BrokerError if the message cannot be published. Also raises the errors of
+        kombu's transport."""
         publication = _publication(outgoing)
         for entity in publication.entities():
             try:
@@ -260,8 +260,8 @@ def _publication(outgoing: Outgoing) -> Publication:
 
 
 def ends(connection: Any, *, channels: bool) -> tuple[type[BaseException], ...]:
-    """Return the exception classes that mean that a connection is unusable. With
-    `channels`, include those that mean that only its channel is unusable."""
+    """Return the exception classes that a broken connection raises. With `channels`,
+    include the classes that a broken channel raises."""
     more = connection.channel_errors if channels else ()
     return (*connection.connection_errors, *more, OSError)
 

@@ -123,9 +123,9 @@ class Publication:
 
     @property
     def has_a_queue(self) -> bool:
-        """Whether the publication names a queue. If so, publishing must fail if the
-        queue is missing, because the message would be lost. Otherwise the exchange may
-        deliver the message to no queue."""
+        """Whether the message is meant for a certain queue. If this queue is missing,
+        publishing must fail, because the message would be lost. A message for an
+        exchange may reach no queue, which is not an error."""
         return not self.exchange or any(
             isinstance(one, Queue) for one in self.entities()
         )

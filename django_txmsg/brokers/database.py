@@ -62,8 +62,8 @@ def read_headers(written: str) -> tuple[dict[str, str], str]:
 
 
 def priority(outgoing: Outgoing) -> dict[str, int]:
-    """Return the value for the column `priority` in a dict. The dict is empty if the
-    message is not a task, or if the task has the default priority."""
+    """Return a dict with the name and the value of the column `priority`. Return an
+    empty dict if the message is not a task, or if the task has the default priority."""
     given = outgoing.headers.get(wire.TASK_PRIORITY, "")
     if not wire.is_task(outgoing.destination) or not _PRIORITY.fullmatch(given):
         return {}
@@ -355,8 +355,8 @@ class DatabaseSession(Session):
         return count
 
     def _hold(self, sizes: Mapping[int, int | None]) -> None:
-        """Record the size of each message that this session holds. For a settled
-        message the size is `None`."""
+        """Record the sizes of messages that this session holds, by primary key. The
+        size None removes a settled message."""
         self._held = {
             pk: size for pk, size in {**self._held, **sizes}.items() if size is not None
         }

@@ -1,4 +1,4 @@
-"""Converts messages for Java programs that use JMS on ActiveMQ, and messages from them.
+"""Converts messages to and from Java programs that use JMS on ActiveMQ.
 
 ActiveMQ turns a SEND with a content-length into a BytesMessage, unless a header
 requests a TextMessage. The method `getText()` of a TextMessage throws on characters

@@ -1,9 +1,9 @@
 """Decides whether a broker refused a message because of the message itself, or because
 of the state of its destination.
 
-A full queue, a missing permission or a queue of the wrong type can be mended, and the
-broker then accepts the message. A broker always refuses a message that is too large or
-that has a header of a wrong type.
+An operator can repair a destination: a full queue, a missing permission, a queue of the
+wrong type. The broker then accepts the message. If the message itself is at fault (too
+large, say, or with a header of the wrong type), the broker will always refuse it.
 """
 
 from __future__ import annotations

@@ -380,9 +380,10 @@ class StompSession(Session):
         return self._session.link.dialect.message_ids_stay
 
     def _broker_id(self, message: jms.Message) -> str:
-        """Return an id of the message that a redelivery also has, if possible. If the
-        broker's id may change, use the sender's AMQP id with a digest of the content: a
-        sender may use the same id for two messages."""
+        """Return an id that a redelivery of the message also has, if possible. This is
+        the broker's id if redeliveries keep it. Otherwise it is the sender's AMQP id
+        with a digest of the content, because a sender may use one id for two
+        messages."""
         headers = message.raw_headers
         given = headers.get("amqp-message-id")
         if self._ids_stay or given is None:
@@ -400,9 +401,9 @@ class StompSession(Session):
         self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
-        """Send the copy on another connection, because a broker may close the
-        connection on which it refuses a message. If it closed this session's
-        connection, it would redeliver this session's messages."""
+        """Send the copy on another connection. A broker may close the connection on
+        which it refuses a message. If the broker closed this session's connection, it
+        would redeliver all unacknowledged messages of the session."""
         error: BrokerError | None = None
         for _ in range(HANG_UPS):
             session, self._beside = self._beside or self._another(), None

@@ -1,12 +1,15 @@
-"""Sends many messages, and learns for each message whether the broker has stored it.
+"""Sends many messages, and reports for each message whether the broker has stored it.
 
-Hop 4 of a message: the relay uses this module. ActiveMQ syncs its journal once per
-transaction. So the client sends the frames to ActiveMQ in one transaction, without
-receipts. A barrier checks that ActiveMQ has accepted all frames. Then COMMIT asks for a
-receipt. RabbitMQ confirms each message when it has stored the message. So every frame
-to RabbitMQ asks for a receipt, and many frames wait for their receipts at once. If the
-broker refuses a transaction, it stores none of the messages. Then every message is sent
+Hop 4 of a message: the relay uses this module.
+
+ActiveMQ syncs its journal once per transaction. So the client sends the frames to
+ActiveMQ in one transaction, without receipts. A barrier checks that ActiveMQ has
+accepted all frames. Then COMMIT asks for a receipt. If ActiveMQ refuses the
+transaction, it stores none of the messages. The client then sends each message
 separately, so that only the bad message is rejected.
+
+RabbitMQ confirms each message when it has stored the message. So every frame to
+RabbitMQ asks for a receipt, and the client waits for many receipts at once.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ class Receipts:
     """Collects the outcomes of messages that are sent together."""
 
     def __init__(self, outcomes: Outcomes, missing: int) -> None:
-        """``take`` writes into ``outcomes``. ``missing`` is the number of outcomes that
-        the sender waits for."""
+        """``outcomes`` is the list that ``take`` fills. ``missing`` is the number of
+        outcomes for which the sender waits."""
         self._outcomes = outcomes
         self._missing = missing
         self.complete = threading.Event()
@@ -59,7 +62,7 @@ class Receipts:
 
 
 class _OfMany(Pending):
-    """The pending frame of one message among many that are sent together."""
+    """The pending SEND frame of one message of a batch."""
 
     __slots__ = ("_index", "_receipts")
 
@@ -68,8 +71,8 @@ class _OfMany(Pending):
     def __init__(
         self, what: str, timeout: float, receipts: Receipts, index: int
     ) -> None:
-        """The outcome is reported to ``receipts`` with ``index``, the message's place
-        in the batch."""
+        """``receipts`` gets the outcome. ``index`` is the position of the message in
+        the batch."""
         super().__init__(what, timeout)
         self._receipts = receipts
         self._index = index
@@ -150,7 +153,7 @@ def _waves(
 def _unspoilt(
     items: list[tuple[int, Encoded]], keys: Sequence[str], outcomes: Outcomes
 ) -> list[tuple[int, Encoded]]:
-    """Return the messages whose key has no failed earlier message. Mark the other
+    """Return the messages without a failed predecessor of the same key. Mark the other
     messages as held back."""
     if not any(keys) or not any(outcomes):
         return items
@@ -226,8 +229,9 @@ def _ended(
     outcomes: Outcomes,
     timeout: float,
 ) -> bool:
-    """Send the messages in one transaction and record the outcomes. Return False if the
-    transaction was rolled back. The caller must then send the messages one by one."""
+    """Send the messages in one transaction, and record the outcomes. Return False if
+    the broker rolled the transaction back. The caller must then send each message with
+    a receipt."""
     link = transaction.link
     line = transaction_line(transaction.name)
     data = b"".join([one.frame_with(line) for _, one in part])

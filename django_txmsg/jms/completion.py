@@ -2,9 +2,11 @@
 
 Hop 4 of a message. The listener or the future of each accepted send is called once, in
 the order of the session's sends. A session runs one callback at a time. The callback
-runs on a pool thread, and not on a thread of the sender or of the connection. While a
-callback runs, its thread is marked with the callback's link, session and producer. So a
-method of these objects that would wait for the callback raises an error.
+runs on a pool thread, and not on a thread of the sender or of the connection.
+
+While a callback runs, its thread is marked with the link, session and producer of the
+send. If the callback calls a method of these objects that would wait for the callback
+itself, the method raises an error.
 """
 
 from __future__ import annotations
@@ -119,23 +121,24 @@ class CompletionFuture(Future["Message"]):
         self._withdraw: Callable[[], bool] = lambda: False
 
     def on_completion(self, message: Message) -> None:
-        """Set the result. Called in place of a listener."""
+        """Set the result. The session calls a future like a listener."""
         if self.set_running_or_notify_cancel():
             self.set_result(message)
 
     def on_exception(self, message: Message, error: MessagingError) -> None:
-        """Set the exception. Called in place of a listener."""
+        """Set the exception. The session calls a future like a listener."""
         if self.set_running_or_notify_cancel():
             self.set_exception(error)
 
     def on_withdrawn(self) -> None:
-        """Wake the waiting threads after the send was cancelled. Called in place of a
-        listener."""
+        """Wake the threads that wait for a cancelled send. Listeners have no such
+        method, because only futures can be cancelled."""
         super().cancel()
         self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Withdraw the message if it has not been written yet."""
+        """Cancel the send if its frame has not been written yet. Return whether the
+        send is cancelled."""
         if self.cancelled():
             return True
         return self._withdraw() and super().cancel()

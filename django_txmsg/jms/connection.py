@@ -32,8 +32,8 @@ _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class Connection(Liveness):
-    """A connection, created by ``factory.create_connection``. Open sessions from it,
-    and close it."""
+    """A connection to a broker, created by ``factory.create_connection``. The
+    application opens its sessions, and must close it at the end."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
         """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the
@@ -157,7 +157,8 @@ class ContextProducer:
         return self._deliver(priority=priority)
 
     def set_time_to_live(self, time_to_live: timedelta) -> ContextProducer:
-        """Set how long the broker keeps a message. ``None`` means for ever."""
+        """Set how long the broker keeps a message. The default, ``timedelta(0)``, sets
+        no limit."""
         return self._deliver(time_to_live=time_to_live)
 
     def set_delivery_delay(self, delay: timedelta) -> ContextProducer:

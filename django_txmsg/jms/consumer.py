@@ -1,8 +1,8 @@
 """Receives messages from one destination. The caller fetches one message at a time.
 
-Hop 6 of a message. The broker sends at most ``prefetch`` deliveries ahead of their
-acknowledgements, which limits the local buffer. The reader thread only appends to this
-buffer.
+Hop 6 of a message. Received messages wait in a buffer for the caller. The buffer stays
+small, because the broker sends no more than ``prefetch`` messages before the first of
+them is acknowledged. The reader thread only appends to the buffer.
 """
 
 from __future__ import annotations
@@ -187,8 +187,7 @@ class MessageConsumer(Closing):
 
     @property
     def buffered(self) -> int:
-        """The number of deliveries that have arrived and that the application has not
-        received."""
+        """The number of deliveries that wait in the buffer for the application."""
         return len(self._buffer)
 
     def __repr__(self) -> str:

@@ -35,9 +35,9 @@ class Delivery:
 
     mode: DeliveryMode = DeliveryMode.PERSISTENT
     priority: int = 4
-    #: How long the broker keeps it; ``None`` means for ever.
+    #: How long the broker keeps the message; 0 means without limit.
     time_to_live: timedelta = timedelta(0)
-    #: How long the broker holds it back.
+    #: How long the broker waits before it delivers the message.
     delay: timedelta = timedelta(0)
 
     def __post_init__(self) -> None:

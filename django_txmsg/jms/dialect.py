@@ -2,7 +2,7 @@
 
 The defaults are the values for ActiveMQ Classic. ``docs/explanation/broker-facts.md``
 explains each field. The tests run against ActiveMQ Classic 5.17 and RabbitMQ 3.10. The
-values for Artemis come from its source code and documentation and were never run.
+values for Artemis come from its source code and documentation, and are not tested.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Dialect:
         return {"destination": self.address(destination)}
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Refuse headers on which this broker closes the connection without an error.
+        """Refuse headers that make this broker close the connection without an ERROR.
 
         Raises ``MessageFormatError``.
         """
@@ -118,8 +118,8 @@ class Dialect:
         """Return the destination and headers of a message that the broker must deliver
         after this delay.
 
-        Raises ``UnsupportedOperationError`` in a transaction: the broker would schedule
-        the message outside the transaction, and lose the message in a crash.
+        Raises ``UnsupportedOperationError`` in a transaction. The broker would schedule
+        the message only after the commit, and lose it in a crash between the two.
         """
         if transacted:
             raise UnsupportedOperationError(
@@ -193,9 +193,9 @@ class RabbitMQDialect(Dialect):
     existing: tuple[str, ...] = ()
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Also refuse headers that RabbitMQ accepts over STOMP and cannot deliver over
-        AMQP. With such a header, RabbitMQ would close the connection of every consumer
-        that gets the message."""
+        """Also refuse headers that are too long for AMQP. RabbitMQ accepts them over
+        STOMP, but would then close the connection of every consumer that gets the
+        message."""
         Dialect.check_headers(self, headers)
         for name, value in headers.items():
             text = f"{value}" if name in _AMQP_PROPERTIES else ""
@@ -248,13 +248,13 @@ class RabbitMQDialect(Dialect):
     def delayed(
         self, destination: Destination, delay_ms: int, *, transacted: bool
     ) -> tuple[Destination, dict[str, str]]:
-        """Send the message to a delay queue without consumers. When the message expires
-        there, RabbitMQ dead-letters the message to its destination.
+        """Return a delay queue, and headers that make the message expire there after
+        the delay. RabbitMQ then moves the message to its destination.
 
         RabbitMQ expires only the first message of a queue, so a message waits for the
         messages in front. To limit that wait, there is one queue for each power of two
-        of seconds. A message waits at most twice as long as requested, or one second.
-        The longest delay is 49 days.
+        of seconds. So a message waits for at most twice its delay or one second,
+        whichever is longer. The longest delay is 49 days.
         """
         if transacted:
             raise UnsupportedOperationError(

@@ -127,5 +127,5 @@ class TransactionRolledBackError(MessagingError):
 
 
 class TransactionInDoubtError(MessagingError):
-    """COMMIT was written, and the broker did not answer. The broker has committed
-    either the whole transaction or nothing."""
+    """COMMIT was written, and its outcome is unknown. ActiveMQ has committed either the
+    whole transaction or nothing. RabbitMQ may have committed a part of it."""

@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
 
 class Receipt(bytes):
-    """A RECEIPT frame, as the id that it contains."""
+    """A RECEIPT frame, represented by its receipt id."""
 
     __slots__ = ()
 

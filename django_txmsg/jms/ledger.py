@@ -1,9 +1,10 @@
 """The frames that wait for the broker's answer, and the outcome of each frame.
 
-Hop 4 of a message. A pending frame gets exactly one outcome: acknowledged, rejected or
-unknown. The first of these events sets the outcome: a receipt, an ERROR frame, the
-frame's deadline, or the loss of the connection. The ledger counts later answers and
-ignores them. All methods are called with the connection's lock held.
+Hop 4 of a message. A pending frame gets exactly one outcome: acknowledged, rejected,
+unknown or cancelled. The first of these events sets the outcome: a receipt, an ERROR
+frame, the frame's deadline, the loss of the connection, or the sender's cancellation.
+The ledger counts later answers and ignores them. The caller of a method holds the
+connection's lock.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .errors import (
 
 
 class State(IntEnum):
-    """The state of a frame. In the states from ACKED on, the frame has its outcome."""
+    """The state of a frame. The states from ACKED on are outcomes."""
 
     QUEUED = 0
     ON_WIRE = 1
@@ -139,8 +140,7 @@ class Ledger:
             self.next_deadline = entry.deadline
 
     def note_loose(self, owner: Owner | None = None) -> None:
-        """Record that one or more frames of this owner were queued that ask for no
-        receipt."""
+        """Record that this owner has queued frames that ask for no receipt."""
         self._sequence += 1
         if self._loose and self._loose[-1][1] is owner:
             self._loose.pop()  # a consumer that only ever acknowledges adds up to one
@@ -149,8 +149,8 @@ class Ledger:
     def settle(
         self, entry: Pending, state: State, error: MessagingError | None
     ) -> bool:
-        """Set the outcome of a frame, and return True. Return False if the frame has an
-        outcome already. No other method sets outcomes."""
+        """Set the outcome of a frame, and return True. If the frame already has an
+        outcome, return False. No other method sets outcomes."""
         if entry.state >= ACKED:
             return False
         self.open.pop(entry.receipt, None)
@@ -184,13 +184,15 @@ class Ledger:
 
         An ERROR with a receipt id rejects that frame. An unknown id is ignored.
 
-        A broker that ``names_receipts`` leaves out the id only for a frame that asked
-        for no receipt. All transactions with such frames then fail.
+        With ``names_receipts``, the broker leaves out the id only for a frame that
+        asked for no receipt. An ERROR without an id then fails every transaction that
+        has such frames.
 
-        Any other broker may leave out the id for every frame. If a single frame is
-        unanswered, the ERROR rejects that frame. If one transaction has all unanswered
-        frames, the transaction fails. In all other cases, and without ``blames``, this
-        method returns False.
+        Without ``names_receipts``, the broker may leave out the id for any frame. If
+        only one frame is unanswered, the ERROR rejects this frame. If all unanswered
+        frames belong to one transaction, the ERROR fails this transaction. Otherwise
+        the ERROR refuses no known frame. ``blames`` is False if the ERROR is not about
+        a frame.
         """
         if receipt:
             entry = self.open.get(receipt.encode())

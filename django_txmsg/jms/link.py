@@ -404,11 +404,11 @@ class Link:
         return request
 
     def put_barrier(self, pending: Pending) -> None:
-        """Queue a barrier, whose answer settles the pending frame.
+        """Queue a barrier. The broker's answer to the barrier settles ``pending``.
 
         The barrier is a transaction that is begun and aborted at once. The broker
-        handles the frames of one connection in order, so the barrier's receipt proves
-        that it has handled the frames before it.
+        handles the frames of one connection in order. So the barrier's receipt proves
+        that the broker has handled all earlier frames.
         """
         name = {"transaction": self.next_name("barrier-")}
         with self.lock:
@@ -431,8 +431,8 @@ class Link:
         self._transport.drop()
 
     def close(self) -> None:
-        """End both threads and close the socket. Frames without an outcome get the
-        outcome unknown."""
+        """End both threads and close the socket. The outcome of all pending frames
+        becomes unknown."""
         with self.lock:
             self.closed = True
             self.writer.stop()

@@ -34,8 +34,8 @@ class DeliveryMode(Enum):
 
 
 class Provided(NamedTuple):
-    """The values that the client sets on a message when the message is sent or
-    received."""
+    """The values that the client sets on a message when it sends or receives the
+    message."""
 
     message_id: str | None = None
     destination: Destination | None = None
@@ -195,8 +195,8 @@ class Message:
 
     @property
     def expiration(self) -> datetime | None:
-        """The time after which the broker may drop the message. ``None`` means
-        never."""
+        """The time after which the broker may drop the message, or ``None`` if the
+        message does not expire."""
         self._accessible()
         return self._provided.expiration
 

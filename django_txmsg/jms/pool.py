@@ -112,8 +112,8 @@ class CompletionPool:
 
 
 def waiting() -> contextlib.AbstractContextManager[None]:
-    """Let another thread replace this one while its callback waits for other callbacks.
-    Otherwise all threads might wait for each other."""
+    """While the block runs, allow the pool one more thread. Used when a callback waits
+    for other callbacks, because otherwise all threads might wait for each other."""
     pool: CompletionPool | None = getattr(_this_thread, "pool", None)
     return _NOT_OF_A_POOL if pool is None else pool._lent()
 

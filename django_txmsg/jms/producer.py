@@ -57,9 +57,11 @@ class MessageProducer(Closing):
     ) -> None:
         """Send, and return when the broker has confirmed the message.
 
+        Raises ``SendRejectedError`` or ``SendOutcomeUnknownError``. After any other
+        error, nothing was written.
+
         In a transacted session, ``send`` returns when the frame is queued. The commit
-        then stores all messages, or raises. Raises ``SendRejectedError`` or
-        ``SendOutcomeUnknownError``. After any other error, nothing was written.
+        then stores all messages, or raises.
 
         ``timeout`` is in seconds. It limits the wait for room in the window, and then
         the wait for the receipt. With 0, ``send`` does not wait for room, and waits for
@@ -179,10 +181,12 @@ class MessageProducer(Closing):
     ) -> None:
         """Queue a SEND of the session's transaction, with the lock held.
 
-        If a SEND without a receipt fails, ActiveMQ refuses the COMMIT. If a SEND with a
-        receipt fails, ActiveMQ commits the other messages. So only a send with a
-        listener asks for a receipt. RabbitMQ sends the receipt after COMMIT, so there
-        the receipt of a barrier calls the listener.
+        ActiveMQ refuses the COMMIT if a SEND without a receipt has failed. If a SEND
+        with a receipt has failed, ActiveMQ commits the other messages. So a SEND to
+        ActiveMQ asks for a receipt only if the send has a listener.
+
+        RabbitMQ sends the receipt of a SEND only after COMMIT. So the client queues a
+        barrier behind the SEND, whose receipt completes the send.
         """
         link = self.session.link
         transaction = self.session.transaction()
@@ -278,9 +282,9 @@ class MessageProducer(Closing):
     def close(self) -> None:
         """Accept no more sends, and wait for outstanding sends and their callbacks.
 
-        Raises ``IllegalStateError`` inside a callback of this producer. Any other
-        callback of the session gets the same error while callbacks of this producer
-        have not run yet.
+        Raises ``IllegalStateError`` inside a callback of this producer. Raises the same
+        error inside any other callback of the session, if this producer still has
+        outstanding sends with a listener.
         """
         session = self.session
         session.link.refuse_inside()

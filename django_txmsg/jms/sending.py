@@ -1,9 +1,9 @@
 """The part of a session that sends. A session keeps its sends in order, limits the
 number of sends in flight, and has one transaction at a time.
 
-Hop 4 of a message. With the connection's lock held, a send enters the window, the order
-of callbacks and the writer's queue. So callbacks run in the order in which the frames
-are written.
+Hop 4 of a message. A send takes its room in the window, its place in the order of
+callbacks and its place in the writer's queue under one lock. So callbacks run in the
+order in which the frames are written.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ class SendingSession(Closing):
         self.link.check_alive()
 
     def check_usable(self) -> None:
-        """Raise the same errors as ``check_open``. Methods call this before they wait
+        """Raise the same errors as ``check_open``. Also raise ``IllegalStateError`` in
+        a signal handler that has interrupted a send. Methods call this before they wait
         or write."""
         self.link.refuse_inside()
         self.check_open()
 
     def refuse_own(self, verb: str) -> None:
-        """Raise ``IllegalStateError`` if the caller would wait for this session for
-        ever."""
+        """Raise ``IllegalStateError`` if the caller, a callback or a signal handler,
+        would wait for ever for this session."""
         self.link.check_own()
         self.link.refuse_inside()
         if self._ending._is_owned():  # type: ignore[attr-defined]  # RLock's own

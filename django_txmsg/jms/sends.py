@@ -121,7 +121,7 @@ class Window:
         self._in_flight_bytes += size
 
     def release(self, size: int) -> None:
-        """Count one send less as in flight, because a send has its outcome."""
+        """Count a send as no longer in flight, because it has its outcome."""
         self.in_flight -= 1
         self._in_flight_bytes -= size
         # Waking a sender for every receipt would cost more than the send, so wait until
@@ -352,8 +352,8 @@ class Sends(Window):
         return max(0, number - self.finished)
 
     def wait_for_outcomes(self) -> None:
-        """Wait until no send is in flight. The wait ends by the last send's deadline,
-        or when the connection is lost."""
+        """Wait until no send is in flight. The wait ends at the last send's deadline at
+        the latest, or when the connection is lost."""
         with self._link.lock:
             self.waiters += 1
             try:

@@ -112,14 +112,17 @@ class Session(SendingSession):
     ) -> list[MessagingError | None]:
         """Send many messages in the fastest way that this broker allows.
 
-        Returns one outcome per message, in order. ``None``: the broker has stored the
-        message. ``SendRejectedError``: the broker refused it for good.
-        ``SendOutcomeUnknownError``: send the message again with the same id. The call
-        does not raise these errors. With ``isolate``, the call waits for each outcome
-        before it sends the next message, to find the message that breaks a connection.
+        Returns one outcome per message, in order. The call does not raise these errors:
+
+        - ``None``: the broker has stored the message;
+        - ``SendRejectedError``: the broker refused the message for good;
+        - ``SendOutcomeUnknownError``: send the message again with the same id;
+        - ``SendHeldBackError``: an earlier message of the same key is not stored, so
+          this message was not sent.
+
         ``keys`` has the key of each message; "" means no key. Messages of one key stay
-        in order. If a message is not stored, the later messages of its key are not
-        sent, and their outcome is ``SendHeldBackError``.
+        in order. With ``isolate``, the call waits for each outcome before it sends the
+        next message, to find the message that breaks a connection.
         """
         self.check_usable()
         if self.transacted:
@@ -183,13 +186,17 @@ class Session(SendingSession):
     def commit(self, timeout: float | None = None, *, redeliver: bool = True) -> None:
         """Commit all sends, and acknowledge all received messages.
 
-        Waits until those sends have their outcomes and their callbacks have returned.
-        Messages that are sent during the wait belong to the next transaction. Raises
-        ``TransactionRolledBackError`` if the broker has rolled the transaction back.
-        The session then receives the transaction's messages again, unless ``redeliver``
-        is False. Raises ``TransactionInDoubtError`` if the outcome is unknown. If an
-        exception interrupts a commit, the next call first completes the interrupted
-        commit. It raises if that fails.
+        Waits until all sends of the transaction have their outcomes and their callbacks
+        have returned. Messages that are sent during the wait belong to the next
+        transaction.
+
+        Raises ``TransactionRolledBackError`` if the broker has rolled the transaction
+        back. The session then receives the transaction's messages again, unless
+        ``redeliver`` is False. Raises ``TransactionInDoubtError`` if the outcome is
+        unknown.
+
+        If an exception interrupts a commit, the next call first completes the
+        interrupted commit, and raises if that fails.
         """
         seconds = self._before_end("commit", timeout)
         if self.link.error is None:  # a lost connection has rolled it back

@@ -221,8 +221,8 @@ class Transaction:
         """Wait for ActiveMQ's ERROR about the refused SEND, which may arrive after the
         answer to COMMIT.
 
-        This ERROR has no receipt id. If no transaction waited for the ERROR, the client
-        would attribute it to the wrong transaction.
+        This ERROR has no receipt id. If this transaction did not wait for the ERROR,
+        the client would attribute the ERROR to another transaction.
         """
         give_up = time.monotonic() + _REASON_SECONDS
         with self.link.lock:
@@ -236,10 +236,10 @@ class Transaction:
     def free(self) -> None:
         """Disconnect if the broker has refused COMMIT and still keeps this transaction.
 
-        ActiveMQ forgets the name of a transaction whose COMMIT it refuses, so ABORT
-        cannot end the transaction. While the connection exists, the transaction's
-        messages take up space in their queues. Messages that the transaction has
-        acknowledged cannot be acknowledged in another one.
+        If ActiveMQ refuses a COMMIT, it forgets the transaction's name, so ABORT cannot
+        end the transaction. Until the connection ends, the transaction's messages take
+        up space in their queues. Until then, no other transaction can acknowledge the
+        messages that this transaction has acknowledged.
         """
         if self.left_open:
             self.link.lose(f"it would keep transaction {self.name} open: {self.error}")

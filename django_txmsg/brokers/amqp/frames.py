@@ -237,8 +237,8 @@ _AROUND = 8
 
 @dataclass(slots=True)
 class Ready:
-    """An encoded message: its `frames`, and the values that identify a returned
-    message."""
+    """An encoded message: its `frames`, and the values by which the publisher
+    recognizes the message if RabbitMQ returns it."""
 
     frames: bytes
     route: bytes

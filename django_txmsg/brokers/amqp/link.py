@@ -128,8 +128,8 @@ class Transport:
         return True
 
     def doubt(self) -> str:
-        """Return a hint for an error message. If the server has sent nothing, the hint
-        is that the port may belong to another protocol. Otherwise it is ""."""
+        """Return a hint for an error message if the server has sent nothing: the port
+        may belong to another protocol. Return "" if the server has sent anything."""
         if self._has_read:
             return ""
         return ". Is this its AMQP port (5672, with TLS 5671)?"
@@ -258,7 +258,7 @@ class Link:
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
-        """While the block runs, wait for each answer at most as long as the close
+        """While the block runs, limit the wait for each answer to the close
         time-out."""
         patience, self.patience = self.patience, self.options.close_timeout
         try:

@@ -2,8 +2,8 @@
 message.
 
 The messages of a channel are numbered. A confirm contains the number of one message, or
-covers all messages up to that number. If no queue accepts a message, the broker returns
-the message before the confirm, and the publisher reports the message as refused.
+covers all messages up to that number. If a message's queue does not exist, the broker
+returns the message before the confirm. The outcome is then `Unroutable`.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Publisher:
         return one
 
     def _open(self) -> None:
-        """Open a channel in confirm mode, unless a channel is open on which no message
-        was refused."""
+        """Ensure that a channel in confirm mode is open. If the broker has refused a
+        message on the open channel, replace the channel."""
         if self._channel is not None and self._channel.connection is not None:
             if not self._refused:
                 return

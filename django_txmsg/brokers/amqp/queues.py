@@ -1,10 +1,10 @@
 """Queues and topics on RabbitMQ. Declares missing queues, and leaves existing queues
 unchanged.
 
-An existing queue is never declared again, because RabbitMQ refuses a declaration with
-another type or argument. A missing queue is declared as a quorum queue without a
-delivery limit, because the inbox already counts and limits attempts. (RabbitMQ 4 sets a
-delivery limit by default.)
+An existing queue is never declared again, because RabbitMQ would refuse a declaration
+whose type or arguments differ. By default, a missing queue is declared as a quorum
+queue. The queue gets no delivery limit, because the inbox already counts and limits
+attempts. (RabbitMQ 4 sets a delivery limit by default.)
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ class Queues:
         expires. RabbitMQ then moves the message to `destination`. Declare the queue if
         it is missing.
 
-        A quorum queue keeps an expired message until its
-        destination accepts it. A classic queue drops the expired message if the
-        destination cannot accept it at that moment (after a restart, say). RabbitMQ's
-        STOMP sessions use the same classic queues.
+        A quorum queue keeps an expired message until the destination accepts the
+        message. A classic queue drops an expired message if the destination cannot
+        accept it at that moment (after a restart, say). STOMP sessions use the same
+        classic queues.
         """
         if milliseconds > wire.MAX_RABBITMQ_DELAY:
             raise DispatchRejected(
