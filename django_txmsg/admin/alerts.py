@@ -11,7 +11,8 @@ from .base import ReadOnlyAdmin
 
 @admin.register(Alert)
 class AlertAdmin(ReadOnlyAdmin):
-    """The list of alerts: each with its text, its beginning and its end."""
+    """The list of alerts. Each row shows the alert's text, and when it began and
+    ended."""
 
     list_display = ("state", "kind", "text", "began", "ended", "service")
     list_display_links = None

@@ -26,8 +26,8 @@ from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_
 @contextmanager
 def audited(using: str) -> Iterator[None]:
     """Begin a transaction for an action and its audit entries. If Django's admin log is
-    in another database, its entry is committed first. So an action never lacks an
-    entry."""
+    in another database, that database commits first. So every committed action has its
+    entries."""
     log = router.db_for_write(LogEntry)
     with transaction.atomic(using=using), transaction.atomic(using=log):
         yield
@@ -91,7 +91,7 @@ class AuditAdmin(ReadOnlyAdmin):
     get_search_results = admin.ModelAdmin.get_search_results
 
     def get_urls(self) -> list[Any]:
-        """Add the pages of the user's own permissions, and of what changed."""
+        """Add the URLs of the pages "May I?" and "What changed"."""
         return [
             self.at("may-i/", partial(permissions.show, self), "may"),
             self.at("changes/", partial(changes.show, self), "changes"),
@@ -106,8 +106,7 @@ class AuditAdmin(ReadOnlyAdmin):
 
     @admin.display(description="done")
     def done(self, entry: AuditEntry) -> SafeString | str:
-        """The number of rows that were changed. A bulk operation also shows its
-        state."""
+        """The number of changed rows and, for a bulk operation, its state."""
         if entry.done is None:
             return "-"
         state = display.badge(entry.operation.state) if entry.operation else ""

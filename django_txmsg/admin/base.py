@@ -63,8 +63,8 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return whether the user may delete rows. This is possible in few lists
-        (`deletes`)."""
+        """Return whether the user may delete rows. Only lists that set `deletes` allow
+        this."""
         return self.deletes and super().has_delete_permission(request, obj)
 
     def lookup_allowed(
@@ -78,7 +78,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Search for one complete id. An index finds it."""
+        """Search for one complete id, using an index."""
         if search_term and self.search_fields:
             queryset = self.found(queryset, search_term)
         return queryset, False
@@ -133,7 +133,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
 
 
 class Pages:
-    """Pages of a list that are neither the list nor a row's page."""
+    """Base class of a list's additional pages, such as confirmation pages."""
 
     def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
@@ -178,8 +178,7 @@ class MessageAdmin(RowPageAdmin):
     found_by: ClassVar[tuple[str, ...]] = ("correlation_id",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Load neither bodies nor headers. Only the name of a task is read from its
-        headers."""
+        """Do not load bodies or headers. Read only the task's name from the headers."""
         rows: QuerySet[Any] = super().get_queryset(request)
         name = KeyTextTransform(wire.TASK, "headers")
         task = When(destination__contains=wire.OF_TASKS, then=name)
@@ -239,8 +238,8 @@ def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
     """Return the rows whose message id equals the text. If there are none, return the
     rows in which one of these columns equals the text.
 
-    One query for each comparison finds the primary keys first. This keeps the list's
-    own queries cheap.
+    For each comparison, a separate query first finds the primary keys. This keeps the
+    list's own queries cheap.
     """
     text = text.strip()
     pks: set[int] = set()

@@ -23,8 +23,8 @@ OLDER = "older"
 
 
 class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
-    """The pages of a list. It counts rows only up to CAP, and looks for them once: a
-    filter without an index may have to read most of the table."""
+    """Divides a list into pages, and counts rows only up to CAP. A single query finds
+    the rows' ids, because a filter without an index may read most of the table."""
 
     @cached_property
     def ids(self) -> list[Any]:
@@ -75,8 +75,8 @@ class CappedList(ChangeList):
         return rows.filter(pk__lt=int(begins))
 
     def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
-        """Return a query string for a link. Unless the link goes to another page, it
-        has no parameter `older`. So a changed filter shows the newest rows first."""
+        """Return the query string of a link. The parameter `older` is kept only in
+        links to other pages, so a changed filter shows the newest rows first."""
         if not new_params or not new_params.keys() & {OLDER, PAGE_VAR}:
             remove = [*(remove or ()), OLDER]
         return super().get_query_string(new_params, remove)
@@ -109,5 +109,5 @@ def listed(count: int) -> str:
 
 
 def count(rows: QuerySet[Any]) -> int:
-    """Count the rows, at most to CAP + 1."""
+    """Count the rows, up to CAP + 1."""
     return rows.order_by()[: CAP + 1].values("pk").count()

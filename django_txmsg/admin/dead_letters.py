@@ -51,7 +51,7 @@ class DeadFilter(CountingFilter):
 
 
 class FingerprintFilter(DeadFilter):
-    """Filters by error. Each choice shows the text of its newest dead letter."""
+    """Filters by error. Each choice shows the error text of its newest dead letter."""
 
     title = "error"
     parameter_name = "fingerprint"

@@ -133,8 +133,8 @@ def short_id(message_id: Any) -> SafeString:
 
 
 def first_line(text: str, at: int = 0) -> str:
-    """Return the first nonempty line, shortened. `at` may be the number of another
-    line."""
+    """Return the nonempty line with the index `at`, shortened. By default, this is the
+    first one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return cut(lines[at]) if lines else ""
 

@@ -20,8 +20,8 @@ from .counting import OLDER, count, listed
 
 class CountingFilter(admin.SimpleListFilter):
     """A filter whose choices show their numbers of rows. It selects the rows whose
-    column `parameter_name` has the chosen value. The empty value is a value, too: dead
-    letters of the relay have no stage."""
+    column `parameter_name` has the chosen value. The empty text is a valid choice: it
+    finds the relay's dead letters, which have no stage."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
         """Yield the choices, each labelled with its number of rows."""

@@ -52,7 +52,7 @@ class IdempotencyAdmin(ReadOnlyAdmin):
 
     @admin.display(description="caller")
     def who(self, row: IdempotencyKey) -> SafeString:
-        """The caller, as the stored digest."""
+        """The stored digest of the caller."""
         return display.mono(display.cut(row.caller, 24), row.caller)
 
     size = display.column("response", display.size, "length")

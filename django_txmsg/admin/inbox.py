@@ -75,7 +75,7 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="next attempt")
     def due(self, row: InboxMessage) -> SafeString | str:
-        """When a parked message is tried again, or which event it waits for."""
+        """When a parked message is tried again, or what it waits for."""
         if row.due_at is None:
             return "-"
         if row.waits_for is not None:
@@ -91,8 +91,8 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="attempts")
     def tries(self, row: InboxMessage) -> SafeString:
-        """How many attempts there were, of how many allowed, how often the message was
-        delivered, and the last error."""
+        """The numbers of attempts, of allowed attempts and of deliveries, and the last
+        error."""
         most = attempts_allowed().get(row.stage)
         text = f"{row.attempts} of {most}" if most else str(row.attempts)
         if row.deliveries > 1:

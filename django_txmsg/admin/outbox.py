@@ -118,7 +118,7 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="failed attempts")
     def tries(self, row: OutboxMessage) -> SafeString | str:
-        """How many dispatches have failed, of how many allowed, and the last error."""
+        """The numbers of failed and of allowed dispatches, and the last error."""
         if not row.attempts:
             return "-"
         return display.tried(

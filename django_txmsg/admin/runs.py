@@ -121,8 +121,8 @@ class RunAdmin(RowPageAdmin):
 
     @admin.display(description="state")
     def shown_state(self, run: Run) -> SafeString:
-        """Waiting, undoing, going back, or the outcome. (The column `state` stores the
-        flow's data.)"""
+        """The state of the run: waiting, undoing, going back, or its outcome. (The
+        column `state` stores the flow's data.)"""
         return display.badge(word(run))
 
     @admin.display(description="waits for")
@@ -264,7 +264,7 @@ class RunAdmin(RowPageAdmin):
 
 
 def word(run: Run) -> str:
-    """Return the state of a run as one word or two."""
+    """Return the run's state in one or two words."""
     if run.ended_at is not None:
         return str(run.outcome).replace("_", " ")
     if not run.failing:

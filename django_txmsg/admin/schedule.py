@@ -24,8 +24,8 @@ from .pausing import PausableAdmin
 
 @admin.register(Schedule)
 class ScheduleAdmin(PausableAdmin):
-    """The page of recurring messages: those declared here, and those that only have a
-    row."""
+    """The page of recurring messages: those declared in this process, and those that
+    exist only in the database."""
 
     kind, noun = "schedule", "recurring message"
     title = "Recurring messages"

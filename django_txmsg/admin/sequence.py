@@ -146,7 +146,8 @@ def _came(
     *,
     first: bool,
 ) -> tuple[int, str]:
-    """Return the line from which a step's message came, and a label for it."""
+    """Return the line at which the arrow of a step's message begins, and the arrow's
+    label."""
     kind, _, place = waits.partition(" ")
     of = types.get(step.message_id, "")
     if first:
@@ -171,7 +172,8 @@ def _came(
 
 
 def _leaves(then: str) -> tuple[int, str]:
-    """Return the line to which the message of a step goes, and a label for it."""
+    """Return the line at which the arrow of a step's own message ends, and the arrow's
+    label."""
     kind, _, place = then.partition(" ")
     return {
         "answer": (OTHERS, f"asks {place}"),

@@ -110,7 +110,8 @@ LIMITED = dt.timedelta(hours=1)
 
 @admin.register(StageState)
 class StageAdmin(PausableAdmin):
-    """The page of stages: those declared here, and those that only have rows."""
+    """The page of stages: those declared in this process, and those known only from the
+    database."""
 
     kind, noun, called, field = "stage", "stage", "stage", "stage"
     title, change_list_template = "Stages", "admin/django_txmsg/stages.html"

@@ -32,7 +32,7 @@ class WorkerAdmin(ReadOnlyAdmin):
     ordering = ("kind", "host", "pid")
 
     def get_urls(self) -> list[Any]:
-        """Add the page of the messages in progress."""
+        """Add the URL of the page "Running now"."""
         return [self.at("running/", self.running, "running"), *super().get_urls()]
 
     def running(self, request: HttpRequest) -> HttpResponse:

@@ -192,8 +192,9 @@ class Telling:
 
 
 def lag(connection: Connection, source: SourceSpec) -> float:
-    """Return the age of the earliest due time, in seconds. Pending messages and
-    messages that wait for another attempt count, but not those that are held back."""
+    """Return how many seconds ago the oldest due message became due. Pending messages
+    and messages that wait for another attempt count. Messages that are held back do
+    not."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [
@@ -257,7 +258,7 @@ def last_verify(connection: Connection, source: SourceSpec) -> LastRun | None:
 def lost(
     connection: Connection, source: SourceSpec, verdicts: Sequence[str]
 ) -> dict[str, int] | None:
-    """Return how many findings with these verdicts runs of `reconcile` have added since
+    """Return the number of findings with each of these verdicts that were added since
     the last check. Acknowledged findings do not count. Returns None for the first
     check."""
     # By the run's instant, not by its report: it may end while `follow` is not running.

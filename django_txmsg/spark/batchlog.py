@@ -5,8 +5,8 @@ add an entry only if it has seen the previous one. So an archiver that has lost 
 cannot add entries after another archiver has added one.
 
 Before a job archives, judges or deletes, it compares the log with the marks in the
-database. A lake that does not have all marked batches is not mounted, or was restored
-from an older backup.
+database. If the log lacks marked batches, the lake is not mounted, or was restored from
+an older backup.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class LostBatches(EnvironmentFault):
 
 
 def lost(marks: Sequence[Mark], uri: str, log: BatchLog | None) -> list[Mark]:
-    """Return the marks of batches that the lake at `uri` should have, and that are not
-    in its log. `log` is None if there is no lake. Read the marks before the log,
-    because an archive may advance both."""
+    """Return the marks whose batches are missing from the log of the lake at `uri`.
+    `log` is None if there is no lake. Read the marks before the log, because an archive
+    may advance both."""
     if log is not None and any(one.lake_id == log.identity for one in marks):
         own = (one for one in marks if one.lake_id == log.identity)
         return [one for one in own if one.purged_through > log.last]
@@ -151,8 +151,8 @@ class Agreement:
 
     def reach(self) -> tuple[BatchLog, Mark]:
         """Return the log, and the database's mark for this lake. If the log has batches
-        above the mark, the caller must settle them. Raises EnvironmentFault if the lake
-        has lost batches, or if batches for another lake are in progress."""
+        above the mark, the caller must settle these batches. Raises EnvironmentFault if
+        the lake has lost batches, or if batches for another lake are in progress."""
         marks = self.marks.read()
         log = None
         with suppress(NoLake):

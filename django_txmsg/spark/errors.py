@@ -64,8 +64,8 @@ _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 @contextmanager
 def full_disk_told() -> Iterator[None]:
-    """Convert the error for a full disk in the block to an EnvironmentFault with
-    advice."""
+    """If the block fails because a disk is full, raise EnvironmentFault with advice
+    instead of the original error."""
     try:
         yield
     except Exception as error:
@@ -81,7 +81,7 @@ def full_disk_told() -> Iterator[None]:
 
 def from_spark(error: Exception) -> PipelineError:
     """Convert an error of Spark to a PipelineError. An error that one of our tasks
-    raised, on whatever machine, keeps its class. Other errors mostly become
+    raised keeps its class, on whatever machine the task ran. Most other errors become
     EnvironmentFault."""
     text = str(error)
     # Spark's own reader names the file, and why further below.

@@ -52,9 +52,9 @@ class LakeFile:
 
 
 def directory_of(service: str, day: dt.date | None = None) -> str:
-    """Return the directory of a service, or of one of its days. Characters of the
-    service's name may be replaced in it; only the log has the exact name. No two
-    services share a directory, because `sweep` removes files by directory."""
+    """Return the directory of a service, or of one of its days. Unsafe characters of
+    the service's name are replaced; only the log has the exact name. No two services
+    share a directory, because `sweep` removes files by directory."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", service)
     if plain != service:
         plain += "-" + hashlib.sha256(service.encode()).hexdigest()[:8]

@@ -35,8 +35,8 @@ Row = tuple[int, str]
 
 
 def whose(rows: pa.RecordBatch) -> list[str]:
-    """Return the message id of each row. If the table has stages, the stage is
-    added."""
+    """Return the message id of each row. If the table has the column `stage`, append
+    the stage to the id."""
     messages: list[str] = rows.column("message_id").to_pylist()
     if (place := rows.schema.get_field_index("stage")) < 0:
         return messages
@@ -130,8 +130,8 @@ class Ledger:
         cutoff: dt.datetime,
         horizon: Horizon | None,
     ) -> Batch | None:
-        """Select the next batch: up to `rows` rows with ids above `after`, limited in
-        bytes. Returns None if there are no rows."""
+        """Select the next batch: up to `rows` rows with ids above `after`, and at most
+        about BATCH_BYTES bytes. Returns None if there are no rows."""
         where = self._settled(cutoff, horizon)
         heavy = [one.sql for one in self.table.columns if one.kind == "bytes"]
         length = "octet_length" if self.spec.vendor == "postgresql" else "length"
@@ -178,10 +178,10 @@ class Ledger:
     def settle(
         self, archived: pa.RecordBatch, hashes: Sequence[int], columns: Sequence[Column]
     ) -> tuple[int, list[Row]]:
-        """Delete each row that equals its copy in the lake. The checksums are compared
-        row by row. Returns the number of deleted rows, and the rows that differ from
-        their copies. Missing rows are only in the lake already. A row with the same id
-        but another message or stage does not belong to the batch."""
+        """Delete each row that equals its copy in the lake. Checksums are compared row
+        by row. Returns the number of deleted rows, and the rows that differ from their
+        copies. Rows that the database no longer has are skipped. So is a row that has
+        the same id as its copy, but belongs to another message or stage."""
         ids = archived.column("id").to_pylist()
         messages = whose(archived)
         if self.spec.vendor == "sqlite":

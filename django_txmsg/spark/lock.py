@@ -80,7 +80,8 @@ def _alone(
     *,
     shared: bool = False,
 ) -> Iterator[None]:
-    """Hold a lock. Any number of processes can hold it if all of them share it."""
+    """Hold a lock while the block runs. Raises `refused` at once if another process
+    holds it. With `shared`, any number of processes may hold it together."""
     if spec.vendor == "sqlite":
         with Path(f"{spec.path}.{file}.lock").open("w") as lock:
             try:

@@ -50,7 +50,8 @@ class Noted:
         self.source = source
 
     def read(self, which: Which, limit: int = 0) -> list[dict[str, Any]]:
-        """Return findings. The one that was first found most recently comes first."""
+        """Return findings, the most recent first, by the time when they were first
+        found."""
         with closing(connect_plain(self.source)) as connection:
             where, values = self._where(connection, which)
             rows = connection.rows(
@@ -85,9 +86,9 @@ class Noted:
         seen_at: dt.datetime,
         since: dt.datetime | None,
     ) -> None:
-        """Store the findings of a run. `since` is the time from which the run judged
-        messages. Earlier findings from that time on that this run has not found again
-        are deleted, unless they were acknowledged."""
+        """Store the findings of a run. With `since`, the run judged only messages sent
+        since then. Earlier findings about the judged messages are deleted if this run
+        has not found them again, unless they were acknowledged."""
         names = ("id", "service", *COLUMNS[:8])
         update = "sender", "sent_at", "seen_at"
         with closing(connect_plain(self.source)) as connection:

@@ -156,7 +156,7 @@ def _insert(source: SourceSpec, run: Run, lake: str) -> None:
 
 
 def _take(source: SourceSpec, run: Run, lake: str) -> None:
-    """Begin a requested run. An earlier try may have failed or been killed."""
+    """Begin a requested run, even if an earlier try has failed or was killed."""
     with closing(connect_plain(source)) as connection:
         taken = connection.execute(
             f"UPDATE {_RUNS} SET state = 'running', lake = %s, started_at = %s"
@@ -185,8 +185,8 @@ def requested_ids(source: SourceSpec, request: uuid.UUID) -> list[str]:
 
 
 def next_request(connection: Connection, source: SourceSpec) -> str:
-    """Return the id of the oldest replay request of the last day that has not begun or
-    whose run was killed. Returns "" if there is none."""
+    """Return the id of the oldest open replay request of the last day. A request is
+    open if it has not begun, or if its run was killed. Returns "" if there is none."""
     rows = connection.rows(
         f"SELECT id, options FROM {_RUNS} WHERE service = %s AND job = 'replay'"
         " AND state IN ('requested', 'running') ORDER BY started_at",
@@ -204,9 +204,10 @@ def next_request(connection: Connection, source: SourceSpec) -> str:
 def erasing(
     services: Sequence[SourceSpec], run: Run, found: set[str]
 ) -> Iterator[set[str]]:
-    """Record the messages that an `erase` has found until the block succeeds. Yield
-    them, and those that killed or failed runs with the same options have recorded:
-    these runs may have deleted the rows by which the messages are found."""
+    """Record the ids of the messages to erase until the block succeeds. Yield these
+    ids, and those that earlier killed or failed runs with the same options have
+    recorded. Such a run may have deleted the rows that contain the key, so the messages
+    cannot be found by their key any more."""
     with ExitStack() as stack:
         databases = [
             stack.enter_context(closing(connect_plain(source))) for source in services
@@ -269,9 +270,8 @@ def _note(
 
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
-    """Store the record in the lake. A run that changes nothing or has failed does not
-    create a lake for it. If the lake lacks archived rows, nothing is stored in
-    its place."""
+    """Store the record in the lake. If there is no lake, a dry run or a failed run does
+    not create one. If the lake lacks archived batches, the record is not stored."""
     changes = "dry_run" not in run.options and run.state not in ("failed", "refused")
     try:
         run.makes_lake = not is_mounted(spec)

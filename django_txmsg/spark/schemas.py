@@ -101,9 +101,10 @@ class Table:
 
     `relation` is its name in the database. `clock` is the column for time ranges and
     for the days in the lake. Rows that match `settled` will not change any more.
-    `outcome` says how a row ended: it is either the name of a column, or pairs of a
-    word and a column. A row has the word whose column is set. The last word is for all
-    other rows.
+
+    `outcome` says how a row ended. It is either a column with a word, or pairs of a
+    word and a column: the first pair whose column is not null has the row's word. The
+    last pair has no column, and applies to all other rows.
     """
 
     name: str

@@ -38,7 +38,8 @@ class Held:
 def held(connection: Connection, rows: int) -> Held:
     """Return the transaction for which `rows` rows wait: the oldest open transaction in
     the PostgreSQL cluster that has written anything. Every role can see that such a
-    transaction exists. If there is none, it has ended since the rows were counted."""
+    transaction exists. Returns Held(0) if there is none, because it has ended since the
+    rows were counted."""
     if not rows:
         return Held(0)
     found = connection.rows(

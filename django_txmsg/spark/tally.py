@@ -29,8 +29,8 @@ _DAY = 86_400_000_000
 
 @dataclass(frozen=True)
 class Line:
-    """The counts of journeys of one day to one destination. Instants are in
-    microseconds since 1970."""
+    """The counts of journeys of messages that were sent on the same day to the same
+    destination. Instants are in microseconds since 1970."""
 
     sent_on: dt.date
     destination: str

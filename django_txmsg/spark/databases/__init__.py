@@ -1,4 +1,5 @@
-"""The databases of message logs, with the SQL of each."""
+"""One module for each supported database, with the SQL that reads a message log from
+it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """`archive`: copies settled rows into the lake, and deletes them from the database
 after verification.
 
-The transaction that deletes a row first proves that a committed file of the lake
-contains the same bytes. One Spark task writes one batch. The steps are: plan the batch,
-write its files, read them back, add a log entry. Then one transaction deletes the rows,
-compares the checksums and advances the mark. After a killed run, the next run settles
-the entries above the mark row by row.
+A row is deleted only if a committed file of the lake contains the same bytes. One Spark
+task writes one batch. The steps are: plan the batch, write its files, read them back,
+add a log entry. Then one transaction deletes the rows, compares the checksums and
+advances the mark. After a killed run, the next run settles the entries above the mark
+row by row.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def cores_of(spark: SparkSession | None) -> int:
 
 
 def tasks_on(spark: SparkSession | None) -> int:
-    """Return the default number of parallel writers. On a cluster there are two for
-    each core, so that one works while the other waits, but at most MAX_TASKS. On one
-    machine there is one for every two cores, because the database needs the others."""
+    """Return the default number of parallel writers. On a cluster, it is twice the
+    number of cores, but at most MAX_TASKS: one writer works while another waits. On one
+    machine, it is half the number of cores, because the database needs the other
+    half."""
     cores = cores_of(spark)
     if spark is None or on_one_machine(spark):
         return max(1, cores // 2)
@@ -82,7 +83,7 @@ def tasks_on(spark: SparkSession | None) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """A batch whose files were written and verified. No log entry names them yet."""
+    """A batch whose files were written and verified, but are not in the log yet."""
 
     batch: Batch
     files: list[LakeFile]
@@ -167,10 +168,10 @@ class Archiver:
     def _work(
         self, cutoff: datetime, horizon: Horizon | None, beside: ThreadPoolExecutor
     ) -> None:
-        """Archive one wave of batches after the other. With `overlap`, the files of the
-        next wave are written while the rows of the current wave are deleted. Log
-        entries for these files are added only after the current wave is complete. If
-        the run is killed before that, `sweep` removes the files later."""
+        """Archive the batches in waves. With `overlap`, the files of the next wave are
+        written while the rows of the current wave are deleted. Log entries for the new
+        files are added only after the current wave is complete. If the run is killed
+        before that, `sweep` removes these files later."""
         ahead: Future[list[Row]] | None = None
         wave = self._planned(-(2**62), cutoff, horizon)
         while wave:
@@ -190,9 +191,9 @@ class Archiver:
                 wave = self._planned(after, cutoff, horizon)
 
     def _resume(self) -> None:
-        """Settle the log's batches above the mark. A killed run may have left them, the
-        database may have been restored from a backup, or another database of the
-        service may have archived them."""
+        """Settle the log's batches above the mark. There are three possible reasons for
+        such batches: a killed run, a restored backup of the database, or an archive run
+        on another database of the service."""
         before, last = self.mark.purged_through, self.log.last
         if not self.log.place.of_batches(self.source.service, before, last):
             # Entries without rows, such as ours: another database of the service has
@@ -283,7 +284,7 @@ class Archiver:
     def _written(
         self, batches: Sequence[Batch], manifest: Sequence[Row]
     ) -> list[Written]:
-        """Return the batches with their files, as the manifests describe them."""
+        """Return the batches with their files, as described in the manifest."""
         for one in {row.batch_id: row for row in manifest}.values():
             for step in ("write", "proof"):
                 name = f"task {step}"
@@ -459,8 +460,8 @@ def _engine(
 
 
 def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
-    """Return whether one wave is deleted while the next one is written. By default,
-    this is so only if the writers run on other machines."""
+    """Return whether to delete one wave while writing the next one. By default, this is
+    true only if the writers run on other machines."""
     if given.overlap is not None:
         return bool(given.overlap)
     return spark is not None and not on_one_machine(spark)
@@ -469,8 +470,8 @@ def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
 def _tell_held(
     name: str, held: Held, stuck_after: dt.timedelta, run: Run, outcome: Outcome
 ) -> None:
-    """Report the rows that wait for an open transaction. If it is open for too long,
-    count that as a finding, because it blocks the archive and vacuum."""
+    """Report the settled rows that wait for an open transaction. If that transaction is
+    open for too long, record a finding, because it blocks the archive and vacuum."""
     if not held.rows:
         return
     outcome.lines.append(
@@ -494,7 +495,7 @@ def waiting(
 
 
 def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:
-    """Return, for each table, the age from which settled rows are archived. Raises
+    """Return the age from which each table's settled rows are archived. Raises
     UsageError if no table has an age."""
     found = {name: _age(name, spec, given) for name in given.table or TABLES}
     chosen = {name: age for name, age in found.items() if age is not None}

@@ -57,9 +57,10 @@ def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, T
 def usable(
     known: Mapping[Named, Tally], late_after: dt.timedelta, since: dt.datetime | None
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files whose counts suffice for a judgement, with these counts. In such
-    a file, no message took longer than `late_after`, and all messages were sent on the
-    same side of `since`."""
+    """Return the files that can be judged from their counts, with the counts that a run
+    needs. In such a file, no message took longer than `late_after`. If `since` is
+    given, all of the file's messages were sent before it, or all of them later. Counts
+    from before `since` are left out."""
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else (since - _EPOCH) // _MICROSECOND
     found: dict[Named, Sequence[Line]] = {}
@@ -74,9 +75,10 @@ def usable(
 
 
 def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -> bool:
-    """Return whether all stages that listened to the topics received the counted
-    messages, and no other stage did. Returns False if a listener began or ended in
-    between, because then only the rows can show it."""
+    """Return whether the counted messages were received by exactly the stages that
+    listened to their topics. Returns False if a stage began or stopped listening while
+    these messages were sent: then only the rows show which ones it should have
+    received."""
     for line in lines:
         if line.receivers is None:
             continue

@@ -1,8 +1,8 @@
 """`erase`: removes messages for good, from the databases and from the lake, including
 old files of the lake.
 
-The record of the run contains the ids of the messages until all of them are erased. So
-a killed run can be repeated with the same options.
+Until all messages are erased, the record of the run contains their ids. So a killed run
+can be repeated with the same options.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ _SLICE = 500
 def messages_named(
     source: SourceSpec, keys: Sequence[str], correlation_ids: Sequence[str]
 ) -> set[str]:
-    """Return the ids of the messages that have one of these keys or correlation ids in
-    a database. For a run of a flow, this is the id of the message that started the
-    run."""
+    """Return the ids of a database's messages that have one of these keys or
+    correlation ids. A matching run of a flow adds the id of the message that started
+    it."""
     found: set[str] = set()
     with closing(connect_plain(source)) as connection:
         header = _header(connection, wire.KEY)
@@ -96,8 +96,8 @@ def messages_named(
 def erase_rows(
     source: SourceSpec, name: str, ids: Sequence[str], *, dry_run: bool
 ) -> dict[str, int]:
-    """Delete the rows of these messages from the database tables that belong to one
-    table of the lake. In a dry run, only count them. Returns the number of rows by
+    """Delete the rows of these messages from the database tables that correspond to the
+    lake's table `name`. In a dry run, only count them. Returns the number of rows by
     database table."""
     counts: dict[str, int] = {}
     with closing(connect_plain(source)) as connection:
@@ -198,8 +198,9 @@ def _ids(
 
 
 def _queued(connection: Connection, header: str, value: str) -> set[str]:
-    """Return the ids of messages in the embedded broker's queues that have this header
-    value. Their outbox rows may belong to another service, or may be pruned."""
+    """Return the ids of queued messages with this header value. The queues are those of
+    the embedded broker. A queued message may have no outbox row here: it belongs to
+    another service, or its row was pruned."""
     rows = connection.rows(
         f"SELECT {_header(connection, wire.MESSAGE_ID)} FROM {_QUEUE}"
         f" WHERE {_header(connection, header)} = %s",
@@ -411,9 +412,12 @@ def _from_lake(
     options: EraseOptions,
     done: Erased,
 ) -> None:
-    """Rewrite the files that contain rows of these messages. Delete all files that the
-    log does not name: replaced files, and files of killed runs, may contain the rows,
-    too. They are also deleted first, to make room on a full disk."""
+    """Rewrite the files that contain rows of these messages.
+
+    Also delete all files that the log does not name, because replaced files and files
+    of killed runs may contain such rows. This is done before and after the rewriting:
+    before, to make room on a full disk; after, for the replaced files.
+    """
     place = lake.table(name, t.StructType([]))
     if not options.dry_run:
         _remove_unnamed(place, source.service)
@@ -481,8 +485,8 @@ class EraseTask:
     """The beginning of the new files' names."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Check files, and rewrite them if necessary. The input contains the indexes of
-        the files. Yield the new files."""
+        """Search files for the messages, and rewrite the files that contain any. The
+        input has the indexes of the files. Yield the new files."""
         place = LakeTable(place_of(self.lake), self.name, t.StructType([]))
         names = _IDS.get(self.name, _ID)
         for numbers in batches:
@@ -510,7 +514,7 @@ class EraseTask:
         return batch.filter(pc.invert(self._erased(batch)))
 
     def _erased(self, batch: pa.RecordBatch) -> Any:
-        """Return for each row whether its message is to be erased."""
+        """Return a mask of the batch: true for each row of a message to erase."""
         wanted = pa.array(self.ids, pa.string())
         names = _IDS.get(self.name, _ID)
         columns = [batch.column(one) for one in names]

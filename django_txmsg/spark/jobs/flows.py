@@ -67,8 +67,8 @@ class Flows:
 
 
 def _known_from(log: WholeLog) -> Mapping[str, dt.datetime]:
-    """Return, for each service, the instant from which its log is complete. With a
-    lake, this is the first day in the lake. Without one, it follows from the
+    """Return the instant from which each service's log is complete. With a lake, this
+    is the service's first day in the lake. Without one, it follows from the
     retention."""
     days: dict[str, dt.date] = {}
     for one in log.files_of("outbox")[1]:

@@ -68,7 +68,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Outage:
-    """The outages of one resource. `count` is their number so far."""
+    """Counts the outages of one resource."""
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self.what, self._say = what, say
@@ -88,7 +88,7 @@ class Outage:
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(10, max(0, self.tries - 1)))
 
     def failed(self, error: Exception) -> None:
-        """Record a failed try. The first one begins an outage."""
+        """Record a failed try. If there is no outage yet, one begins."""
         known = str(error) or type(error).__name__
         self.error = hidden(known)[:1000]
         if not self.tries:
@@ -390,8 +390,8 @@ class Follower:
             self.beside.start("replay", "--request", request)
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """If the job in the Spark process has ended, record its result as measured
-        values."""
+        """If the job in the Spark process has ended, report its error, if any. For
+        `reconcile`, also record the measured values."""
         facts = self.beside.poll()
         if facts is None:
             return
@@ -416,8 +416,8 @@ class Follower:
         return True
 
     def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """Record the result of the last `verify` as a measured value. An operator may
-        have run it."""
+        """Record the result of the last `verify` as a measured value. This may be a run
+        that an operator started."""
         last = alerts.last_verify(connection, self.source)
         if last is None:
             return

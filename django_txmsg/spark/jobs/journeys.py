@@ -98,8 +98,9 @@ def batches(tables: Tables) -> dict[str, list[int]]:
 
 
 def looked_at(log: WholeLog, name: str) -> Looked:
-    """Return the current state of an archived table. A service's last batch is 0 if
-    some of its files do not name their batches, or if its marks cannot be read."""
+    """Return the current state of an archived table. A service's last batch counts as 0
+    if a file of the service does not name its batches, or if the service's marks cannot
+    be read."""
     delta, named = log.files_of(name)
     services = [one.service for one in log.live]
     if delta is None:
@@ -120,16 +121,16 @@ def looked_at(log: WholeLog, name: str) -> Looked:
 
 
 def log_entry(service: str, tables: Tables) -> dict[str, Any]:
-    """Return the metadata for the log entry: the batches that the journeys of a service
-    contain."""
+    """Return the metadata for a log entry. It records up to which batches the journeys
+    of a service are complete."""
     noted = {name: asdict(one) for name, one in tables.items()}
     return {"version": VERSION, "service": service, "tables": noted}
 
 
 def brought(delta: DeltaTable, service: str) -> Tables:
-    """Return the batches that the journeys of a service contain, from the table's log.
-    Returns {} if the log does not record them, or if another program has changed the
-    table since."""
+    """Return the batches that the journeys of a service contain, as recorded in the
+    table's log. Returns {} if there is no record, or if another program has changed the
+    table since then."""
     for entry in _newest_first(delta):
         noted = _noted(entry)
         if noted is None and entry["operation"] not in _HARMLESS:
@@ -219,8 +220,8 @@ class Journeys:
     """The journeys of several services, in the lake of the first service.
 
     They are read from one version of the table, even if another process changes the
-    table. With `keep`, new batches are added, unless another run holds the lock.
-    Without a lake there are no journeys.
+    table. With `keep`, the run adds new batches, unless another run holds the lock. If
+    there is no lake, there are no journeys.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class Journeys:
         return True
 
     def read(self, but: Container[Named] = ()) -> DataFrame | None:
-        """Return the JOURNEY rows, one for each key, without those in the files `but`.
+        """Return the JOURNEY rows of all files except `but`. Each key has one row.
         Returns None if there are no journeys."""
         if not self.through:
             return None
@@ -333,8 +334,8 @@ class Journeys:
         return self.log.read(table, struct, since=since, above=above)
 
     def _recent(self, since: dt.datetime) -> list[DataFrame]:
-        """Return the steps of messages that were sent since an instant. If such a
-        message is a replay, it may have been received long before."""
+        """Return the steps of messages that were sent since an instant. Older inbox
+        rows are included if their message was replayed since then."""
         day, start = _day_of(since), timestamp(since)
         again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
         sent = self._unsettled("outbox", again, day).where(
@@ -357,8 +358,8 @@ class Journeys:
         return [sent, received.where(own).unionByName(earlier), letters]
 
     def listening(self, since: dt.datetime | None) -> DataFrame | None:
-        """Return older steps that show which stages listen to topics, and that
-        `rest(since)` leaves out. Returns None without `since`."""
+        """Return the older steps from which the listeners of topics are known, and
+        which `rest(since)` leaves out. Returns None without `since`."""
         if since is None:
             return None
         return arrivals(self.log.listening(RECEIVED, _day_of(since)))
@@ -445,7 +446,7 @@ class Journeys:
         return [one for one in found if one.service == self.service]
 
     def _last(self, tables: Tables, table: str) -> Mapping[str, int]:
-        """Return the last batch of a table for each service."""
+        """Return the number of each service's last batch of a table."""
         known = tables[table].batches if tables else {}
         return {one.service: known.get(one.service, 0) for one in self.log.live}
 
@@ -482,8 +483,8 @@ class Marks:
 
 def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
     """Return the marks of the messages in these rows. Returns None if there are too
-    many to send to every task. If `found` is False, the caller knows that there are no
-    rows, so they are not counted."""
+    many to send to every task. With `found=False`, the caller knows that there are no
+    rows, so none are read."""
     if not found:
         return Marks(rows.sparkSession.createDataFrame([], "mark long"), 0)
     frame = rows.select(mark().alias("mark")).distinct().localCheckpoint()

@@ -36,8 +36,8 @@ _MICROSECOND = dt.timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class Place:
-    """Messages to one destination from one sender that one service received, with the
-    times that they took."""
+    """The messages of one sender to one destination that one service received, with
+    their transit times."""
 
     destination: str
     consumer: str
@@ -64,7 +64,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Listeners:
-    """The listeners of all topics, and those that are new or retired."""
+    """The listeners of all topics. New and retired ones are also listed separately."""
 
     expected: list[Listener]
     fresh: list[Listener]
@@ -88,7 +88,7 @@ def read_places(steps: DataFrame) -> list[Place]:
 
 
 def counted_places(lines: Iterable[Line]) -> list[Place]:
-    """Return the places of messages to topics that are counted in the footers of
+    """Return the places of messages to topics, from the counts in the footers of
     files."""
     return [
         Place(
@@ -129,10 +129,10 @@ def listeners(
     receivers in the logs, `declared` the stages that services declare now.
 
     A stage in the logs listens from its first message. A newly declared stage listens
-    from now. If no run has recorded a listener of its service before, it has always
-    listened. A stage that is no longer declared ends when the stage that replaces it
-    receives its first message, or now. A stage that was never recorded nor declared
-    ended at its last message.
+    from now, or from the beginning if no run has recorded a listener of its service
+    before. A stage that is no longer declared ends when the stage that replaces it
+    receives its first message, or now. If it was never recorded, it ended at its last
+    message.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):
@@ -195,8 +195,8 @@ def listeners(
 
 
 def known_listeners(rows: Iterable[Listener]) -> list[Listener]:
-    """Return each recorded interval once. An interval has a second row, with its end,
-    if it has ended."""
+    """Return each recorded interval once. For an interval that has ended, the lake has
+    two rows: one without and one with its end."""
     ends: dict[tuple[str, str, dt.datetime], dt.datetime | None] = {}
     for one in rows:
         key = _known_by(one)

@@ -69,8 +69,8 @@ class LiveTask:
 @dataclass
 class WholeLog:
     """The message logs of all specified services, each at one instant. The snapshots of
-    the databases are taken before the lake is read. So a row that is archived at the
-    same time is never missed. It is read twice and counted once."""
+    the databases are taken before the lake is read, so a row that is archived in
+    between is never missed. Such a row is read twice, but counted once."""
 
     spark: SparkSession
     spec: JobSpec
@@ -180,8 +180,8 @@ class WholeLog:
         return whole_log([live, archived], struct, twice=twice)
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
-        """Return the first and the last row of each stage and destination in the
-        databases, if they are from before a day."""
+        """Return the first and the last inbox row of each stage and destination in the
+        databases. Rows from the day `before` or later are left out."""
         described = TABLES["inbox"]
         ends = " UNION ALL ".join(
             f"SELECT {which}(id) FROM {described.relation} GROUP BY destination, stage"
@@ -197,8 +197,8 @@ class WholeLog:
     def _copied(
         self, table: Table, struct: t.StructType, where: Callable[[Live], str]
     ) -> DataFrame:
-        """Return a copy of rows in the databases. Up to FEW rows are read in this
-        process, because Spark would start a Python process for each task."""
+        """Return a copy of rows in the databases. If there are at most FEW rows, this
+        process reads them, because Spark would start a Python process for each task."""
         few: list[pa.RecordBatch] = []
         rows = 0
         for live in self.live:

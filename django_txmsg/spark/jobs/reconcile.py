@@ -337,8 +337,8 @@ def _tallied(
 def _parts(
     rest: DataFrame, settled: DataFrame, marks: Marks
 ) -> tuple[DataFrame, DataFrame]:
-    """Return two frames: steps and journeys to merge, and journeys that stay as they
-    are. The second has the journeys of messages to queues without new steps."""
+    """Return two frames: steps and journeys to merge, and journeys that stay unchanged.
+    The second frame has the journeys of messages to queues that have no new steps."""
     topics = is_topic(sf.col("destination"))
     queues = settled.where(~sf.coalesce(topics, sf.lit(False)))
     concerned, whole = parted(queues, marks)

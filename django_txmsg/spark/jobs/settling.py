@@ -1,11 +1,12 @@
 """Settles archived rows that may still be in the database, one by one. This is
 necessary after a difference, a killed run, or a restored backup.
 
-There are three cases for an archived row above the mark. If the database has the same
-row, the row is deleted there after its checksum was compared. If the database no longer
-has the row, nothing happens. If the database has a different row, that row stays, and
-the archived row is removed from the lake: its file is rewritten without the row and
-read back.
+There are three cases for an archived row above the mark:
+
+- The database has an equal row. It is deleted there, after the checksums were compared.
+- The database no longer has the row. Nothing happens.
+- The database's row differs. It stays, and the archived row is removed from the lake:
+  its file is rewritten without the row, and read back.
 """
 
 from __future__ import annotations

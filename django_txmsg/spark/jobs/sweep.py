@@ -34,8 +34,8 @@ SMALL = 64 << 20
 
 def join(place: LakeTable, service: str) -> int:
     """Join the small files of a service, with one log entry. Returns the number of
-    joined files. Raises VerificationRefused if the written rows differ from the rows
-    that were read."""
+    joined files. Raises VerificationRefused if the small files do not have as many rows
+    as the log says, or if the rows, when read back, differ from the written ones."""
     delta = place.load()
     if delta is None:
         return 0
@@ -63,8 +63,8 @@ def join(place: LakeTable, service: str) -> int:
 
 def _groups(place: LakeTable, small: list[Named]) -> Iterator[list[Named]]:
     """Yield groups of small files to join. The files of a group have the same day and
-    the same columns. An older row must not get a newer column, because its checksum
-    does not cover that column."""
+    the same columns: if an older row got a newer column, the row's checksum would
+    change."""
 
     def kind(one: Named) -> tuple[str, tuple[str, ...]]:
         schema = pq.read_schema(f"{place.root}/{one.path}", filesystem=place.files)

@@ -44,9 +44,10 @@ def usage(log: WholeLog, since: dt.datetime) -> list[dict[str, Any]]:
 def in_lake(lake: Lake) -> list[dict[str, Any]]:
     """Return the bytes and files of each service, from the logs of all tables.
 
-    `growth` has the archived bytes of each of SHOWN days, the last of which is the
-    newest archived day. `a_day` is their average over AVERAGED days. A day is that of
-    the messages, so the latest days may not be archived yet.
+    `growth` lists the archived bytes of each of the SHOWN days up to the newest
+    archived day. `a_day` is the average over the last AVERAGED of these days. A message
+    counts for the day on which it was stored, so the latest days may not be archived
+    yet.
     """
     services: dict[str, dict[str, Any]] = {}
     days: dict[str, dict[dt.date, int]] = {}

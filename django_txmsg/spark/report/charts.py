@@ -21,7 +21,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 14, 30
 
 @dataclass(frozen=True)
 class Line:
-    """A named series of values, one for each instant of the chart. None is a gap."""
+    """A named series of values, one for each instant of the chart. The line has a gap
+    where a value is None."""
 
     name: str
     values: Sequence[float | None]

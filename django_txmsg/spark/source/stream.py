@@ -94,15 +94,17 @@ class LogStream(DataSourceStreamReader):
     def partitions(
         self, start: dict[str, Any], end: dict[str, Any]
     ) -> Sequence[InputPartition]:
-        """Return a single partition for each micro-batch. It is small, and a single
-        statement sees one state of the database."""
+        """Return a single partition for each micro-batch. A micro-batch is small, and
+        must be read by a single statement, so that it is read from one state of the
+        database."""
         self.insist_on_one_cluster(start, end)
         first, last = int(start["position"]), int(end["position"])
         return [Stretch(first, last)] if first < last else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a partition. A repeated read yields the same rows, unless
-        some were deleted."""
+        """Yield the rows of a partition. If Spark reads it again, it yields the same
+        rows, except those that were deleted or (with `follow=changed`) changed in
+        between."""
         assert isinstance(partition, Stretch)
         where = self._between(partition.first, partition.last)
         if self.postgres and partition.first == 0:
@@ -201,9 +203,9 @@ class LogStream(DataSourceStreamReader):
         return str(identity)
 
     def after(self, first: int, last: int, rows: int) -> int:
-        """Return the end of a range that starts at `first`. The range has at most
-        `rows` rows, but never splits a transaction. So it has more rows if its first
-        transaction has more."""
+        """Return the end of a range that starts at `first` and has at most `rows` rows.
+        Transactions are never split. So if the first one has more rows, the range has
+        more rows, too."""
         name = "created_xid::text::bigint" if self.postgres else "id"
         name = name.replace("created_xid", self.position)
         with closing(connect_plain(self.spec)) as connection:

@@ -120,8 +120,8 @@ def departures(sent: DataFrame) -> DataFrame:
 
 
 def due_at() -> Column:
-    """Return the earliest time at which a stored message could be sent. A failed
-    attempt changes the column `due_at`."""
+    """Return the earliest time at which a stored message could be sent. The column
+    `due_at` may be later, because each failed attempt postpones it."""
     backoffs = sf.coalesce("attempts", sf.lit(0)) * int(_BACKOFF.total_seconds() * 1e6)
     first = sf.timestamp_micros(sf.unix_micros("due_at") - backoffs)
     return sf.greatest("created_at", first)

@@ -1,6 +1,7 @@
 """Rows for an outbox: replayed messages, and new messages from a dataset.
 
-Ids are derived from the run and the row. So a repeated run stores nothing.
+The ids of new messages are derived from the run and the row. So a repeated run stores
+nothing.
 """
 
 from __future__ import annotations

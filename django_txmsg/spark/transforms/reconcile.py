@@ -99,7 +99,8 @@ class Judgement:
 
     @property
     def strictest(self) -> dt.timedelta:
-        """The shortest time after which a message to any destination is late."""
+        """The shortest of the times after which messages are late, over all
+        destinations."""
         return min([self.late_after, *(limit for _, limit in self.late_at)])
 
 
@@ -191,15 +192,15 @@ def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
 
 
 def is_finding(prefix: str) -> list[Column]:
-    """Return the join conditions between a finding and the columns with this prefix. In
-    those columns, an unknown value is "" and not null."""
+    """Return join conditions that compare a finding with the columns that have this
+    prefix. In these columns, an unknown value is "", not null."""
     return [sf.coalesce(n, sf.lit("")) == sf.col(f"{prefix}{n}") for n in _IDENTITY]
 
 
 def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
-    """Return FINDING rows: each finding with the time of the run that first found it.
-    KNOWN may have several rows for a finding. A finding that is not in KNOWN was first
-    found `now`."""
+    """Return FINDING rows: the findings, each with the time of the run that first found
+    it. A finding that is not in `known` was first found `now`. In `known`, a finding
+    may have several rows."""
     first = known.groupBy(
         *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in _IDENTITY]
     ).agg(
@@ -282,9 +283,9 @@ def findings(outcome: DataFrame) -> DataFrame:
 
 
 def places(steps: DataFrame) -> DataFrame:
-    """Return PLACE: one row for each destination, consumer (of a topic), sender and
-    receiving service. It has the first and the last message, and the times that
-    messages took."""
+    """Return PLACE rows: one for each destination, sender, receiving service and, for a
+    topic, consumer. Each row has the times of the first and the last message, and the
+    messages' transit times."""
     listener = sf.when(is_topic(sf.col("destination")), sf.col("consumer"))
     # A copy was made where it was received.
     due = sf.when(sf.col("copied_at").isNull(), sf.col("due_at"))
@@ -405,7 +406,7 @@ def _late(by: Judgement) -> Column:
 
 
 def _ahead(by: Judgement) -> Column:
-    """Return how far the receiver's clock is ahead of the sender's clock, in
+    """Return by how much the receiver's clock is ahead of the sender's clock, in
     microseconds."""
     ahead = sf.lit(0)
     receiver = service_of(sf.col("consumer"))
