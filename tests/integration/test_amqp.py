@@ -173,8 +173,9 @@ def test_a_stage_on_a_stream_reports_it_and_waits(
 def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
     rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
 ) -> None:
-    """RabbitMQ confirms messages to such a queue, and deletes them when the other
-    connection ends."""
+    """RabbitMQ would confirm messages to a queue that is exclusive to another
+    connection, and delete them when that connection ends. So the session refuses to use
+    such a queue."""
     session = opened(rabbitmq_amqp.url())
     with amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD) as other:
         other.channel().queue_declare(destination, exclusive=True)
@@ -191,7 +192,8 @@ def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
 def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
     rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
 ) -> None:
-    """The send returns the error as the message's outcome, and raises nothing."""
+    """RabbitMQ closes the connection between two sends. The second send returns the
+    error as the message's outcome, and raises nothing."""
     session = opened(rabbitmq_amqp.url())
     assert session.send([Outgoing(destination, {}, b"1")]) == [None]
     rabbitmq.close_all_connections()
@@ -354,8 +356,8 @@ def test_group_acknowledgement_skips_open_deliveries(
 def test_delivery_counted_or_dead_lettered_by_the_broker_is_a_redelivery(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """The message comes from a quorum queue, or from a dead-letter queue that returns
-    it to its first queue."""
+    """A message is rejected, and its dead-letter queue returns it to its quorum queue.
+    The next delivery is marked as a redelivery."""
     back = f"{destination}.back"
     bare.queue_declare(
         destination, durable=True, auto_delete=False,
@@ -400,8 +402,9 @@ def test_a_queue_that_is_deleted_ends_its_consumers_session(
 def test_subscription_ends_if_its_channel_ends_during_a_send(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """RabbitMQ's consumer_timeout closes a channel. No thread may wait for deliveries
-    on it."""
+    """RabbitMQ closes the subscription's channel, for example after its
+    consumer_timeout, and the session notices this during a send. Then receive() raises
+    an error."""
     session = opened(rabbitmq_amqp.url())
     elsewhere = Outgoing(f"{destination}.other", {}, b"y")
     assert session.send([elsewhere]) == [None]
@@ -450,7 +453,7 @@ def test_heart_beats_flow_while_the_session_s_thread_is_busy(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
     """The session's thread neither reads nor writes for longer than RabbitMQ waits for
-    a heartbeat."""
+    a heartbeat. The connection stays open."""
     session = opened(rabbitmq_amqp.url(heartbeat="1"))
     assert session.send([Outgoing(destination, {}, b"x")]) == [None]
     session.subscribe(destination, prefetch=1)
@@ -529,7 +532,8 @@ def of_sender(delivery: Delivery) -> dict[str, str]:
 def test_a_message_is_the_same_by_either_protocol(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """The queue was declared over STOMP."""
+    """STOMP has declared the queue. Messages sent over either protocol are received
+    unchanged over both."""
     urls = (rabbitmq.url(), rabbitmq_amqp.url())
     for url in urls:
         assert opened(url).send([Outgoing(destination, HEADERS, b"{}")]) == [None]
@@ -546,8 +550,8 @@ def test_a_message_is_the_same_by_either_protocol(
 def test_stomp_sends_nothing_that_amqp_has_no_place_for(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """Otherwise RabbitMQ would close the connection of every AMQP consumer that gets
-    the message."""
+    """The STOMP client refuses headers that are too long for AMQP. Otherwise RabbitMQ
+    would close the connection of every AMQP consumer that gets the message."""
     name, correlation_id = Outgoing(destination, {"n" * 256: "x"}, b""), "é" * 255
     media_type = Outgoing(destination, {"content-type": "a/" + "b" * 254}, b"")
     headers = {"correlation-id": correlation_id, "x": "y" * 999}
@@ -610,8 +614,8 @@ def test_stomp_uses_a_queue_that_amqp_made(
     destination: str,
     kind: str,
 ) -> None:
-    """For a quorum queue, the URL must name the queue as `existing`. Otherwise STOMP
-    would declare a classic queue."""
+    """AMQP has declared the queue, and STOMP uses it. If it is a quorum queue, the URL
+    must name it as `existing`. Otherwise STOMP would declare a classic queue."""
     maker = opened(rabbitmq_amqp.url(queue_type=kind))
     assert maker.send([Outgoing(destination, {}, b"by amqp")]) == [None]
     options = {"existing": "other,tests.*"} if kind == "quorum" else {}
@@ -633,8 +637,9 @@ def test_a_topics_subscriber_goes_back_to_stomp_if_its_queue_is_classic(
     destination: str,
     kind: str,
 ) -> None:
-    """For a quorum queue, STOMP fails even with `existing`, because it always declares
-    a subscription's queue. The messages stay there for AMQP."""
+    """A topic's subscriber changes from AMQP to STOMP. With a quorum queue this fails,
+    even with `existing`, because STOMP always declares a subscription's queue. The
+    messages stay there for AMQP."""
     topic, name = f"topic:{destination}", f"{destination}.subscriber"
     url = rabbitmq_amqp.url(queue_type=kind)
     before = opened(url)

@@ -50,8 +50,9 @@ def cut_before(session: Any, proxy: Proxy) -> None:
 def test_each_failing_message_of_a_batch_rolls_back_alone(
     broker: str, cut: bool, destination: str, request: pytest.FixtureRequest
 ) -> None:
-    """If the connection ends before the acknowledgement, the broker delivers all
-    messages again, and the inbox drops those that were processed."""
+    """Each failing message rolls back alone. If the connection ends before the
+    acknowledgement, the broker delivers all messages again, and the inbox drops those
+    that were processed."""
     server: Any = request.getfixturevalue(broker)
     transactions: dict[int, set[int]] = defaultdict(set)
     onward = f"{destination}.next"

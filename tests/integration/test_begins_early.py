@@ -22,8 +22,8 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 @pytest.mark.postgresql
 def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
-    """The attempt is counted in one transaction, and the stage's work is another. One
-    round trip counts the attempt and begins the work."""
+    """One round trip counts the attempt, commits the count, and begins the transaction
+    of the stage's work. If the work rolls back, the count stays."""
     statements: list[str] = []
 
     def note(execute: Any, sql: str, *rest: Any) -> Any:
@@ -59,8 +59,8 @@ def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
 @pytest.mark.postgresql
 @pytest.mark.parametrize("own", [None, "read committed"])
 def test_a_stage_without_a_level_has_its_connections_level(own: Any) -> None:
-    """OPTIONS sets the connection's isolation level. The level applies to the first
-    message and to later ones."""
+    """OPTIONS sets the connection's isolation level. A stage that declares no level of
+    its own runs every message at this level."""
     seen: list[str] = []
 
     def handler(message: Message) -> None:

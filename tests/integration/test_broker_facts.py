@@ -151,9 +151,9 @@ def test_activemq_refuses_the_commit_when_a_send_without_receipt_failed(
 def test_activemq_keeps_a_transaction_whose_commit_it_refused(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The transaction's name is already gone, so ABORT cannot end it. Its acknowledged
-    messages cannot be acknowledged again. Only the end of the connection releases
-    them."""
+    """After the refused COMMIT, ABORT fails because the transaction's name is unknown.
+    The messages that it acknowledged cannot be acknowledged again. Only the end of the
+    connection releases them."""
     name = queue()
     send(client(activemq), name, b"one")
     consumer = client(activemq, LIMITED_USER)
@@ -466,7 +466,8 @@ def test_rabbitmq_sends_receipts_in_order_over_one_queue(
 def test_rabbitmq_makes_a_queue_exclusive_for_a_send_that_says_persistent_false(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """Our client sends volatile messages without the header `persistent`."""
+    """Other connections cannot use this queue. So our client sends volatile messages
+    without the header `persistent`."""
     name, first, second = queue(), client(rabbitmq), client(rabbitmq)
     send(first, name, b"x", receipt="declared")
     read_to(first, "declared")
@@ -617,8 +618,9 @@ def test_rabbitmq_4_3_delays_returned_messages_by_the_queues_rule(
 def test_rabbitmq_4_3_answers_who_may_not_configure_as_if_the_queue_was_there(
     rabbitmq: RabbitMQ,
 ) -> None:
-    """Before 4.3, a passive declaration needed no permission, and revealed whether the
-    queue exists."""
+    """A user without the permission to configure declares a missing queue passively.
+    Since 4.3, RabbitMQ refuses access, as for an existing queue. Before, it answered
+    that the queue is missing."""
     with amqp.Connection(
         f"127.0.0.1:{rabbitmq.amqp_port}", userid=LIMITED_USER, password=PASSWORD
     ) as connection:

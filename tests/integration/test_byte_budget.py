@@ -101,7 +101,8 @@ class Counted(DatabaseBroker):
 def test_lanes_hold_no_more_together_and_leave_nothing(
     sizes: list[int], most: int
 ) -> None:
-    """All lanes share one budget."""
+    """All lanes share one budget. Together they never send more bytes at a time than
+    the budget allows, and they send every message."""
     Counted.most = 0
     with txmsg(BROKERS={"default": {"BACKEND": f"{__name__}.Counted"}}):
         store(*sizes)
@@ -127,8 +128,8 @@ def test_prefetch_is_limited_in_bytes() -> None:
 
 @pytest.fixture
 def sessions() -> Iterator[Callable[[], DatabaseSession]]:
-    """Return a function that opens a session on one queue, like the threads of a
-    stage."""
+    """Return a function that opens a session on one queue, as each thread of a stage
+    does."""
     claimed_bytes._claims.clear()  # sessions that another test has not closed
     broker = DatabaseBroker("default", "database://?poll=0.01")
     with ExitStack() as stack:
@@ -174,8 +175,9 @@ def test_the_sessions_of_a_process_hold_one_large_body_and_small_ones_go_on(
 def test_a_body_above_the_limit_is_claimed_although_there_are_always_others(
     sessions: Callable[[], DatabaseSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With three sessions, a body of 400 bytes counts as large, and two such bodies may
-    be claimed at the same time."""
+    """Two sessions have claimed bodies of 400 bytes, which count as large here. The
+    next body is above the limit. It is claimed before a smaller body behind it, once no
+    other body is claimed."""
     first, second, third = sessions(), sessions(), sessions()
     queue(400, 400, 5000, 400)
     one, other = first.receive(0), second.receive(0)
@@ -215,8 +217,9 @@ def test_a_batch_holds_no_more_than_the_share_of_its_session(
 
 @pytest.mark.postgresql
 def test_a_large_message_that_another_lane_looks_at_is_not_left_behind() -> None:
-    """Another lane may not claim the message, but locks its row for a moment when it
-    tries. Meanwhile SKIP LOCKED hides the row from the lane that may claim it."""
+    """A lane that may not claim a large message locks its row for a moment. SKIP LOCKED
+    then hides the row from the lane that may claim it, so that lane must claim
+    again."""
     store(5000)
     budget, looks = Budget(8), iter([True])
 

@@ -136,8 +136,8 @@ def test_outside_of_a_transaction_a_call_is_an_error_if_settings_require_one() -
 def test_calls_by_a_worker_itself_need_no_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When a task exceeds its time limit, Celery calls its error links in the worker's
-    main process."""
+    """A worker's main process calls the error links of a task that exceeds its time
+    limit. Such a call needs no transaction."""
     app.conf.result_backend = None
     forget_connections()
     monkeypatch.setattr(app.loader, "worker_initialized", True)

@@ -280,7 +280,8 @@ SHAPES: dict[str, Any] = {
 @pytest.mark.parametrize("linked", SHAPES)
 @pytest.mark.parametrize("option", ["callbacks", "chain"])
 def test_calls_repeated_by_a_copy_take_effect_once(linked: str, option: str) -> None:
-    """Every kind of call takes effect once, even if Celery chooses random ids."""
+    """A second copy of a task repeats the task's calls. Every kind of call takes effect
+    once, even if Celery chooses random ids."""
     app.conf.result_backend = "cache+memory://"
     forget_connections()
     task, call = once_task(lambda: 0), json.loads(json.dumps(SHAPES[linked]()))
@@ -314,7 +315,8 @@ def test_an_id_that_the_caller_gave_a_link_stays() -> None:
 
 
 def test_a_replacement_calls_its_links_under_ids_of_its_own() -> None:
-    """The replacement has the id of the replaced task, but its links need other ids."""
+    """A task and its replacement have the same id, but call their links under different
+    ids."""
     task = once_task(lambda: 0)
     link = json.loads(json.dumps(charge.s(1)))
     sent()
@@ -437,9 +439,9 @@ def test_an_error_after_the_commit_is_no_failure() -> None:
 
 @pytest.mark.sqlite
 def test_a_task_whose_record_a_crash_has_lost_is_worked() -> None:
-    """Usually one statement both inserts the task's record and locks it. Here two
-    statements do so, as after a lock conflict. A server crash between them loses the
-    record, and a transaction pooler hides the crash."""
+    """The server crashes after the statement that inserts the task's record, and before
+    the statement that locks it. The crash loses the record, and a transaction pooler
+    hides the crash. The task is executed."""
     task = once_task(lambda: effect("done"))
     with record_lost_at("BEGIN"):
         deliver(task)

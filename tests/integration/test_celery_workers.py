@@ -205,8 +205,8 @@ def test_a_worker_killed_after_its_commit_loses_and_repeats_nothing(
 def test_a_worker_killed_after_it_called_its_links_calls_them_with_the_same_ids(
     worker: Start, tmp_path: Path
 ) -> None:
-    """The links are called twice (first by the killed worker), but executed once. The
-    same holds for nested links."""
+    """A worker is killed after it has called its task's links. The second delivery of
+    the task calls them again, but each link is executed once, nested links included."""
     links = [
         charge.s(2).set(link=charge.s(3)),
         chain(charge.s(4), charge.s(5)),
@@ -317,8 +317,8 @@ def test_a_task_that_the_broker_refuses_is_refused_alone(
 def test_a_queue_that_was_deleted_loses_no_task(
     worker: Start, rabbitmq: RabbitMQ
 ) -> None:
-    """No task is lost, even if it is sent to an exchange that would drop it without an
-    error."""
+    """The task's queue was deleted, and its exchange would drop the task without an
+    error. The task stays in the outbox, and the next call declares the queue again."""
     exchange = Exchange("tests.celery.topic", type="topic")
     queue = Queue("tests.celery.eu", exchange, routing_key="eu.#")
     lane = Lane("default", "celery")
@@ -346,8 +346,8 @@ def test_a_queue_that_was_deleted_loses_no_task(
 def test_messages_after_a_once_task_are_confirmed(
     worker: Start, rabbitmq: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full queue refuses the message. Without publisher confirms, the worker would
-    not notice."""
+    """The next task of a OnceTask's chain goes to a full queue, which refuses it. The
+    worker uses publisher confirms, so it notices the refusal."""
     monkeypatch.setattr(following, "PAUSE", 0.0)
     limits = {"x-max-length": 1, "x-overflow": "reject-publish"}
     full = Queue("tests.celery.full", queue_arguments=limits)

@@ -79,8 +79,8 @@ def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
 
 
 def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
-    """The attempt is counted and committed, but then locking the row fails. The attempt
-    is not counted again."""
+    """The attempt is counted and committed, but then the row cannot be locked. The
+    message is processed without a second count."""
     with connection.cursor() as cursor:
         # A sequence remembers what its transaction does not.
         cursor.execute(
@@ -107,9 +107,9 @@ def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
 
 
 def test_recording_a_failure_is_repeated_after_a_conflict() -> None:
-    """At the isolation level in OPTIONS, the statement that records the failure can
-    conflict. It is repeated, so the handler does not run again, and the parked message
-    does not wait for the end of its lease."""
+    """The statement that records a failed attempt loses a conflict. It is repeated, so
+    the handler does not run again, and the parked message does not wait for the end of
+    its lease."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

@@ -104,7 +104,8 @@ def test_two_stages_of_one_id_each_process_it() -> None:
 
 
 def test_of_copies_that_arrive_at_once_one_handler_runs() -> None:
-    """The other copies wait for the first copy's transaction, and are then dropped."""
+    """Several copies of a message arrive at the same time. One of them runs. The others
+    wait for its transaction, and are then dropped."""
     inside, go_on = threading.Event(), threading.Event()
     runs: list[uuid.UUID] = []
 
@@ -129,7 +130,8 @@ def test_of_copies_that_arrive_at_once_one_handler_runs() -> None:
 
 
 def test_a_stage_whose_first_copy_fails_lets_the_second_run() -> None:
-    """The rolled-back attempt does not mark the message as processed."""
+    """The first attempt is rolled back, so the message is not marked as processed. The
+    second attempt runs."""
 
     def fails_once(message: Message) -> None:
         effect(message)

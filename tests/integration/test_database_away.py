@@ -63,8 +63,8 @@ def effect(message: Message) -> None:
 
 
 def probed(times: int) -> Callable[[], bool]:
-    """Return a condition: the outage was noticed, and the database was then probed
-    `times` times."""
+    """Return a condition that is true once the outage was noticed and the database was
+    then probed `times` times."""
     return lambda: database_health.breaker("default")._failures > times
 
 
@@ -149,8 +149,9 @@ def forgetful(postgres: services.PostgreSQL) -> Iterator[services.PostgreSQL]:
 def test_a_message_that_failed_while_a_crash_forgot_its_record_is_not_dropped(
     ends: str, broker: ScriptedBroker, forgetful: services.PostgreSQL
 ) -> None:
-    """The server crashes while the handler runs, and loses the record of the arrival.
-    Its commit did not wait for the disk. Then the handler fails."""
+    """The server crashes while the handler runs, and loses the record of the arrival,
+    because its commit did not wait for the disk. Then the handler fails. The message is
+    not dropped."""
     policy = RedeliveryPolicy(
         max_redeliveries=0 if ends == "dead" else 3,
         initial_delay=0.0,

@@ -249,7 +249,9 @@ def test_topics_dead_letter_is_redelivered_to_its_stage_only() -> None:
 
 
 def test_removed_stages_letter_goes_to_its_queue_but_to_no_topic() -> None:
-    """A queue has one consumer, even after its stage was renamed. A topic has many."""
+    """The stages of two dead letters were removed. The letter from a queue returns to
+    the queue, which has one consumer. The letter from a topic is skipped, because a
+    topic has many consumers."""
     handler = Stubborn()
     with declared(handler, "tests.kept", name="old") as stage:
         send(stage.destination)
@@ -279,8 +281,9 @@ def test_removed_stages_letter_goes_to_its_queue_but_to_no_topic() -> None:
 def test_a_letter_is_parked_for_a_stage_that_a_living_worker_runs(
     age: int, heartbeat: int, lives: bool
 ) -> None:
-    """A worker counts as live until three heartbeat intervals and 15 seconds after its
-    last heartbeat."""
+    """A dead letter is redelivered to its stage if a live worker runs the stage. A
+    worker counts as live until three heartbeat intervals and 15 seconds after its last
+    heartbeat."""
     handler = Stubborn()
     with declared(handler, TOPIC, name="shipping.a") as stage:
         step(stage)
@@ -298,7 +301,8 @@ def test_a_letter_is_parked_for_a_stage_that_a_living_worker_runs(
 
 
 def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> None:
-    """If two services share a database, each executes the bulk operations of both."""
+    """Two services share a database, so each executes the bulk operations of both. The
+    worker of one service parks the dead letter for the other service's stage."""
     handler = Stubborn()
     with declared(handler, TOPIC, name="shipping.a") as stage:
         step(stage)
@@ -327,8 +331,8 @@ def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> Non
 def test_redelivered_unreadable_message_dies_again_unless_fixed(
     headers: dict[str, str],
 ) -> None:
-    """If nothing was fixed, the same dead letter is opened again, and the message does
-    not stay parked."""
+    """An unreadable message is redelivered. If its problem was not fixed, the same dead
+    letter is opened again, and the message does not stay parked."""
     got: list[Message] = []
     body = b"1" if "txmsg-expires" in headers else b"{"
     with declared(got.append) as stage:

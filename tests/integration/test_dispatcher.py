@@ -174,8 +174,8 @@ def test_rollback_wakes_no_dispatcher() -> None:
 def test_no_thread_dispatches_on_an_in_memory_database(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When a project's tests use in-memory SQLite, a second connection that writes
-    would fail at once."""
+    """The database is in-memory SQLite, as in many projects' tests. No thread
+    dispatches, because a second connection that writes would fail at once."""
     connections["other"].ensure_connection()
     name = "file:memorydb_other?mode=memory&cache=shared"
     monkeypatch.setitem(connections["other"].settings_dict, "NAME", name)
@@ -193,8 +193,8 @@ def test_without_a_transaction_when_that_is_allowed() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_starts_its_own_thread() -> None:
-    """A pre-forking server may fork at any moment, even while a thread has the
-    dispatcher's lock."""
+    """A server forks while one of its threads has the dispatcher's lock. The child
+    still dispatches its messages."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         send()
         wait_until(lambda: not pending())
@@ -228,7 +228,8 @@ def test_a_forked_process_starts_its_own_thread() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_of_multiprocessing_that_ends_at_once_dispatches_first() -> None:
-    """A forked child does not run `atexit` hooks."""
+    """A child sends a message and ends at once. The message is dispatched, although
+    forked children run no `atexit` hooks."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         connections.close_all()
         child = multiprocessing.get_context("fork").Process(target=send)
@@ -240,8 +241,8 @@ def test_a_child_of_multiprocessing_that_ends_at_once_dispatches_first() -> None
 
 @pytest.mark.postgresql
 def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
-    """All database connections were terminated, and no relay runs that could send the
-    message."""
+    """All database connections were terminated, and no relay runs. The next message is
+    still dispatched after its commit."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         send()
         wait_until(lambda: not pending())
@@ -260,7 +261,8 @@ def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
 def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silence(
     broker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python 3.12 and later start no new threads while the interpreter exits."""
+    """Python 3.12 and later start no new threads while the interpreter exits. A message
+    whose dispatch needs a new thread is left to the relay, without a warning."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

@@ -50,8 +50,8 @@ def first_attempt_fails(kind: type[BaseException]) -> None:
 
 @drawn
 def test_a_set_rollback_is_not_lost_in_silence(options: dict[str, Any]) -> None:
-    """`atomic()` alone would roll back without an error, and the message would be
-    lost."""
+    """A handler calls set_rollback(True), and its attempt fails. With `atomic()` alone,
+    the work would roll back without an error, and the message would be lost."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -86,8 +86,9 @@ def test_swallowed_error_of_an_inner_atomic_fails_the_attempt(
 def test_block_left_open_ends_with_its_message(
     options: dict[str, Any], raises: bool
 ) -> None:
-    """If the block stayed open, the work of this message and of all later messages
-    would not be committed."""
+    """A handler leaves an `atomic()` block open. The block is closed and the attempt
+    fails. Otherwise the work of this message and of all later messages would not be
+    committed."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -123,7 +124,8 @@ def test_a_block_left_open_elsewhere_ends_with_its_message() -> None:
 @pytest.mark.postgresql
 @drawn
 def test_swallowed_error_of_a_query_fails_the_attempt(options: dict[str, Any]) -> None:
-    """PostgreSQL has aborted the transaction, so COMMIT would roll back."""
+    """A handler catches the error of its query. The attempt fails, because PostgreSQL
+    has aborted the transaction and COMMIT would roll back."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))

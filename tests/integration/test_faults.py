@@ -1,5 +1,5 @@
-"""Tests wait for, stop and kill `manage.py` processes, which use the test's own
-rows."""
+"""Tests can start `manage.py` processes on the test's own rows, wait for them, stop
+them and kill them."""
 
 from __future__ import annotations
 

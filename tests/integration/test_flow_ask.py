@@ -92,7 +92,8 @@ def oracle() -> Iterator[None]:
 
 @pytest.fixture
 def working() -> Iterator[None]:
-    """Relay and process messages in a thread until the test ends."""
+    """Until the test ends, relay and process messages in a thread, and cancel runs that
+    wait for resume()."""
     stop = threading.Event()
 
     def work() -> None:

@@ -1,5 +1,5 @@
-"""A join sends several requests. It continues once, even if answers arrive at the same
-time, twice, late or never."""
+"""A join sends several requests. Its run continues once, even if answers arrive at the
+same time, twice, late or never."""
 
 from __future__ import annotations
 
@@ -327,8 +327,9 @@ def test_a_request_that_the_broker_refuses_is_answered_at_once(
 
 
 def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
-    """The answer's correlation id consists of the ticket and the number of the
-    request."""
+    """An unreadable answer without our headers is dead-lettered. Its correlation id
+    names the join by the ticket and the number of the request. When the join ends, it
+    closes the dead letter."""
     run = tour(2)
     answer(1)
     run.refresh_from_db()
@@ -405,8 +406,9 @@ def test_answers_and_copies_at_the_same_time_end_each_join_once(
 def test_two_last_answers_at_the_same_moment_end_the_join(
     commits: bool, enough: int | None
 ) -> None:
-    """Neither transaction sees the other's answer. The second transaction continues the
-    run first. Then the first one commits, or rolls back as after a kill."""
+    """Two transactions each process a last answer, and cannot see each other's. The
+    second transaction continues the run first. Then the first one commits, or rolls
+    back as after a kill."""
     run = tour(2 if enough is None else 3, enough)
     answer(2)
     stage = stages.find(["tour.flow.steps"])[0]

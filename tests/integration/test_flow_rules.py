@@ -299,8 +299,8 @@ def test_a_request_that_died_expires_too(undone: list[int]) -> None:
 def test_a_dead_letter_whose_flow_has_gone_on_is_closed_by_it(
     undone: list[int], by: str
 ) -> None:
-    """There are two dead letters: one of an answer, and one of a request without an
-    undo."""
+    """A flow has two dead letters: one of an answer, and one of a request without an
+    undo. When a deadline or a signal continues the flow, both are closed."""
 
     def broken(ruled: Ruled) -> Ruled:
         raise ValueError("broken")

@@ -495,8 +495,8 @@ def _editable() -> Any:
 
 
 class Works:
-    """The numbers of the work that was done and undone for one run of Outer. `repeats`
-    is true if the run has gone back to a step, and so may repeat undone work."""
+    """The work that one run of Outer has done and undone, by number. `repeats` is true
+    if the run was sent back to a step, and so may repeat undone work."""
 
     def __init__(self) -> None:
         self.repeats = False

@@ -44,8 +44,8 @@ def test_handler_gets_only_the_senders_headers(name: str) -> None:
 
 
 def test_a_handler_forwards_the_headers_that_it_got() -> None:
-    """The handler does not get headers that a broker or a later version of this package
-    adds, so it cannot forward them."""
+    """A handler copies its message's headers to another message. These headers do not
+    include those that a broker or a later version of this package adds."""
 
     def handler(message: Message) -> None:
         assert message.headers == {**WRITTEN, "traceparent": TRACE}

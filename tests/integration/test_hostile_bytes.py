@@ -75,7 +75,7 @@ Draw = random.Random
 
 
 def drawn_headers(draw: Draw) -> dict[str, str]:
-    """Return random text headers. About half of the messages have a valid and unique
+    """Return random text headers. About half of the results contain a valid and unique
     `txmsg-id`."""
     names = draw.sample(NAMES, draw.randint(0, 6))
     headers = {name: draw.choice(VALUES) for name in names}
@@ -137,8 +137,8 @@ def by_stomp(
 def by_stomp_beside(server: ByAmqp, queue: str, draw: Draw) -> bytes | None:
     """Send one random message over STOMP to a queue that is consumed over AMQP.
 
-    Its header names and values are at most 255 bytes long. RabbitMQ accepts longer
-    names over STOMP, but then closes the connection of the AMQP consumer.
+    The message's header names and values are at most 255 bytes long. RabbitMQ accepts
+    longer names over STOMP, but then closes the connection of the AMQP consumer.
     """
     return by_stomp(server.node, queue, draw, longest=255)
 

@@ -20,8 +20,7 @@ from tests.faults import wait_until
 
 
 def die_once(*_: Any, **__: Any) -> None:
-    """Kill this process, unless another process was killed before. So the process that
-    replaces the killed one lives."""
+    """Kill this process at the first call in any process. Later calls do nothing."""
     try:
         os.close(os.open(os.environ["TXMSG_TEST_ONCE"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -109,19 +108,20 @@ def failing_commits() -> None:
 
 def stopped_before_the_insert() -> None:
     """Suspend a request that joins a control group, before it takes the group's lock.
-    Kill the process after the commit."""
+    After its commit, kill the process."""
     _stop_a_joiner("_join", before=True)
 
 
 def stopped_after_the_insert() -> None:
     """Suspend a request that joins a control group, after its INSERT and before it
-    checks whether the group's control message covers its rows."""
+    checks whether the group's control message covers its rows. After its commit, kill
+    the process."""
     _stop_a_joiner("_announce", before=True)
 
 
 def stopped_before_the_commit() -> None:
     """Suspend a request that joins a control group, after it has checked whether the
-    group's control message covers its rows."""
+    group's control message covers its rows. After its commit, kill the process."""
     _stop_a_joiner("_announce", before=False)
 
 

@@ -179,8 +179,9 @@ def test_a_session_in_progress_is_checked_often(arrivals, heard) -> None:
 
 
 class ServerWithUsing(Broker):
-    """A broker that is a server, but has an attribute `using` like the embedded broker.
-    Its messages are in another database than the session's."""
+    """A broker that runs as a server, but has an attribute `using` like the embedded
+    broker. It keeps its messages in the database `other`, and the sessions use
+    `default`."""
 
     def __init__(self, alias: str, url: str) -> None:
         super().__init__(alias, url)
@@ -206,8 +207,8 @@ class ServerWithUsing(Broker):
 
 @on_postgresql
 def test_a_broker_with_an_attribute_using_is_not_taken_for_embedded(heard) -> None:
-    """Otherwise the control message would be settled before the commit, and the session
-    would never be checked again."""
+    """The broker runs as a server, but has an attribute `using`. Before the session's
+    commit, the receiver leaves the outcome open and schedules another check."""
     brokers = {"default": {"BACKEND": f"{__name__}.ServerWithUsing"}}
     with (
         override_settings(TXMSG={**txmsg(), "BROKERS": brokers}),
@@ -230,7 +231,8 @@ def test_a_broker_with_an_attribute_using_is_not_taken_for_embedded(heard) -> No
 
 @on_postgresql
 def test_a_slow_commit_costs_little(arrivals) -> None:
-    """The control message is consumed 50 ms before the commit."""
+    """The receiver gets the control message 50 ms before the commit, and settles it
+    within a second after the commit."""
     took = []
     committed_at = []
 
@@ -293,8 +295,9 @@ def test_rolling_back_a_savepoint_after_the_control_message_loses_nothing(
 def test_a_transaction_id_from_the_future_falls_back_to_waiting(
     arrivals, heard
 ) -> None:
-    """A promoted standby reports such an id if it has never received the
-    transaction."""
+    """A control message names a transaction id that the database has not reached. A
+    promoted standby has this state if it never received the transaction. The receiver
+    waits for a commit, and finally gives up."""
     session_id = uuid.uuid4()
     _forge(session_id, kind="transaction", transaction="99999999999")
     with override_settings(TXMSG=waits(0.3, 0.1)):
@@ -338,7 +341,8 @@ def test_a_delayed_session_commits_and_leaves_a_record(arrivals, heard) -> None:
 
 @on_postgresql
 def test_a_commit_after_the_tombstone_fails(arrivals, heard) -> None:
-    """The session is stopped after its control message and before its commit."""
+    """The receiver gives up the session after its control message and before its
+    commit. Then the commit fails, and nothing is stored."""
     http = txmsg(
         CONTROL_MESSAGE_ORACLE="delay",
         MAX_COMMIT_DURATION=0.5,
@@ -524,8 +528,8 @@ def test_the_signature_covers_every_header(arrivals, heard) -> None:
 def test_unsigned_control_message_only_sends_committed_messages(
     arrivals, heard
 ) -> None:
-    """An earlier release sends unsigned control messages. Such a message dispatches the
-    session's committed messages."""
+    """Earlier releases sent unsigned control messages. Such a message still dispatches
+    the session's committed messages."""
     with outbox_session() as session:
         send_two()
     _forge(session.id, sign=False)
@@ -558,8 +562,9 @@ def test_control_message_expires_at_the_broker() -> None:
 def test_session_that_can_never_be_checked_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
-    """For example, the session's database may lack our tables. The failure is logged,
-    and finally the control message is dropped."""
+    """Each check of the session fails, for example because its database lacks our
+    tables. The receiver logs the error. Finally it drops the control message, and
+    leaves the session's messages to the relay."""
     monkeypatch.setattr(control_receive, "PATIENCE", 0.5)
 
     def broken(using: str, session_id: uuid.UUID) -> None:

@@ -1,5 +1,5 @@
-"""Many requests share one control message. It is replaced in time, and not settled too
-early."""
+"""Many requests share one control message. A group's control message is replaced in
+time, and not settled too early."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def send(number: str = "1", **arguments: Any) -> None:
 
 
 def groups() -> set[uuid.UUID]:
-    """The ids of the groups with which rows are stored."""
+    """The ids of the control groups whose rows are stored."""
     return set(OutboxMessage.objects.values_list("session_id", flat=True))
 
 
@@ -258,8 +258,8 @@ def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) 
 
 
 def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
-    """Otherwise the receiver would keep every later control message for as long as the
-    clock was ahead."""
+    """The database's clock was a day ahead, and was then corrected. The next control
+    group opens at the corrected time."""
     store()
     (groups_,) = control_group._groups.all()
     now = timezone.now()
@@ -369,8 +369,8 @@ def test_session_with_metadata_has_its_own_control_message(
 
 
 def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
-    """A session inserts many rows with COPY. It takes the same lock of its control
-    group."""
+    """A session inserts its many rows with COPY. It still takes the lock of its control
+    group, and the receiver dispatches the rows."""
     store()
     with outbox_session():
         for number in range(20):
@@ -384,7 +384,8 @@ def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
 def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
     grouped, count
 ) -> None:
-    """A session with few rows takes the lock in the statement that inserts them."""
+    """Storing rows locks their control group until the commit, and locks no other
+    group. The INSERT of a few rows takes the lock in the same statement."""
     one, other = uuid.uuid4(), uuid.uuid4()
     with connection.cursor() as cursor:
         cursor.execute("SELECT clock_timestamp() - interval '1 hour'")
@@ -410,8 +411,9 @@ def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_the_clock_is_read_when_the_lock_is_there(grouped, count) -> None:
-    """If the clock were read before the lock, a session could join a group although its
-    rows are not visible when a receiver finds that the group has ended."""
+    """A session waits for the lock of its group, and then reads the clock. If it read
+    the clock first, it could join a group that a receiver has already declared
+    ended."""
     one = uuid.uuid4()
     locked_at: list[dt.datetime] = []
 
@@ -454,8 +456,9 @@ def test_broker_gets_one_control_message_per_window(grouped, destination) -> Non
 def test_a_standby_reports_no_outcome_until_it_is_promoted(
     postgres: PostgreSQL,
 ) -> None:
-    """A standby does not know the primary's locks. After its promotion, all earlier
-    transactions have ended."""
+    """A standby cannot see the primary's locks, so it reports no outcome. Once
+    promoted, it reports that the group has ended, because all earlier transactions have
+    ended."""
     one, long_ago = uuid.uuid4(), timezone.now() - dt.timedelta(hours=1)
     standby, asked = Standby(postgres), []
     here, there = (server.url("postgres") for server in (postgres, standby))

@@ -102,7 +102,8 @@ def test_sessions_that_do_not_end_keep_no_other_waiting(monkeypatch) -> None:
 
 
 def test_it_stops_while_several_looks_are_due(monkeypatch) -> None:
-    """Each check takes so long that the next one is already due."""
+    """Each check takes longer than the interval between checks, so several checks are
+    always due. The thread still stops when requested."""
     monkeypatch.setattr(control_thread, "PREFETCH", 50)
     looked = threading.Event()
 

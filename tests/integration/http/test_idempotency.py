@@ -213,8 +213,9 @@ def by_api_key(request: HttpRequest) -> str | None:
 def test_stored_response_needs_a_certain_caller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Only the view can distinguish these callers, so one caller could get another's
-    response. The log says once which setting is needed."""
+    """The package cannot distinguish these callers, and could send one caller's
+    response to another. So it refuses their requests, and logs once which setting is
+    needed."""
     idempotency._log_unknown_caller.cache_clear()
     for headers in ({"X-Api-Key": "alice"}, {"Cookie": "sessionid=" + "m" * 32}):
         client = Client(headers=headers)

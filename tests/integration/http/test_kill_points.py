@@ -224,8 +224,8 @@ def test_a_commit_that_fails_changes_nothing(serve, consume) -> None:
 
 
 def test_a_slow_commit_is_waited_for(serve, consume) -> None:
-    """The commit takes longer than MAX_COMMIT_DURATION, and the receiver sees that the
-    transaction is in progress."""
+    """The commit takes longer than MAX_COMMIT_DURATION. The receiver sees that the
+    transaction is in progress, and waits."""
     http = {"HTTP": {"MAX_COMMIT_DURATION": 0.3, "COMMIT_DELAY_INCREMENT": 0.1}}
     web = serve("stand_still_before_the_commit", txmsg=http)
     consume()
@@ -296,8 +296,9 @@ def test_messages_arrive_once_after_a_kill_under_asgi(serve, consume) -> None:
 def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
     serve, consume, txmsg
 ) -> None:
-    """A process that joins a control group is suspended, once for each step, while
-    other processes continue."""
+    """Three processes are suspended while they join a control group, each at another
+    step. They resume after the group has ended, and are killed after their commit.
+    Their messages are dispatched."""
     consumer = consume()
     steps = ("before_the_insert", "after_the_insert", "before_the_commit")
     webs = {

@@ -72,8 +72,8 @@ def place(number: str) -> None:
 
 @pytest.mark.postgresql
 def test_a_control_message_names_the_transaction_of_its_session() -> None:
-    """Another thread runs in a copy of the context, so it sees the session. The control
-    message names the session's transaction, not that thread's."""
+    """Another thread runs in a copy of the session's context, and stores a message in
+    its own transaction. The control message names the session's transaction."""
 
     def elsewhere() -> None:
         place("elsewhere")
@@ -92,8 +92,8 @@ def test_a_control_message_names_the_transaction_of_its_session() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_is_forked_in_a_session_commits_by_itself() -> None:
-    """The parent's transaction has not begun on the server yet. The child does not use
-    the parent's transaction."""
+    """A process forks inside a session whose transaction has not begun on the server.
+    The child's message is committed in the child's own transaction."""
     connections.close_all()
     with outbox_session() as session:
         child = multiprocessing.get_context("fork").Process(

@@ -159,8 +159,7 @@ def test_messages_sent_before_a_restart_are_ours_and_later_ones_a_copys() -> Non
 
 @pytest.fixture
 def role() -> Iterator[str]:
-    """A database role with all rights on the tables. The connection may switch to the
-    role."""
+    """Create a database role with all rights on the tables, and return its name."""
     name = f"role_{uuid.uuid4().hex[:8]}"
     with connection.cursor() as cursor:
         cursor.execute(f"CREATE ROLE {name}")
@@ -175,7 +174,8 @@ def role() -> Iterator[str]:
 
 
 def test_users_with_other_rights_know_one_database(role: str) -> None:
-    """One of the users may not read the server's system identifier."""
+    """Only one of two roles may read the server's system identifier, so the two roles
+    see different identities of their database. Each accepts both identities."""
     with connection.cursor() as cursor:
         known = database_identity.current("default")
         cursor.execute("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")

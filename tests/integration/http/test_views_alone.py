@@ -107,7 +107,7 @@ LOCKED: list[str] = []
 
 
 def locked_elsewhere(request: HttpRequest) -> HttpResponse:
-    """Read from this database. Then fail to write to another database, because it is
+    """Read from this database. Then fail to write to another database, which is
     locked."""
     assert not Order.objects.exists()
     other = connections["other"]
@@ -153,7 +153,8 @@ def inner(request: HttpRequest) -> HttpResponse:
 
 
 def tries_again(request: HttpRequest) -> HttpResponse:
-    """Ignore that the database is unreachable at first, and use it again."""
+    """Catch the error that the database is unreachable, and query the database
+    again."""
     with contextlib.suppress(DatabaseError):
         Order.objects.count()
     place("second")
@@ -308,7 +309,8 @@ def test_a_get_waits_for_no_writer(client, writing, path) -> None:
 
 @pytest.mark.sqlite
 def test_a_post_that_reads_first_has_the_lock(client) -> None:
-    """No other connection can write between the request's read and its write."""
+    """A POST takes the write lock before it reads, so no other connection can write
+    before the POST does. A GET takes no lock when it reads."""
     seen: list[bool] = []
 
     def look(execute: Any, sql: str, *rest: Any) -> Any:
@@ -396,8 +398,9 @@ def test_a_get_that_writes_after_it_has_read_works_beside_a_writer(
 
 @pytest.mark.sqlite
 def test_a_template_that_writes_after_it_has_read_fails_once(client, writer) -> None:
-    """The failed request is not repeated. Later requests to the view begin with the
-    write lock."""
+    """A view's template reads, then writes. The first request fails and is not
+    repeated. Later requests to the view take the write lock at their start, and
+    succeed."""
     middleware._writing.clear()
     paths = [f"/late_template?number={number}" for number in range(3)]
     assert [client.get(path).status_code for path in paths] == [500, 200, 200]
@@ -407,8 +410,8 @@ def test_a_template_that_writes_after_it_has_read_fails_once(client, writer) -> 
 
 @pytest.mark.sqlite
 def test_a_lock_of_another_database_is_not_the_session_s(client) -> None:
-    """The view is not run again: that would not help, and would repeat its work in
-    other databases."""
+    """The view fails because another database is locked. It is not run again: that
+    would not help, and would repeat its work in other databases."""
     LOCKED.clear()
     assert client.get("/locked_elsewhere").status_code == 500
     assert len(LOCKED) == 1
@@ -472,7 +475,8 @@ def test_framework_400_rolls_back_with_the_setting(client, web) -> None:
 
 
 def test_a_test_that_never_commits_sends_no_control_message(client, heard) -> None:
-    """The rollback of a TestCase does not undo messages that a broker has received."""
+    """A request inside a TestCase sends no control message, because the rollback of the
+    TestCase cannot undo what a broker has received."""
 
     class Case(TestCase):
         databases = frozenset({"default", "other"})
@@ -490,8 +494,8 @@ def test_a_test_that_never_commits_sends_no_control_message(client, heard) -> No
 
 @pytest.mark.sqlite
 def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None:
-    """The next request runs in the same thread, and must not find an open
-    transaction."""
+    """A request is cancelled while it waits to begin its transaction. The next request
+    in the same thread finds no open transaction."""
     other = connections["default"].copy()
     with other.cursor() as cursor:
         cursor.execute("BEGIN IMMEDIATE")
@@ -520,7 +524,8 @@ def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None
 
 @pytest.mark.postgresql
 def test_a_connection_that_died_between_requests_is_replaced() -> None:
-    """The middleware checks the connection like `atomic()` with CONN_HEALTH_CHECKS."""
+    """With CONN_HEALTH_CHECKS, the middleware checks the connection at the start of a
+    request, like `atomic()`."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()

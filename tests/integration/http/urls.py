@@ -39,7 +39,7 @@ def place(number: str) -> list[str]:
 
 
 def order(request: HttpRequest) -> HttpResponse:
-    """Place an order, and end as the query parameter `then` says."""
+    """Place an order. The query parameter `then` chooses how the request ends."""
     number = request.GET.get("number") or request.POST["number"]
     ids = place(number)
     ending = request.GET.get("then", "")
