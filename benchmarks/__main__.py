@@ -93,7 +93,8 @@ def main() -> int:
 
 
 def machine() -> Iterator[str]:
-    """Yield lines about the machine, and the versions of what was compared."""
+    """Yield lines that describe the machine, and the versions of the compared
+    software."""
     about = Path("/proc/cpuinfo")
     model = ""
     if about.exists():

@@ -60,7 +60,7 @@ _local = threading.local()
 
 
 def place(request: HttpRequest) -> HttpResponse:
-    """Store one row, and do what the contender does to send two messages."""
+    """Store one row, and send two messages in the way of the chosen contender."""
     Order.objects.create(number=request.GET["number"])
     sends = KIND in ("outbox", "direct")
     for destination in ("bench.pay", "bench.ship") if sends else ():

@@ -1,4 +1,4 @@
-"""The time that operators wait: every admin page and command, with full tables.
+"""Measures how long operators wait for each admin page and command, with full tables.
 
     python -m benchmarks.admin_pages [--outbox N] [--inbox N] [--dead N] [--rounds N]
 

@@ -1,4 +1,4 @@
-"""The relay and a stage with RabbitMQ, over AMQP and over STOMP, on the same server.
+"""The rates of the relay and of a stage over AMQP and over STOMP, on one RabbitMQ.
 
     python -m benchmarks.amqp [--messages 10000] [--rounds 3] [--lanes 4]
 
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def store(alias: str, count: int) -> str:
-    """Store messages for a broker, to a new destination. Its queue is created first.
+    """Create the queue of a new destination, and store messages to it for a broker.
     Returns the destination."""
     from django.db import connection, transaction
 

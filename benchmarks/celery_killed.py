@@ -1,5 +1,5 @@
-"""How many tasks are lost or executed twice when web processes, workers and the broker
-are killed.
+"""Counts the tasks that are lost or executed twice when web processes, workers and the
+broker are killed.
 
     python -m benchmarks.celery_killed [--processes 100] [--life 0.3]
 

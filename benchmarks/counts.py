@@ -2,15 +2,15 @@
 
     python -m benchmarks.counts [--messages 10000] [--rounds 7]
 
-The work is that of `benchmarks.relay` and `benchmarks.consume`, in three ways:
+It runs the work of `benchmarks.relay` and `benchmarks.consume` in three ways:
 
 - switched off: The indexes that serve only the counts are dropped before the work, and
   no period is counted.
-- kept: The time for counting the finished period is added to the time of the work, as
-  if they never ran in parallel. Here, a period has only the messages of one run. A
+- kept: After the work, the finished period is counted, and the time for counting is
+  added to the time of the work. Here, a period has only the messages of one run. A real
   worker counts every five minutes, whatever the number of messages.
-- kept and read: In addition, the counts are read every second, as by an open overview
-  or by a scrape. A relay that raises alerts reads them every 15 seconds.
+- kept and read: In addition, the counts are read every second during the work, as by an
+  open overview or by a scrape. A relay that raises alerts reads them every 15 seconds.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _off(work: Callable[[], float]) -> float:
 def _kept(
     work: Callable[[], float], beside: Callable[[], AbstractContextManager[None]]
 ) -> float:
-    """Return the rate of the work, including the time for counting. `beside` runs
-    during the work."""
+    """Return the rate of the work. The time for counting is added to the time of the
+    work. The context manager `beside` is entered during the work."""
     from django.db import connection
 
     from django_txmsg.models.fields import clock

@@ -1,5 +1,5 @@
 """The cost of flows. A flow of four steps, which sends requests to three stages, is
-compared with the same stages chained by hand. By hand, a row stores the state.
+compared with the same stages chained by hand, whose state is in a row.
 
     python -m benchmarks.flows [--flows 400] [--rounds 3] [--sizes 1,10,60]
 
@@ -118,7 +118,7 @@ def declare_flow() -> Any:
 
 
 def declare_hand() -> None:
-    """Declare the stages of the way by hand. Each sends the next message."""
+    """Declare the stages that are chained by hand: each sends the next message."""
     from django_txmsg import Destination, stage
     from tests.app.models import Order
 

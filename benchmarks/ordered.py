@@ -107,7 +107,8 @@ def consume(
     count: int, keys: int, ordered: Any, concurrency: int, stage: str = ""
 ) -> float:
     """Return the rate at which `count` messages with `keys` different keys are
-    consumed. `stage` names a stage at which other messages already wait."""
+    consumed. By default, their stage is new. `stage` names an existing one, at which
+    other messages wait."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing

@@ -1,5 +1,4 @@
-"""The cost for relay and consume of the columns, triggers and index that the pipeline
-adds.
+"""How much the pipeline's columns, triggers and index slow down relay and consume.
 
     python -m benchmarks.pipeline_app [--messages 10000] [--rounds 7]
 

@@ -38,10 +38,10 @@ _BEGUN = 1_767_268_800_000_000
 def measure(
     spark: SparkSession, messages: int, day: int, count: int
 ) -> list[tuple[str, str, str, str, str]]:
-    """Measure `reconcile` for a lake with `messages` messages from each service, and
-    then after each of `count` days with `day` more messages. Returns the lines of the
-    table. Each run reads the empty databases and the lake, counts the verdicts, and
-    compares its findings with those of earlier runs."""
+    """Measure `reconcile` for a lake with `messages` messages from each service, then
+    after each of `count` days with `day` more messages, and at last with `--since`.
+    Returns the lines of the table. Each run reads the empty databases and the lake,
+    counts the verdicts, and compares its findings with those of earlier runs."""
     directory = tempfile.mkdtemp(prefix="txmsg-bench-reconcile-")
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
@@ -124,9 +124,9 @@ def fill_lake(
     batch: int,
     day: int,
 ) -> None:
-    """Archive messages with these numbers as one settled batch. Two services have sent
-    them to each other, `day` messages a day. One in twenty goes to a topic. One in a
-    thousand, to a queue, is lost."""
+    """Archive messages with these numbers as one settled batch. Each of two services
+    has sent the other `day` messages a day. One in twenty goes to a topic, the others
+    to a queue. One in a thousand of the messages is lost on its way to the queue."""
     ids = spark.range(numbers.start, numbers.stop)
     ids = ids.withColumn("h", sf.md5(sf.col("id").cast("string")))
     ids = ids.withColumn("batch_id", sf.lit(batch).cast("long"))

@@ -37,8 +37,8 @@ DUCKDB_TYPES = {
 
 
 def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
-    """Run each way once to warm up, then run them alternately. Returns their median
-    durations."""
+    """Run each way once to warm up. Then run all ways alternately, and return their
+    median durations."""
     for name, way in ways.items():
         print(f"  warm-up {name}: {way():.1f} s", flush=True)
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -241,15 +241,15 @@ class Bench:
         return spent
 
     def duckdb_step(self) -> float:
-        """Fill the table, then measure how DuckDB moves all rows, as one would do it by
-        hand.
+        """Fill the table, then measure how DuckDB moves all rows, like a script written
+        by hand.
 
         One transaction (REPEATABLE READ) copies the settled rows as CSV into a file.
         DuckDB reads that file on all cores, and writes Parquet files by day, with the
         compression of the lake. Then the transaction deletes the same rows. Three
         counts are compared, but no contents: no file is read back, and no log says
-        which files are complete. If it is killed before the commit, the next run writes
-        the rows a second time.
+        which files are complete. If the script is killed before the commit, the next
+        run writes the rows a second time.
         """
         import duckdb
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.refused [--messages 20000] [--rounds 3]
 
-In each round, a running relay gets messages for a working destination. The rounds
-differ in another destination, for which 500 messages wait: there is none, it is full,
-or it is forbidden. The measurement starts after the first refusal, so it includes the
-first trials, which are frequent.
+A running relay gets messages for a working destination. This is measured alone, and
+while 500 messages wait for a second destination, which is full or forbidden. The
+measurement starts after the first refusal, so it includes the first retries, which are
+frequent.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def main() -> None:
 
 
 def rate(broker: Any, way: Way, count: int) -> float:
-    """Return the rate of messages to the working destination. `way` prepares the other
-    one."""
+    """Return the rate of messages to the working destination. `way` prepares the
+    destination that the broker refuses."""
     from django.db import connection
     from django.test import override_settings
 
@@ -145,7 +145,7 @@ def met() -> None:
 
 @contextmanager
 def nothing(broker: Any, user: str) -> Iterator[tuple[str, str]]:
-    """Yield the broker's URL, without a destination that refuses."""
+    """Yield the broker's URL, and "" because no destination refuses messages."""
     yield broker.url(), ""
 
 
@@ -160,7 +160,7 @@ def full(broker: Any, user: str) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def forbidden(broker: Any, user: str) -> Iterator[tuple[str, str]]:
-    """Yield a URL with a user who may not write to a queue, and that queue."""
+    """Yield a URL with a new user, and a queue to which this user may not write."""
     from tests.services.stomp_server import PASSWORD
 
     some = "^(bench[.]free.*|amq[.]default)$"

@@ -8,8 +8,9 @@ for each.
 
 The bare producer sends the same bytes from memory, in the same batches, over the same
 number of connections and with the same client. It uses neither Django nor the database.
-Before the measurement, both send some rounds alternately: a JVM compiles for minutes,
-uses the contenders' processors for it, and is faster afterwards.
+Before the measurement, both send some rounds alternately, because the broker's JVM
+compiles for minutes. This takes processor time from the contenders, and makes the
+broker faster.
 
 The peer runs in a separate environment, which is created on demand. It neither makes
 its messages persistent nor requests receipts. With several processes, a line shows

@@ -1,4 +1,4 @@
-"""What all benchmarks share: real servers, a Django project, and a table of ratios.
+"""Shared by all benchmarks: real servers, a Django project, and a table of ratios.
 
 Absolute figures depend on the machine and on the time of day. So our code and a
 competitor run alternately in the same run. Quote only the ratio of their medians.
@@ -118,7 +118,7 @@ def servers() -> list[str]:
 def turns(
     contenders: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run the contenders alternately. Returns the figures of each."""
+    """Run all contenders in turn, `rounds` times. Returns the figures of each."""
     figures: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, run in contenders.items():
@@ -196,7 +196,7 @@ def note(
     goal: str = "",
     measured: str = "",
 ) -> None:
-    """Store a row for the table of all benchmarks, if that table is being made.
+    """If this benchmark was started by `python -m benchmarks`, add a row to its table.
     `measured` is the median with its unit."""
     file = os.environ.get(ROWS)
     if file:

@@ -181,8 +181,8 @@ class Figures:
         print(f"  {step}: {name}: {said} {took}", file=sys.stderr, flush=True)
 
     def table(self, names: list[str]) -> None:
-        """Print one row for each contender: the medians of its figures, and the ratio
-        of the first contender's rate to its own."""
+        """Print one row for each contender: the medians of its figures, and the first
+        contender's rate divided by its own."""
         ours = self._all(names[0], "rate")
         print(f"\nworkers: medians; {len(ours)} rounds")
         print(f"{'':27}" + "".join(f"{title:>9}" for _, title, _ in COLUMNS), end="")
@@ -306,9 +306,9 @@ class Bench:
         }
 
     def killed(self, count: int) -> Iterator[dict[str, float]]:
-        """Kill the worker in the middle of its tasks, start another one, and yield.
-        After that, wait for the remaining tasks, and yield the numbers of lost and
-        doubled ones."""
+        """Kill the worker after a third of its tasks, start another one, and yield {}.
+        When resumed, wait for the remaining tasks, and yield the number of tasks that
+        did not run and the number of repeated runs."""
         self._empty()
         self._project("enqueue", str(count))
         with self._worker():

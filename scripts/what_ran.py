@@ -3,7 +3,7 @@
     python scripts/what_ran.py           how each run ended, and its failures
     python scripts/what_ran.py --write   docs/tested.json, and the tables made of it
 
-A version that was not run this time keeps its entry in docs/tested.json.
+If these runs have not tested a version, its entry in docs/tested.json stays unchanged.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
 def places(
     run: dict[str, Any], test: str, used: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the row and the version under which the table counts this test."""
+    """Yield the places in the table where this test counts, each as a row and a
+    version."""
     yield "Python with Django", f"{run['python']} with {run['django']}"
     for server in used:
         # A worker that crashed has not recorded its servers' versions.

@@ -1,5 +1,4 @@
-"""The rows that a shop stores in a day, in every table, so that pages show
-something."""
+"""Fills every table with the rows of a shop's day, so that pages show something."""
 
 from __future__ import annotations
 

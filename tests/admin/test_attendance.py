@@ -231,7 +231,8 @@ def test_without_a_database_probes_are_a_503(
     address: str,
     tmp_path: Any,
 ) -> None:
-    """A view that reports an outage of the database must not run in a transaction."""
+    """With ATOMIC_REQUESTS or OutboxMiddleware, other views run in a transaction. The
+    probes' views do not, so they can report an outage of the database."""
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, *middleware]
     broken = dict(connections.settings["default"])
     broken |= {"ATOMIC_REQUESTS": True, "NAME": "/no/such/file"}

@@ -118,8 +118,8 @@ def test_the_audit_is_filtered_by_operator_deed_and_date(
 
 
 def test_every_deed_is_recorded_somewhere() -> None:
-    """A deed that no code records would be a choice of the filter that finds
-    nothing."""
+    """Some code records each kind of deed that the audit's filter offers. Otherwise a
+    choice of the filter could find nothing."""
     package = Path(django_txmsg.__file__).parent
     named = {
         node.attr
@@ -181,7 +181,7 @@ def test_may_i_needs_no_permission_and_links_only_to_pages_that_open(
 
 
 def test_may_i_lists_each_permission_that_the_code_asks_for() -> None:
-    """The page must list each permission that a button needs."""
+    """The page lists each permission that a button needs."""
     package = Path(django_txmsg.__file__).parent / "admin"
     texts = "\n".join(path.read_text() for path in package.glob("*.py"))
     asked = set(re.findall(r'"(?:django_txmsg|txmsg_spark)\.(\w+_\w+)"', texts))

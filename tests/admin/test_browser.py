@@ -283,8 +283,8 @@ def test_the_overview_keeps_itself_up_to_date(walker: Browser) -> None:
 def test_a_page_says_when_it_is_not_renewed_any_more(
     walker: Browser, pictures: Path
 ) -> None:
-    """A user who is logged out, or whose server is down, must see that the figures are
-    old."""
+    """The user is logged out, or the server is down. The page shows that its figures
+    are old, and why."""
     walker.open("/admin/django_txmsg/?live")
     walker.until("As of ")
     name = settings.SESSION_COOKIE_NAME

@@ -466,7 +466,8 @@ def test_the_audit_is_listed() -> None:
 def test_a_command_runs_for_a_user_without_a_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some containers are given a user id that has no name."""
+    """A container may run under a user id without a name. The command succeeds, and the
+    audit records "unknown"."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getuid", lambda: 987_654)

@@ -106,8 +106,8 @@ def among(places: dict[str, Any], read: Callable[[Any], int]) -> Counts:
 
 
 def in_facts(section: str, number: str) -> Counts:
-    """Return this number of each place in the command's output, by database and place,
-    without zeros."""
+    """Return the value `number` of each place in a section of the command's output, by
+    database and place, without zeros."""
     facts, _ = told()
     return {
         (one["database"], one["name"]): one[number]
@@ -407,8 +407,9 @@ def test_stage_with_a_refused_subscription_has_no_consumer(
 def test_a_killed_process_that_was_replaced_is_not_missed(
     began: float, missing: bool
 ) -> None:
-    """The replacement started after the process had ended, or shortly before, as in a
-    rolling update."""
+    """A process was killed. Another process of its stage is its replacement if it
+    started after the kill, or shortly before, as in a rolling update. Then the killed
+    process is not reported as missing."""
     ended = ago(minutes=20)
     factories.WorkerFactory(
         name="killed", stages=["x"], heartbeat_at=ended, started_at=ago(days=2)
@@ -501,8 +502,7 @@ def test_a_mute_ends_by_itself(admin_client: Client) -> None:
 
 
 def check_overdue(what: str, gauge: str, *, state: str) -> None:
-    """Check that every report shows one thing as overdue, and that its name is
-    `what`."""
+    """Check that every report shows exactly one overdue thing, with the name `what`."""
     picture = status.read()
     found = [str(one) for one in alarms.of(picture) if one.kind == "overdue"]
     facts, code = told()

@@ -77,8 +77,8 @@ def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
 
 
 def test_short_ids_of_one_flow_differ(viewer: Client) -> None:
-    """The ids begin with the same characters. One pair in 65,536 also ends with the
-    same characters."""
+    """Two ids have the same beginning, because they belong to one flow, and the same
+    last ten characters. Their short ids differ."""
     flow = "019e2f6c-0123-84a1-966a-"
     ids = {f"{flow}{own}" for own in ("b653ee1c3571", "0f53ee1c3571")}
     for message_id in ids:
@@ -241,7 +241,8 @@ def test_lists_are_filtered_by_dates(
 def test_the_rows_of_a_filtered_list_are_looked_for_once(
     viewer: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an index for the filter, each search reads most of a large table."""
+    """A page of a filtered list searches the table only once. Without an index for the
+    filter, each search reads most of a large table."""
     factories.OutboxMessageFactory.create_batch(8)
     monkeypatch.setattr(counting, "CAP", 5)
     with CaptureQueriesContext(connection) as asked:
@@ -303,7 +304,8 @@ def test_lists_need_their_permission(somebody: Callable[..., Client], url: str) 
 
 
 def test_no_page_has_a_style_or_a_script_of_its_own() -> None:
-    """A strict Content-Security-Policy refuses inline styles and scripts."""
+    """No template has inline styles or scripts, which a strict Content-Security-Policy
+    refuses."""
     templates = Path(django_txmsg.__file__).parent / "templates"
     for page in templates.rglob("*.html"):
         text = page.read_text()
@@ -321,7 +323,7 @@ def test_no_page_has_a_style_or_a_script_of_its_own() -> None:
 def test_the_first_column_of_a_list_links_to_the_message(
     viewer: Client, place: str, factory: Any
 ) -> None:
-    """On a phone, the other columns are off the screen."""
+    """The first column has a link, because the others are off the screen on a phone."""
     row = factory()
 
     page = viewer.get(f"/admin/django_txmsg/{place}").content.decode()
@@ -353,7 +355,8 @@ def test_outbox_list_shows_a_messages_state_at_its_stages(
 
 @pytest.mark.parametrize("name", ["outboxmessage", "inboxmessage", "deadletter"])
 def test_a_nul_in_the_address_is_no_error(admin_client: Client, name: str) -> None:
-    """PostgreSQL can neither store nor find a NUL."""
+    """A request with a NUL in its query or form does not cause a server error, although
+    PostgreSQL can neither store nor find a NUL."""
     for query in ("stage", "destination", "reason", "fingerprint", "q", "state"):
         url = f"/admin/django_txmsg/{name}/?{query}=%00x"
         assert admin_client.get(url).status_code < 500, url

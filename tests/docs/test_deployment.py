@@ -52,7 +52,9 @@ PORTS = {"postgres": 5432, "stomp": 61613, "amqp": 5672}
 
 
 def test_compose_file_has_the_servers_that_contributing_connects_to() -> None:
-    """No Docker runs here, so the ports and passwords in the files are compared."""
+    """The Compose file has a server for each URL in contributing.md, with the same
+    port, user and password. Only the texts are compared, because no Docker runs
+    here."""
     page = (ROOT / "docs" / "contributing.md").read_text()
     urls = [urlsplit(one) for one in re.findall(r"TXMSG_TEST_\w+_URL=(\S+)", page)]
     published = {

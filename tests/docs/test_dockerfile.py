@@ -31,7 +31,8 @@ def test_what_is_copied_and_installed_exists() -> None:
 
 @pytest.mark.matrix
 def test_its_commands_run_on_the_database_of_its_volume(tmp_path: Path) -> None:
-    """The container runs the migrations and the checks before its web server starts."""
+    """The container runs `migrate` and `check` before its web server starts. Both
+    succeed with a new database in the volume."""
     (program,) = re.findall(r"^ENTRYPOINT (.+)$", TEXT, re.MULTILINE)
     (url,) = re.findall(r"^ENV DATABASE_URL=(\S+)", TEXT, re.MULTILINE)
     manage = [sys.executable, *json.loads(program)[1:]]

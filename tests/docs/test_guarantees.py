@@ -1,5 +1,5 @@
-"""The page on guarantees names a function for each promise. The function exists there,
-and is short."""
+"""Each promise on the page of guarantees names a function. The function exists in the
+named file, and is short."""
 
 from __future__ import annotations
 

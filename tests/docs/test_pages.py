@@ -138,8 +138,8 @@ def test_the_public_names_are_in_the_api() -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
 def test_first_example_has_a_consumer_for_its_message(name: str) -> None:
-    """Without a consumer, the first thing that a reader sees in the console would be an
-    alarm that never ends."""
+    """Each message that the page sends has a consumer. Otherwise the reader's first
+    sight of the console would be an alarm that never ends."""
     code = "\n".join(b.code for b in blocks(ROOT / name) if b.language == "python")
     sent = set(re.findall(r'send_message\(\s*"([^"]+)"', code))
     sent |= set(re.findall(r'"destination": "([^"]+)"', code))
@@ -150,7 +150,7 @@ def test_first_example_has_a_consumer_for_its_message(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_each_row_belongs_to_a_table(page: Path) -> None:
-    """A row after an empty line would be shown as text."""
+    """No row of a table follows an empty line, because it would be shown as text."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.M)
     tables = re.findall(r"(?:^ *\|.*\n)+", text, re.MULTILINE)
 

@@ -78,7 +78,8 @@ def test_every_picture_resembles_its_page(pages: dict[str, str]) -> None:
 
 
 def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None:
-    """The comparison of outlines might not notice that a page was added or removed."""
+    """The overview's picture lists exactly the pages of today. The comparison of
+    outlines might not notice that one page was added or removed."""
     known = {capfirst(model._meta.verbose_name_plural) for model in apps.get_models()}
     registered = {
         capfirst(model._meta.verbose_name_plural)
@@ -92,7 +93,8 @@ def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None
 
 
 def test_the_overviews_picture_has_todays_tabs() -> None:
-    """The example project declares everything that has a tab, except alerts."""
+    """The picture has all tabs except Alerts, because the example project has no
+    alerts."""
     tabs = {"Overview", *(title for _, title in nav._LISTS)} - {"Alerts"}
 
     assert {one for one in TAKEN["overview"] if one.startswith("tab ")} == {

@@ -128,7 +128,8 @@ def test_quickstart_prints_what_it_shows(fresh_python: Path, tmp_path: Path) -> 
 def test_the_page_on_installation_works_as_typed(
     fresh_python: Path, tmp_path: Path
 ) -> None:
-    """The test follows the page in a project that already exists."""
+    """The commands of the page on installation succeed in a project that already
+    exists."""
     page, run = ROOT / "docs" / "how-to" / "install.md", "python manage.py txmsg run"
     Project(tmp_path).follow(page)
     with Typist(tmp_path, fresh_python.parent) as typist:

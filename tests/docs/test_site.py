@@ -107,7 +107,8 @@ def test_each_word_of_the_glossary_is_linked_once_on_a_page(site: Path) -> None:
 
 
 def test_search_for_dead_letters_leads_to_their_page(site: Path) -> None:
-    """The main index entry precedes all pages that contain the words."""
+    """The index of the search has a main entry for "dead letters", which leads to their
+    how-to page. Main entries precede all pages that contain the words."""
     index = (site / "searchindex.js").read_text()
     entries = json.loads(index[index.index("(") + 1 : index.rindex(")")])
     (place,) = entries["indexentries"]["dead letters"]

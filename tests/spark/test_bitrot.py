@@ -1,5 +1,5 @@
-"""Every reader notices a flipped bit in a file of the lake, and returns no data of that
-file."""
+"""A bit of a file in the lake is flipped. Every reader notices it, and returns no data
+of that file."""
 
 from __future__ import annotations
 
@@ -115,8 +115,9 @@ def test_corrupt_files_enter_neither_journeys_nor_verdicts(
 def test_a_replay_stores_nothing_that_is_not_as_it_was_proven(
     spark: Any, make_log, lake: LakeSpec
 ) -> None:
-    """A replay stores no row that has changed since it was archived. This also holds
-    for files without page checksums, as early releases and other tools write them."""
+    """A row has changed since it was archived, in a file without page checksums. (Early
+    releases and other tools write such files.) A replay of its batch is refused, and
+    stores nothing."""
     log: Log = make_log("sqlite")
     log.send_many(50)
     archive(spark, log, lake)

@@ -89,7 +89,7 @@ def test_a_number_that_would_archive_nothing_or_never_rest_is_refused(
 
 
 def test_brokers_of_celery_are_named_to_reconcile() -> None:
-    """Plain Celery tasks leave no inbox row. Their verdict must be `external`. If they
+    """Plain Celery tasks leave no inbox row. Their verdict is `external`: if they
     counted as lost, a replay would send them again."""
     brokers = {
         "default": {"URL": "database://"},
@@ -124,8 +124,8 @@ def test_settings_describe_the_lake(monkeypatch) -> None:
 
 
 def test_a_job_connects_as_the_alias_does(monkeypatch) -> None:
-    """Without the alias's options, a job could read another schema, as another user, or
-    over an unencrypted connection."""
+    """A job connects with the options of its database alias. Without them, it could
+    read another schema, as another user, or over an unencrypted connection."""
     given = {
         "ENGINE": "shop.database",  # a project's own, made of Django's
         "OPTIONS": {

@@ -68,8 +68,8 @@ def judged(spark: Any, spec: JobSpec, **options: Any) -> Counts:
 
 
 def without_journeys(spark: Any, spec: JobSpec, at: Path, **options: Any) -> Counts:
-    """Return the counts of a run on a copy of the lake without journeys, which reads
-    every row."""
+    """Copy the lake without its journeys, so that `reconcile` must read every row, and
+    return the counts of a run on the copy."""
     assert spec.lake is not None
     shutil.rmtree(at, ignore_errors=True)
     shutil.copytree(spec.lake.uri.removeprefix("file://"), at)
@@ -205,8 +205,8 @@ TOPIC = "topic:orders.placed"
 def told(
     log: Log, start: dt.datetime, *stages: str, count: int = 3, lost: str = ""
 ) -> list[uuid.UUID]:
-    """Store messages to a topic, one each second. All stages have processed them. Only
-    the stage `lost` has not received the second message."""
+    """Store messages to a topic, one each second. Each stage has processed all of them,
+    except that the stage `lost` has not received the second one."""
     ids = [uuid.uuid4() for _ in range(count)]
     sent = [
         {"message_id": one, "destination": TOPIC, "created_at": start + number * SECOND}
@@ -366,8 +366,9 @@ def test_a_footer_of_too_many_lines_is_left_out(
 
 
 def test_lines_are_summed_up_while_a_file_is_written() -> None:
-    """If each message had its own destination, like an answer, the footer would have as
-    many lines as the file has rows."""
+    """The counts of 20,000 destinations, such as those of answers, take little memory,
+    and are left out of the footer. The counts of two destinations are summed up to two
+    lines."""
     counted, before = tally.Tallying(), pa.total_allocated_bytes()
     for number in range(20):
         counted.add(to(*(f"answers.{number}.{line}" for line in range(1_000))))

@@ -133,8 +133,9 @@ def play(services: ThreeServices, lake: LakeSpec, tmp_path: Path, orders: int) -
 
 
 def assert_orders_came_through(services: ThreeServices, orders: int) -> None:
-    """Check that every order was shipped and charged once. Exceptions are orders whose
-    payment failed, and orders whose message was repeated."""
+    """Check that every order was shipped, and charged once. Orders whose payment fails
+    must be neither shipped nor charged. Orders whose message was repeated after the
+    archive must be charged twice."""
     open_orders = services.ask(
         "shop", "SELECT number FROM orders_order WHERE status <> 'shipped'"
     )

@@ -155,8 +155,9 @@ def test_erasing_a_person_includes_the_files(
 def test_a_failed_erasure_by_key_is_completed_by_the_next(
     spark: Any, log: Log, make_log, lake: LakeSpec, services: list[str], tmp_path: Path
 ) -> None:
-    """Only a queued copy shows the key of another service's message. The first run
-    deletes that copy, and then fails."""
+    """Another service's message has its key only in a queued copy. The first run
+    deletes that copy, and then fails. The next run with the same key still erases the
+    message."""
     logs = [log, *(make_log(log.vendor, one) for one in services[1:])]
     foreign = uuid.uuid4()
     last = logs[-1]
@@ -206,7 +207,8 @@ def test_a_failed_erasure_by_key_is_completed_by_the_next(
 
 
 def forbid_deletion(log: Log, relation: str, *, no_more: bool = False) -> None:
-    """Let the database refuse to delete from a table, or let it delete again."""
+    """Make the database refuse to delete from a table. With `no_more`, allow it
+    again."""
     if log.vendor == "sqlite":
         log.execute(
             "DROP TRIGGER forbidden"

@@ -140,8 +140,8 @@ def test_a_lake_without_bodies_has_no_state_of_a_flow(
 
 
 def test_with_a_lake_pruning_leaves_runs_to_the_archive(spec: JobSpec) -> None:
-    """Flow batches are not archived. A run is archived after its flow batch is
-    pruned."""
+    """With a lake, pruning deletes flow batches, but no runs. The archive takes a run
+    after its flow batch was pruned. Without a lake, pruning deletes both."""
     run_ = answered("A-1")
     Batch.objects.create(run=run_, turn=run_.run_id, total=0, enough=0)
     kept = {"FLOWS": 0}

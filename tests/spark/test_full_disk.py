@@ -36,7 +36,7 @@ def disk() -> Iterator[services.SmallDisk]:
 
 
 def send(log: Log, megabytes: int) -> None:
-    """Add rows whose bodies no codec makes smaller, four to a megabyte."""
+    """Add rows with random bodies of 256 KiB, which no codec makes smaller."""
     rows = [{"body": os.urandom(1 << 18)} for _ in range(4 * megabytes)]
     log.send(rows)
 

@@ -240,7 +240,7 @@ def log_of(lake: LakeSpec) -> int:
 
 
 class Killed(Exception):
-    """An exception in place of the death of the process."""
+    """An error that stops a run at the step where a real one would be killed."""
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_with_journeys_and_without_all_is_judged_alike(
     spark, make_log, lake: LakeSpec, tmp_path: Path, seed: int
 ) -> None:
     """Some messages are archived, some are live, and some are in a batch that a killed
-    archive has left."""
+    archive has left. Runs with and without journeys give the same verdicts."""
     log: Log = make_log("sqlite")
     spec, rng, known = JobSpec((log.spec,), lake), random.Random(seed), []
     options = ReconcileOptions(grace=dt.timedelta(0), many=0)

@@ -63,7 +63,7 @@ refused: set[uuid.UUID] = set()
 
 
 def handle(message: Message) -> None:
-    """Succeed or fail, as the message's body says."""
+    """Succeed or fail, depending on the message's body."""
     match message.body:
         case "refuse":
             raise Refuse("no")
@@ -448,8 +448,9 @@ def come_again(
 ) -> None:
     """Let the broker deliver messages again after the inbox was pruned.
 
-    The copies contain the instants at which the messages were `sent`. pass_time() does
-    not move these. `orders` records the copies with its own clock, which is `ahead`.
+    A copy still contains the original instant at which its message was `sent`, although
+    pass_time() has moved the instants in the rows. `orders` records the copies with its
+    own clock, which is `ahead`.
     """
     inbox = InboxMessage.objects.using("other")
     gone = services.arrived.keys() - set(inbox.values_list("message_id", flat=True))

@@ -133,8 +133,8 @@ def test_killed_erase_removes_all_of_a_person_and_nothing_else(
 
 
 def store_a_person(shop: Log, billing: Log, lake: LakeSpec, key: str) -> None:
-    """Store two messages of a person everywhere. One was sent by `shop`. Of the other
-    one, only a queued copy shows the key."""
+    """Store two messages with a person's data in both databases and in the lake. `shop`
+    sent one of them, with the key. The key of the other is only in a queued copy."""
     sent, foreign = uuid.uuid4(), uuid.uuid4()
     shop.send([{"message_id": sent, "key": key, "body": key.encode()}])
     billing.receive([{"message_id": one, "last_error": key} for one in (sent, foreign)])
@@ -165,7 +165,7 @@ def store_a_person(shop: Log, billing: Log, lake: LakeSpec, key: str) -> None:
 
 
 def contents(spec: JobSpec, lake: LakeSpec) -> dict[str, list[str]]:
-    """Return all rows of all tables in the databases and in the lake, but for the
+    """Return all rows of all tables in the databases and in the lake, except the
     records of runs and the marks of the archive."""
     found: dict[str, list[str]] = {}
     for source in spec.services:

@@ -144,8 +144,9 @@ def test_a_listener_of_another_service_is_retired_by_hand(
 def test_two_databases_of_a_service_are_one_log(
     spark, make_log, lake: LakeSpec
 ) -> None:
-    """A message is sent from one database to the other. Both databases contain its
-    id."""
+    """A service sends a message from one of its databases to the other, and both
+    receive a topic's message. No verdict reports a fault, whether the rows are live or
+    archived."""
     one, other = make_log("sqlite"), make_log("sqlite", "shop_other")
     topic = "topic:orders.placed"
     sent, told = ids(2)

@@ -44,8 +44,8 @@ def impatient(settings: Any) -> None:
 
 
 def counting(name: str, *errors: type[Exception]) -> Callable[[Message], None]:
-    """Return a handler that records an effect, and raises the next of these exceptions
-    as long as there is one."""
+    """Return a handler that records an effect at each attempt. Each of the first
+    attempts raises one of these exceptions; later attempts succeed."""
     left = list(errors)
 
     def handle(message: Message) -> None:
@@ -61,7 +61,8 @@ def counting(name: str, *errors: type[Exception]) -> Callable[[Message], None]:
 def test_a_topics_letter_goes_to_the_stage_that_gave_up_and_to_no_other(
     spark: Any, spec: JobSpec
 ) -> None:
-    """Other stages do not get the message, even if their inboxes were pruned."""
+    """One of two stages gives up a topic's message. A replay of the dead letter
+    redelivers it only to that stage, even if the inbox of the other was pruned."""
     with (
         declared(counting("bill", *[ValueError] * 3), TOPIC, name="billing") as stage,
         declared(counting("ship"), TOPIC, name="shipping") as other,
@@ -120,7 +121,8 @@ def test_replay_skips_letters_processed_meanwhile(spark: Any, spec: JobSpec) -> 
 def test_replaying_thousands_of_letters_is_one_operation(
     spark: Any, spec: JobSpec
 ) -> None:
-    """All dead letters of a replay have one rate, one pause and one audit entry."""
+    """A replay requests one bulk operation for all of its dead letters. So they have
+    one rate, one pause and one audit entry."""
     number = 6_000
     DeadLetter.objects.bulk_create(
         make.DeadLetterFactory.build(destination="orders.other", stage="")

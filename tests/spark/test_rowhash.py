@@ -150,7 +150,8 @@ def test_the_same_row_has_the_same_checksum_on_both_databases(make_log) -> None:
 
 
 def test_a_batch_without_a_column_has_no_checksum() -> None:
-    """Arrow would take the last column for an absent one."""
+    """The batch lacks a hashed column. A KeyError is raised, whereas Arrow would use
+    the last column instead."""
     batch = pa.RecordBatch.from_pylist([{"body": b"x"}])
 
     with pytest.raises(KeyError, match="payload"):
