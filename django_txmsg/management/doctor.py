@@ -1,8 +1,8 @@
 """`manage.py txmsg doctor`: tests whether this installation works.
 
-`manage.py check` only reads the settings. This command connects: it sends one message
-through each broker, writes and rolls back one row in each database, and prints what to
-do about each failure.
+`manage.py check` only reads the settings. This command connects to databases and
+brokers. It sends one message through each broker, and writes and rolls back one row in
+each database. For each failure it prints what to do.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Alerts(BaseCommand):
 
 
 class Audit(BaseCommand):
-    """List the actions of operators, on pages and by commands."""
+    """List the actions that operators took in the admin and by commands."""
 
     help = "Lists what operators did, by page or command, newest first."
 

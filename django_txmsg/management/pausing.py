@@ -59,6 +59,6 @@ class PausingCommand(BaseCommand):
 
 
 def pause_note(row: Any) -> str:
-    """Return a text for the list: who has paused this row, and why."""
+    """Return a note for the output of `list`: who has paused this row, and why."""
     why = f": {row.paused_why}" if row.paused_why else ""
     return f"  PAUSED by {row.paused_by or 'unknown'}{why}"

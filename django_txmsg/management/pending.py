@@ -60,7 +60,7 @@ class _PerMessage(BaseCommand):
     def change(
         self, message_id: uuid.UUID, using: str, options: dict[str, Any]
     ) -> bool:
-        """Change one message. Returns False if that is not possible."""
+        """Change one message. Return False if the message cannot be changed."""
         raise NotImplementedError
 
 

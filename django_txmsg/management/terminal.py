@@ -46,8 +46,8 @@ AWAY = 3
 
 def require_tables(*aliases: str, waits: bool = False) -> None:
     """Raise CommandError if a database is unknown, does not answer (exit code AWAY), or
-    has not been migrated. With `waits`, the command itself waits for a database that
-    does not answer, so this is no error."""
+    has not been migrated. With `waits`, ignore a database that does not answer, because
+    the command will wait for it."""
     for alias in aliases:
         if alias not in connections:
             known = ", ".join(connections)
@@ -70,8 +70,8 @@ def require_tables(*aliases: str, waits: bool = False) -> None:
 
 
 def chosen_database(options: Mapping[str, Any], model: type[Model]) -> str:
-    """Return the alias that `--database` names, by default that of the `model`. Raises
-    CommandError if the database cannot be used."""
+    """Return the alias given by `--database`, or by default the alias of the model's
+    database. Raises CommandError if the database cannot be used."""
     using: str = options["database"] or router.db_for_write(model)
     require_tables(using)
     return using

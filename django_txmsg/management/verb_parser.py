@@ -10,11 +10,11 @@ from django.core.management.base import BaseCommand, CommandParser
 
 
 class VerbParser(CommandParser):
-    """Accepts Django's options, such as --settings and --verbosity, also after the
-    verb.
+    """Accepts Django's options, such as --settings and --verbosity, before and after
+    the verb.
 
-    If an option is not given after the verb, its value from before the verb applies. A
-    verb's subcommands have parsers of this class, too.
+    A value after the verb overrides a value before the verb. The subcommands of a verb
+    also have parsers of this class.
     """
 
     def __init__(self, *, parents: Any = (), **options: Any) -> None:

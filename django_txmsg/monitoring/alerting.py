@@ -1,9 +1,9 @@
 """Reports the beginning and the end of alarms to receivers outside the admin.
 
-It runs in one thread of each `relay` process. Each alert is a row, so several processes
-report it only once. The row is written first, then the alert is delivered, then the
-delivery is recorded. So an alert is delivered at least once, each time with the same
-id.
+Each `relay` process has a thread for alerts. Each alert is a row of the database, so
+only one process begins it. A process first writes the row, then delivers the alert, and
+then records the delivery. So an alert is delivered at least once, each time with the
+same id.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MOST_DEAD = 50
 
 
 def wanted(picture: Status, kinds: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the kind and the text of each alarm of these kinds, by its name. Dead
-    letters have one alarm for each error at each place, so a new error is reported
-    while an older one is still open."""
+    """Return the current alarms of these kinds: their kind and text, by name. Each
+    error has a separate alarm for each place with dead letters. So a new error is
+    reported even if an older error is still open."""
     found = {}
     for alarm in alarms.of(picture):
         bad = alarm.tone == "bad" and BAD in kinds
@@ -83,7 +83,7 @@ class Alerting(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether the settings ask for no alerts."""
+        """Whether the settings enable no alerts."""
         return not conf.get().ALERTS.KINDS
 
     @cached_property
@@ -91,8 +91,8 @@ class Alerting(TimeLoop):
         return Webhook.from_environment(conf.get().ALERTS.WEBHOOK_ENV)
 
     def _keep(self, using: str) -> float:
-        """Compare the current alarms with the open alerts once, and deliver what has
-        changed. Returns the seconds until the next comparison."""
+        """Compare the current alarms with the open alerts once, and deliver the alerts
+        that have begun or ended. Return the seconds until the next comparison."""
         home = router.db_for_write(Alert)
         if using == home and not self.idle:
             self._compare(home)

@@ -34,11 +34,12 @@ class Attendance:
 
     @property
     def lost(self) -> list[Worker]:
-        """The workers that have become silent and were not replaced by another process.
+        """The silent workers that no other process has replaced.
 
         A replacement has the same kind and runs at least the same stages. It started
-        after the silent worker, and at most REPLACED before that worker's last
-        heartbeat (as in a rolling update). Each process replaces only one worker.
+        after the silent worker did, and not earlier than REPLACED before the silent
+        worker's last heartbeat. (In a rolling update, the two overlap.) Each process
+        replaces only one worker.
         """
         missing = []
         younger = sorted(self.living, key=lambda one: one.started_at)
@@ -75,8 +76,8 @@ class Attendance:
 
     @property
     def serving(self) -> Counter[str]:
-        """The number of live processes for each stage. A process does not count if the
-        broker has refused its subscription for too long."""
+        """The number of live processes that run each stage. A process is not counted if
+        the broker has refused its subscription for too long."""
         return Counter(
             name
             for one in self.living
@@ -84,13 +85,13 @@ class Attendance:
         )
 
     def unattended(self, stages: Collection[str]) -> list[str]:
-        """Return those of these stages that no live process runs."""
+        """Return the given stages that no live process runs."""
         served = self.serving
         return sorted(name for name in stages if name not in served)
 
 
 def read(using: str, now: dt.datetime) -> Attendance:
-    """Return the workers with the latest heartbeats, silent ones included, in one
+    """Return the MOST workers with the latest heartbeats, including silent workers. One
     query."""
     rows: Any = Worker.objects.using(using).order_by("-heartbeat_at")[:MOST]
     return Attendance(now, sorted(rows, key=lambda one: (one.kind, one.name)))

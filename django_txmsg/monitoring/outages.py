@@ -36,9 +36,9 @@ class Known:
 
 
 def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
-    """Return outages as JSON for the worker's row. Each has its duration at the time of
-    the heartbeat. The reader computes the beginning from the heartbeat's time, which is
-    by the database's clock."""
+    """Return outages as JSON for the worker's row, each with its duration so far in
+    seconds. To get an outage's beginning, the reader subtracts the duration from the
+    time of the heartbeat, which the database's clock has set."""
     return [
         {
             "kind": one.kind,

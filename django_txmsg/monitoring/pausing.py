@@ -39,7 +39,7 @@ def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | N
 
 
 def said(what: str, *, paused: bool, why: str) -> str:
-    """Return the text of the audit entry."""
+    """Return the text of the audit entry about a pause or a resumption."""
     because = f": {why}" if why and paused else "."
     return f"{'Paused' if paused else 'Resumed'} {what}{because}"
 

@@ -123,8 +123,8 @@ def _first_hour(now: dt.datetime) -> dt.datetime:
 def _remembered(
     using: str, first: dt.datetime
 ) -> tuple[dict[tuple[dt.datetime, str], int], dt.datetime]:
-    """Return the stored counts up to the first period without one. Also return the
-    start of that period: later rows must be counted."""
+    """Return the stored counts of all periods before the first period that has none.
+    Also return the start of that first period, from which on rows must be counted."""
     counts: dict[tuple[dt.datetime, str], int] = {}
     starts = set()
     for start, series, count in (
@@ -144,8 +144,8 @@ def _remembered(
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
     """Return when each place last dispatched or processed a message in the last 24
-    hours, by series and place. For an earlier activity, the stored counts give only the
-    end of its period."""
+    hours, by series and place. If the last activity is known only from a stored count,
+    return the end of the count's period."""
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)
@@ -177,8 +177,8 @@ def _count(using: str, since: dt.datetime) -> Counter[tuple[dt.datetime, str, st
 
 
 def _rows(using: str, series: str, since: dt.datetime) -> tuple[Any, str]:
-    """Return the rows of a series since an instant, with their places. Also return the
-    column with the time of each row."""
+    """Return the rows of a series since an instant, each with its place. Also return
+    the name of the column that holds the time of a row."""
     model, column, place = _SERIES[series]
     rows = model._default_manager.using(using).filter(**{f"{column}__gte": since})
     if series == "processed":

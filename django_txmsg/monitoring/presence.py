@@ -64,8 +64,8 @@ class Presence:
         self._quietly(beat)
 
     def _announce(self, version: str) -> None:
-        """Record in the audit that a version begins, unless it is the last one that was
-        recorded for this service."""
+        """Record in the audit that this version of the code has begun. Do nothing if
+        the service's latest such entry names the same version."""
         entries = AuditEntry.objects.db_manager(self._using)
         by, began = f"service: {self._service}"[:255], f"Version {version} began on "
         known = entries.filter(deed=Deed.DEPLOY, by=by).order_by("-pk").first()
@@ -74,9 +74,9 @@ class Presence:
 
     def refuse_rivals(self) -> None:
         """Raise ConfigurationError if another service runs a stage of the same name in
-        this database. The inbox distinguishes stages only by name, so each service
-        would drop messages of the other as duplicates. Only the process that started
-        later raises."""
+        this database. The inbox distinguishes stages only by name. So one stage would
+        drop the messages that the other stage has processed. Only the process that
+        started later raises the error."""
         workers = Worker.objects.using(self._using)
         found: list[tuple[Worker, set[str]]] = []
 

@@ -1,9 +1,9 @@
 """The states of the worker processes on this host, one file for each process.
 
 A worker writes its file once a second. `manage.py txmsg alive` reads the files of all
-processes. The parent process of `--processes` reads the files of its children. Files
-are used instead of a database: during an outage of the database, a process that waits
-for it must not be killed.
+processes. The parent process of `--processes` reads the files of its children. The
+states are not in the database, because a process that waits during an outage of the
+database must not be killed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def directory() -> Path:
 
 
 def read(pid: int) -> State | None:
-    """Return the state that a process has written, with its ages as of now. If the
-    process has ended, remove its file and return None."""
+    """Return the state that a process has written. Its `silent` includes the time since
+    the file was written. If the process has ended, remove its file and return None."""
     path = directory() / str(pid)
     try:
         with path.open() as file:

@@ -60,9 +60,9 @@ OnBatch = Callable[["Kind", int], None]
 class Kind:
     """One table whose settled rows are deleted.
 
-    `by` is the column by which the table is read. `clock` is an optional column that
-    grows with the primary key. With `clock`, reading stops at the first page whose rows
-    are all younger than the cutoff.
+    `by` is the column that determines the order of reading. `clock` is an optional
+    column with a time that grows with the primary key. With `clock`, reading stops at
+    the first page whose rows are all younger than the cutoff.
     """
 
     name: str
@@ -76,7 +76,8 @@ class Kind:
 
     @property
     def logged(self) -> bool:
-        """Whether the archive deletes this table's rows if TXMSG["LAKE"] is set."""
+        """Whether `pipeline archive`, not pruning, deletes this table's rows when
+        TXMSG["LAKE"] is set."""
         return isinstance(self.settled, Rule)
 
     def doomed(self, using: str, cutoff: dt.datetime) -> QuerySet[Any]:

@@ -30,8 +30,9 @@ class Known:
 
 def as_json() -> list[dict[str, Any]]:
     """Return the messages that handlers of this process are processing, as JSON for the
-    worker's row. Each has the duration so far, in seconds. The reader computes the
-    beginning from the heartbeat's time, which is by the database's clock."""
+    worker's row, each with its duration so far in seconds. To get the beginning, the
+    reader subtracts the duration from the time of the heartbeat, which the database's
+    clock has set."""
     now = time.monotonic()
     return [
         {

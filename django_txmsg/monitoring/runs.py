@@ -1,8 +1,8 @@
 """Counts runs of flows that are open, undoing or stuck.
 
-A run is *stuck* if it waits for an undo that has failed or takes too long. The undo has
-failed if its message is an open dead letter here. It takes too long if it has not been
-confirmed for an hour.
+A run is *stuck* if it waits for an undo that has failed or takes too long. An undo has
+failed if its message is an open dead letter in this database. An undo takes too long if
+it has not been confirmed within an hour.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Runs:
 
 
 def states() -> dict[str, Q]:
-    """Return the condition of each state, by its name."""
+    """Return the query condition for each state of a run, by the state's name."""
     is_open, undoing = Q(Holds(flows.OPEN)), Q(Holds(flows.UNDOING))
     letters = DeadLetter.objects.filter(
         message_id=OuterRef("request_id"), resolution=Resolution.OPEN

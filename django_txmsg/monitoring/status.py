@@ -61,13 +61,14 @@ def unconsumed(
     now: dt.datetime,
 ) -> dict[str, str]:
     """Return the destinations that have recently received messages and have no known
-    consumer. Each has the name of a similar destination that is consumed here, which
-    the sender may have meant, or "".
+    consumer. If a stage here consumes a destination with a similar name, the sender may
+    have meant that destination. So each name is mapped to the similar name, or to "" if
+    there is none.
 
     `dispatched` maps each destination to its last dispatch. `consumed` are the
     destinations of the stages here. TXMSG["KNOWN_DESTINATIONS"] names the destinations
-    with consumers elsewhere. If it is empty, only names that look misspelt are
-    returned.
+    with consumers elsewhere. If this setting is empty, only names that look misspelt
+    are returned.
     """
     known = conf.get().KNOWN_DESTINATIONS
     here = {_letters(name): name for name in consumed}
@@ -86,7 +87,8 @@ def unconsumed(
 def _letters(name: str) -> str:
     """Return a key that is equal for a name and its likely misspellings. Case,
     separators and the order of the letters do not change the key. A missing or
-    additional letter does: "placed" and "place" are different words."""
+    additional letter changes the key, because "placed" and "place" are different
+    words."""
     return "".join(sorted(filter(str.isalnum, name.lower())))
 
 
@@ -125,8 +127,8 @@ class Place:
 
     @property
     def label(self) -> str:
-        """The name. If the place is not in the outbox's own database, it includes the
-        database."""
+        """The name of the place. For a place outside the outbox's database, the
+        database's alias is added."""
         return labelled(self.name, self.database)
 
 
@@ -239,9 +241,9 @@ class Status:
 
 
 def read(*aliases: str) -> Status:
-    """Return the complete state of these databases, by default of all in use. It takes
-    about a dozen queries for each database. Workers and paused stages are read from the
-    outbox's database."""
+    """Return the complete state of these databases, by default of all databases in use.
+    Reading takes about a dozen queries for each database. Workers and paused stages are
+    read only from the database to which Django routes their models."""
     home = router.db_for_write(OutboxMessage)
     status = Status(clock(home), list(aliases) or databases.with_tables())
     paused = list(
@@ -344,8 +346,8 @@ def _find_consumers(status: Status) -> None:
 
 
 def consumers_of_queues() -> dict[str, list[str]]:
-    """Return the queues of the embedded broker that stages declared here consume, each
-    with the names of these stages."""
+    """Return the queues from which the stages declared here receive if they use the
+    embedded broker. Each queue has the names of its stages."""
     found: dict[str, list[str]] = {}
     for one in all_stages():
         queue = queue_name(one.destination, one.subscriber)
@@ -363,8 +365,8 @@ def held_queues(paused: Collection[str]) -> set[str]:
 
 
 def labelled(name: str, database: str) -> str:
-    """Return the name of a place. If the place is not in the outbox's own database, the
-    name includes the database."""
+    """Return the name of a place. For a place outside the outbox's database, add the
+    database's alias."""
     home = router.db_for_write(OutboxMessage)
     return name if database == home else f"{name} in {database}"
 

@@ -18,9 +18,9 @@ from ..stages import all_stages
 
 @dataclass(frozen=True)
 class Subscription:
-    """One subscription to a topic. `abandoned` means that its stage belonged to this
-    service and no longer consumes the topic. `abandoned` is never true for another
-    service's subscription, because the stages of other services are unknown here."""
+    """One subscription to a topic. It is `abandoned` if its stage belonged to this
+    service and no longer consumes the topic. A subscription of another service is never
+    `abandoned`, because the stages of other services are unknown here."""
 
     topic: str
     subscriber: str
@@ -34,7 +34,8 @@ class Subscription:
 
 
 def served(living: Collection[Worker]) -> set[str]:
-    """Return the subscribers' names that belong to the stages of these processes."""
+    """Return the names under which the stages of these processes subscribe to
+    topics."""
     return {f"{one.service}.{stage}" for one in living for stage in one.stages}
 
 

@@ -124,8 +124,8 @@ def behind(letter: DeadLetter) -> int:
 
 def note(letter: DeadLetter) -> str:
     """Return a note for the operator who is about to resolve a dead letter of an
-    ordered stage: what happens to the messages behind it. Returns "" for other
-    stages."""
+    ordered stage. The note says what happens to the later messages of the same key.
+    Return "" if the order of messages is not affected."""
     waiting = behind(letter)
     if waiting:
         verb = "waits" if waiting == 1 else "wait"

@@ -110,8 +110,8 @@ def in_inbox(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
     """Return the messages that wait for another attempt, by stage. Blocked messages and
-    messages that need newer code are not counted. `held` are paused stages: none of
-    their messages counts as due."""
+    messages that need newer code are not counted. `held` are the paused stages, whose
+    messages never count as due."""
     return _by_place(
         using,
         "django_txmsg_inboxmessage",
@@ -128,8 +128,8 @@ def in_inbox(
 def in_queues(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
-    """Return the messages in the embedded broker, by queue. `held` are queues whose
-    stages are all paused: none of their messages counts as due."""
+    """Return the messages in the embedded broker, by queue. `held` are the queues whose
+    stages are all paused. Messages in these queues never count as due."""
     return _by_place(
         using,
         "django_txmsg_queuemessage",
@@ -175,11 +175,12 @@ def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
 def places_sql(
     table: str, columns: tuple[str, ...], rule: Rule, first: str = ""
 ) -> str:
-    """Return a CTE `places (id)` with the id of one row of each place. Rows of one
-    place have the same values in `columns`, and satisfy the rule. The row is the one
-    with the lowest value of the column `first`, if given. An index must begin with
-    these columns. PostgreSQL then reads one index entry per place, so a place with many
-    rows costs no more than a place with one."""
+    """Return a CTE `places (id)` that selects the id of one row for each place. A place
+    is a combination of values in `columns`. Only rows that satisfy the rule count. With
+    `first`, the CTE selects the row with the lowest value in that column.
+
+    An index must begin with these columns. PostgreSQL then reads one index entry per
+    place, so a place with many rows costs no more than a place with one."""
     place = ", ".join(columns)
     order = f", {first}" if first else ""
     after = ", ".join(f"n.{name}" for name in columns)
@@ -223,9 +224,9 @@ def _by_place(
     most: int | None,
     held: Collection[str] = (),
 ) -> list[Waiting]:
-    """Count the rows of each place separately, the earliest due times first. So many
-    messages at one place do not change the counts of another. At the places in `held`,
-    no message counts as due."""
+    """Count the rows of each place, at most `most` rows per place, the earliest due
+    times first. A place with many rows does not affect the counts of other places. At
+    the places in `held`, no row counts as due."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1

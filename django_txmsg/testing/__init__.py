@@ -1,7 +1,8 @@
 """Helpers for the tests of projects: `drain()`, and a STOMP broker that follows a
 script.
 
-This package imports each of its names on first use, so the broker needs no Django.
+This package imports each of its names on first use, so the STOMP broker can be used
+without Django.
 """
 
 from __future__ import annotations

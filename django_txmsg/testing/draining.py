@@ -74,8 +74,8 @@ class Drained:
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Record and raise again an exception of the block. Refuse, Redeliver and
-        DecodeError are not recorded."""
+        """Record an exception that the block raises, except Refuse, Redeliver and
+        DecodeError. The exception is always raised again."""
         try:
             yield
         except (Refuse, Redeliver, DecodeError):
@@ -106,8 +106,9 @@ def drain(
     """Dispatch stored messages and run the stages until no message is left.
 
     `stages` names the stages to run (default: all). Delayed messages, redeliveries and
-    deadlines of flows happen now if they are due within the time `ahead`. With
-    `raises`, the first exception of a handler is raised at the end. Refuse and
+    deadlines of flows happen now if they become due within the time `ahead`.
+
+    With `raises`, the first exception of a handler is raised at the end. Refuse and
     Redeliver are never raised, because they are decisions of the handler. If a stage
     has more than `limit` outcomes, AssertionError is raised, because the stage may send
     messages in an endless loop.
@@ -168,8 +169,8 @@ def outbox_messages(
 
 
 class _Hurry(threading.Event):
-    """Replaces the event on which a consumer waits before a blocking redelivery. A test
-    does not wait."""
+    """Replaces the event on which a consumer waits before a blocking redelivery, so
+    that a test does not wait."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return at once."""
@@ -275,9 +276,9 @@ class _Worker:
 @contextmanager
 def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
     """Replace the brokers of TXMSG["BROKERS"] by the embedded broker while the block
-    runs. `dispatch_on_commit` replaces the setting of this name. By default, messages
-    are not dispatched on commit. Other processes are not notified.
+    runs. Other processes are not notified of new messages.
 
+    `dispatch_on_commit` replaces the setting DISPATCH_ON_COMMIT; the default is "off".
     The broker of a Celery app is replaced by `Unsent`: the call of a task stores a row
     that is never sent.
     """
@@ -316,8 +317,8 @@ def _lane(using: str, broker: str) -> Iterator[Lane]:
 
 
 def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
-    """Make all rows due that become due within the time `ahead`, and keep their
-    order."""
+    """Subtract `ahead` from the due time of each row that becomes due before `until`.
+    The rows keep their order."""
     for alias in aliases:
         later = Q(due_at__gt=Now(), due_at__lte=until)
         earlier = F("due_at") - ahead
@@ -340,8 +341,9 @@ def answers(
     destination: Destination[Body, Reply], reply: Reply | Exception
 ) -> Iterator[list[Body]]:
     """Replace the stage of a destination while the block runs. The replacement answers
-    each request with `reply`, or raises `reply` if it is an exception. Yield a list, to
-    which each received request is appended. Call `drain()` inside the block."""
+    each request with `reply`, or raises `reply` if it is an exception. Yield a list to
+    which each received request is appended. The test calls `drain()` inside the
+    block."""
     real = [one for one in stages.all_stages() if one.destination == destination.name]
     for one in real:
         stages.unregister(one.name)

@@ -189,8 +189,8 @@ class Peer:
             self.broker.loop.wake()
 
     def agree_heartbeats(self, wish: str) -> tuple[int, int]:
-        """Agree with the client on the intervals of heartbeats, and start the timers.
-        Return the two intervals in milliseconds."""
+        """Agree with the client on the heartbeat intervals, and start the timers.
+        Return the broker's two intervals in milliseconds."""
         client_sends, client_wants = (int(part) for part in wish.split(","))
         sends, wants = self.broker.heart_beat or (client_wants, client_sends)
         if sends and client_wants:
@@ -231,7 +231,7 @@ class Peer:
 
     def cut(self, *, reset: bool = False) -> None:
         """End the connection. With ``reset``, send RST at once. Otherwise, first write
-        the queued bytes."""
+        the queued bytes, unless writing has been stopped."""
         if reset or self.frozen or self._handshaking:
             self.end("cut by the script", reset=reset)
         else:

@@ -1,9 +1,10 @@
 """A test's instructions for the frames that the scripted broker receives.
 
-A rule selects frames (``broker.on("SEND", nth=3)``), and one verb says what happens to
-these frames (``.reject("quota")``). Every rule counts every matching frame. If several
-rules select a frame, the first of them that has not reached its ``times`` decides. If
-no rule selects the frame, the profile decides.
+A rule selects frames (``broker.on("SEND", nth=3)``), and its verb says what happens to
+these frames (``.reject("quota")``). If several rules select a frame, the oldest rule
+decides, unless the rule has already decided about ``times`` frames. A rule also counts
+the matching frames about which another rule decides. If no rule selects a frame, the
+profile decides.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Talk(Protocol):
 
 @dataclass(slots=True)
 class Held:
-    """A frame that was not handled, or whose receipt was not sent, until ``release`` is
-    called."""
+    """A held frame. Until ``release`` is called, the broker does not handle the frame,
+    or does not send its receipt."""
 
     frame: Frame
     let_go: Callable[[], None]
@@ -114,8 +115,8 @@ class Rule:
         return self._nth is None or self._seen == self._nth
 
     def decides(self) -> bool:
-        """Return whether the rule decides about a frame that it has selected. If so,
-        count one use of the rule."""
+        """Return whether the rule decides about a frame that it has selected. If the
+        rule decides, count the frame towards ``times``."""
         if self.verb is Verb.HANDLE or self._left == 0:
             return False
         if self._left is not None:
@@ -148,7 +149,7 @@ class Rule:
         """Hold back receipts until there are ``window`` of them, then send them in
         random order.
 
-        A last group of fewer receipts waits for ``broker.release()``.
+        If fewer receipts are left at the end, they wait for ``broker.release()``.
         """
         self.window = window
         self.order = random.Random(seed)  # noqa: S311  # to be repeatable
@@ -168,8 +169,8 @@ class Rule:
 
         ``names_receipt``: whether the ERROR has a receipt-id. ``closes``: whether the
         connection ends afterwards. ``at_commit``: reject a frame of a transaction only
-        after the receipt for COMMIT, when the earlier frames of the transaction have
-        taken effect. RabbitMQ does this for some headers.
+        after the receipt for COMMIT. By then, the transaction's earlier frames have
+        taken effect. RabbitMQ rejects some headers in this way.
         """
         self.message, self.detail, self.at_commit = message, detail, at_commit
         self.names_receipt, self.closes = names_receipt, closes
@@ -233,8 +234,8 @@ class Script:
                     one.let_go()
 
     def release(self, count: int | None, order: Sequence[int] | random.Random) -> int:
-        """Release the first ``count`` held frames (None: all) in this order. Return the
-        number of released frames."""
+        """Release the first ``count`` held frames in the given order, or all frames if
+        ``count`` is None. Return the number of released frames."""
         taken = self.held[:count]
         if isinstance(order, random.Random):
             order.shuffle(taken)

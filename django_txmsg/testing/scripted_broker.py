@@ -136,13 +136,13 @@ class ScriptedBroker(BrokerState):
         destination: str | None = None,
         where: Callable[[Frame], bool] | None = None,
     ) -> Rule:
-        """Create a rule that selects frames, and return the rule. Call one of the
+        """Create a rule that selects frames, and return the rule. Then call one of the
         rule's verbs. The command "*" selects every command.
 
-        ``nth``: select only the n-th (from 1) matching frame. Only frames that arrive
-        from now on count, even if another rule decides about them. ``times``: the
-        maximum number of frames that the rule decides about. Rules apply in the order
-        in which they were created.
+        ``nth``: select only the n-th matching frame, counted from 1. The count starts
+        when the rule is created, and includes frames that another rule decides about.
+        ``times``: the maximum number of frames that this rule decides about. Older
+        rules come first.
         """
         rule = Rule(command, nth=nth, times=times, destination=destination, where=where)
         with self.changed:
@@ -157,11 +157,11 @@ class ScriptedBroker(BrokerState):
     def release(
         self, count: int | None = None, *, order: Sequence[int] | random.Random = ()
     ) -> int:
-        """Release the first ``count`` (default: all) held frames. Return the number of
+        """Release the first ``count`` held frames (default: all). Return the number of
         released frames.
 
-        ``order``: the indices of the frames in the order of release, or a
-        ``random.Random``.
+        ``order``: the indices of the held frames in the order in which to release them,
+        or a ``random.Random`` that shuffles the frames.
         """
         with self.changed:
             released = self.script.release(count, order)
@@ -182,8 +182,8 @@ class ScriptedBroker(BrokerState):
                 peer.stall(write=False)
 
     def resume(self) -> None:
-        """Read and write again after a stall or freeze. This ends a stall by a rule,
-        too."""
+        """Read and write again after a stall or freeze, including a stall by a
+        rule."""
         with self.changed:
             for peer in list(self.peers):
                 peer.resume()
@@ -210,8 +210,7 @@ class ScriptedBroker(BrokerState):
                 peer.write(data)
 
     def cut(self, *, reset: bool = False) -> None:
-        """End every connection at once. With ``reset``, end them by RST instead of
-        FIN."""
+        """End every connection. With ``reset``, send RST instead of FIN."""
         with self.changed:
             for peer in list(self.peers):
                 peer.cut(reset=reset)
@@ -236,7 +235,7 @@ class ScriptedBroker(BrokerState):
     # -- inspection ---------------------------------------------------------------
 
     def wait_for_held(self, count: int = 1, *, timeout: float = 30.0) -> list[Frame]:
-        """Wait until `count` frames are held, and return them."""
+        """Wait until at least `count` frames are held, and return all held frames."""
         self.wait_until(
             lambda: len(self.script.held) >= count, timeout, f"{count} held frames"
         )
@@ -244,7 +243,7 @@ class ScriptedBroker(BrokerState):
             return [held.frame for held in self.script.held]
 
     def wait_for_connections(self, count: int, *, timeout: float = 30.0) -> list[Peer]:
-        """Wait until exactly `count` connections are open."""
+        """Wait until exactly `count` connections are open, and return them."""
         self.wait_until(
             lambda: len(self.peers) == count, timeout, f"{count} open connections"
         )
@@ -289,8 +288,8 @@ class ScriptedBroker(BrokerState):
     def close(self) -> None:
         """Stop for good and free the port.
 
-        If a function that the test has passed to a rule has failed, raise its
-        exception.
+        Raises the exception of a function that the test has passed to a rule, if the
+        function has failed.
         """
         self.stop()
         self.loop.stop()

@@ -55,7 +55,7 @@ class Subscription:
         *,
         prefetch_in_bytes: bool = False,
     ) -> None:
-        """``prefetch`` is the limit of unacknowledged messages; None means no limit.
+        """``prefetch`` limits the unacknowledged messages, or is None for no limit.
         ``deliver`` writes the MESSAGE frame."""
         self.name = name
         self.queue = queue
@@ -93,7 +93,7 @@ class Subscription:
             self.queue.subscriptions.remove(self)
 
     def give_back(self) -> None:
-        """Put unacknowledged messages back into the queue."""
+        """Put this subscription's unacknowledged messages back into the queue."""
         unacknowledged = list(self.pending.values())
         self.pending.clear()
         self.queue.put_back(unacknowledged)
@@ -133,7 +133,8 @@ class Queue:
         self.dispatch()
 
     def put_back(self, messages: list[StoredMessage]) -> None:
-        """Put undelivered or unacknowledged messages back at their old places."""
+        """Put unacknowledged messages back at their old places, marked as
+        redelivered."""
         for message in messages:
             message.redelivered = True
         ordered = sorted([*messages, *self.messages], key=lambda m: m.number)

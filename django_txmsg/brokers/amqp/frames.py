@@ -63,8 +63,8 @@ _NUMBERS = {
 
 
 def encode(headers: Mapping[str, str], expiration: int | None) -> bytes:
-    """Return the property flags and properties of a durable message that expires after
-    `expiration` milliseconds.
+    """Return the property flags and properties of a durable message. The message
+    expires after `expiration` milliseconds, or never if `expiration` is None.
 
     Raises DispatchRejected for headers that receivers could not read.
     """

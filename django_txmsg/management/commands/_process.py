@@ -1,8 +1,8 @@
 """Signals, heartbeats and memory of a process that runs a long-running command.
 
 After a signal, the process finishes the messages in progress and ends. A handler may
-take as long as it needs. If no handler runs and the process still has not ended after
-`PATIENCE` seconds, it waits for a server that does not answer, and is ended. Other
+take as long as it needs. But if no handler has run for `PATIENCE` seconds, the process
+is waiting for a server that does not answer. The process then exits at once, and other
 processes take over its unfinished messages.
 """
 
@@ -40,7 +40,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Busy(Protocol):
-    """An object that knows how many messages are in progress, and can be stopped."""
+    """The interface of an object that counts its messages in progress, and that can be
+    stopped."""
 
     @property
     def in_flight(self) -> int: ...
@@ -86,8 +87,8 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
 
 
 def _insist(ended: threading.Event, reading: socket.socket, stderr: Any) -> None:
-    """End the process on the second signal. Also end it if no handler has run for
-    `PATIENCE` seconds: the process then waits for a server that does not answer."""
+    """Exit on the second signal. Also exit if no handler has run for `PATIENCE`
+    seconds, because the process then waits for a server that does not answer."""
     since, signals = time.monotonic(), 0
     while not ended.wait(0.2):
         with contextlib.suppress(OSError):  # nothing to read
@@ -179,7 +180,8 @@ def heartbeat(
 
 
 def _count(using: str) -> None:
-    """Aggregate the counts. If that fails, a later call will do it."""
+    """Aggregate the counts of a database. If the database cannot be used, leave the
+    work to a later call."""
     counting = database_health.retry(
         using, f"the charts of database {using!r} are not updated"
     )

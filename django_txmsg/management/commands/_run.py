@@ -64,8 +64,8 @@ class Reloader:
         self._read, self._write = os.pipe()
 
     def run(self) -> int:
-        """Run children until a signal ends the last one, and return that child's exit
-        code."""
+        """Run one child after another until a signal arrives. Return the exit code of
+        the last child."""
         before = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -176,8 +176,9 @@ def _own(path: str) -> bool:
 class Lines:
     """Prints a line for the outcome of each message.
 
-    `write` prints a line. The dispatch of a message to a destination in `consumed`
-    prints no line: a stage of this process will process the message and print a line.
+    `write` prints a line. `consumed` names the destinations of this process's stages.
+    The dispatch of a message to these destinations prints no line, because its stage
+    will print one.
     """
 
     def __init__(self, write: Any, style: Style, consumed: Collection[str]) -> None:

@@ -1,10 +1,12 @@
 """`--processes N`: a parent that starts children, restarts those that end, and forwards
 signals.
 
-The parent opens no connection, and imports nothing of the project that a child must
-import again. SIGTERM and SIGINT drain and end all children; a second signal ends them
-at once. SIGHUP replaces the children one after the other. A child is stopped only when
-the replacement of the previous child works.
+The parent keeps no connection open. A child is a new process of the same command, so it
+imports the project's code as it is when the child starts.
+
+SIGTERM and SIGINT drain and end all children; a second signal ends them at once. SIGHUP
+replaces the children one after the other. A child is stopped only when the replacement
+of the previous child works.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def is_child() -> bool:
 def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
     """Start a child process that runs this process's command.
 
-    `pipe` is the read end of a pipe to which this process never writes. When this
-    process dies, the pipe is closed, so the child notices. The child inherits the
+    `pipe` is the read end of a pipe to which this process never writes. If this process
+    dies, the pipe is closed, and the child detects that. The child inherits the
     environment variables; `environment` adds more. Call this in the main thread.
     """
     # A terminal's Ctrl-C reaches both, and the child must get it only once, from its
@@ -83,9 +85,9 @@ def signals_read(
 ) -> Iterator[socket.socket]:
     """Call `handle` on these signals while the block runs.
 
-    Yields a socket that receives the numbers of the signals; `handle` gets it, too. The
-    numbers arrive at once, even if the main thread cannot run `handle` because it waits
-    for a database."""
+    Yields a socket from which the numbers of the signals can be read. `handle` is
+    called with the number and the same socket. A number can be read at once, even if
+    the main thread waits for a database and so cannot run `handle` yet."""
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
@@ -172,8 +174,8 @@ class Supervisor:
         return self._code
 
     def alive(self, within: float) -> str:
-        """Return a description of a child that has a loop that has not run for `within`
-        seconds, or "" if there is none."""
+        """Return a description of a child with a loop that has not run for `within`
+        seconds. Return "" if all loops have run."""
         now = time.monotonic()
         for slot in self.slots:
             process = slot.process
@@ -214,7 +216,7 @@ class Supervisor:
         log.info("%s started", slot)
 
     def _failed(self, slot: Slot) -> float:
-        """Count a failure of the child. Return the seconds until the next child is
+        """Count a failure of the child. Return the seconds until its replacement is
         started."""
         slot.failures += 1
         pause: float = min(MAX_PAUSE, FIRST_PAUSE * 2 ** (slot.failures - 1))
@@ -239,7 +241,7 @@ class Supervisor:
         log.error("%s ended with %d after %.0f s%s", slot, code, lived, then)
 
     def _replace(self) -> None:
-        """End the next child that must be replaced, if all children work."""
+        """During a rolling restart, end the next old child if all children work."""
         if not self._replacing:
             return
         if any(slot.failures for slot in self.slots):

@@ -38,9 +38,9 @@ TIMEOUT = 10.0
 class HttpServer(ThreadingHTTPServer):
     """Answers HTTP requests for one process, or for a parent and its children.
 
-    `alive` is called with a number of seconds. It returns a description of a loop that
-    has not run for that long, or "". `folder` is the directory through which several
-    processes share their Prometheus metrics.
+    The argument of `alive` is a number of seconds. `alive` returns a description of a
+    loop that has not run for so long, or "" if all loops have run. `folder` is the
+    directory through which several processes share their Prometheus metrics.
     """
 
     daemon_threads = True
@@ -168,7 +168,8 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
     """With `--processes`, run children, and exit when they have ended. In a child, or
     without the option, do nothing.
 
-    Call it when the command's other options have been checked. Raises CommandError.
+    Check the command's other options before this call. Raises CommandError if
+    `--processes` or `--http` has a wrong value, or does not go with another option.
     """
     wanted = options["processes"]
     if wanted is None or _supervisor.is_child():
@@ -205,8 +206,8 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
 
 @contextmanager
 def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
-    """Answer liveness probes while the block runs: by the process's state file, and
-    with `--http` also by HTTP. The parent answers HTTP for its children."""
+    """Answer liveness probes while the block runs: through the process's state file,
+    and with `--http` also by HTTP. A parent answers HTTP for its children."""
     with ExitStack() as stack:
         stack.enter_context(_state_written(needed=_supervisor.is_child()))
         if options["http"]:
@@ -222,7 +223,7 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
 
 def alive(within: float) -> str:
     """Return a description of a loop of this process that has not run for `within`
-    seconds, or "" if there is none."""
+    seconds. Return "" if all loops have run."""
     state = liveness.state()
     if state.silent <= within:
         return ""

@@ -298,7 +298,7 @@ class Command(BaseCommand):
         return filters
 
     def _require_stage(self, name: str, using: str) -> None:
-        """Raise CommandError for an unknown stage: a misspelt name must not look like a
+        """Raise CommandError for an unknown stage. A misspelt name must not look like a
         stage without dead letters."""
         letters = DeadLetter.objects.using(using)
         known = {one.name for one in all_stages()}

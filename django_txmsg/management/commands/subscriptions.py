@@ -143,6 +143,6 @@ def _living() -> list[Worker]:
 
 
 def _tables_of(broker: Broker) -> str | None:
-    """Return the database whose tables list the broker's subscriptions, if there is
-    one."""
+    """Return the database that stores the broker's subscriptions. Return None for a
+    broker that is not the embedded broker."""
     return broker.stored_in if broker.kind == "database" else None

@@ -1,7 +1,8 @@
 """`manage.py take_over_outbox_pattern`: migrates from django-outbox-pattern.
 
-The command reads django-outbox-pattern's tables directly. That package need not be
-installed, and cannot be: it requires an older stomp.py than our STOMP client.
+The command reads django-outbox-pattern's tables directly, so that package need not be
+installed. It cannot be installed beside our STOMP client, because it requires an older
+stomp.py.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Received(models.Model):
 
 
 class Command(BaseCommand):
-    """Take over the unsent and the received messages of django-outbox-pattern."""
+    """Copy the unsent messages of django-outbox-pattern into the outbox, and the ids of
+    its received messages into the inbox."""
 
     help = (
         "Takes over the tables of django-outbox-pattern: unsent messages go into the "
@@ -145,8 +147,9 @@ class Command(BaseCommand):
             raise CommandError("Not everything can be taken over.")
 
     def _send(self, using: str, options: dict[str, Any]) -> tuple[int, int]:
-        """Store the unsent messages, and mark them as sent, in one transaction for each
-        batch."""
+        """Store the unsent messages in the outbox and mark them as sent, each batch in
+        one transaction. Return the number of stored messages, and the number of
+        messages that were given up and are left."""
         rows: Any = Published._base_manager.using(using)
         given_up = rows.exclude(status=SUCCEEDED).filter(
             models.Q(status=FAILED) | models.Q(expires_at__lt=Now())
@@ -197,7 +200,8 @@ class Command(BaseCommand):
         return True
 
     def _remember(self, using: str, options: dict[str, Any]) -> int:
-        """Record the processed ids at each stage that consumes their destination."""
+        """Record in the inbox that each stage has processed the received messages of
+        its destination. Return the number of new records."""
         stages: dict[str, list[str]] = {}
         for stage in all_stages():
             stages.setdefault(stage.destination, []).append(stage.name)

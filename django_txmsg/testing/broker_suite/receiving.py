@@ -255,8 +255,9 @@ class Topics(Talk):
     def test_a_delayed_message_comes_when_its_time_has_come(
         self, destination: str
     ) -> None:
-        """A message with a long delay must not delay a later message with a short
-        delay. In a transacted session, delayed messages are not part of the
+        """A transacted session sends three delayed messages, the longest delay first.
+        Each must arrive after its own delay, so a message with a long delay must not
+        hold up a message with a short delay. The messages are not part of the session's
         transaction."""
         with self.open(transacted=True) as session:
             sent = time.monotonic()
@@ -360,9 +361,9 @@ class Together(Talk):
     def test_what_a_slow_session_holds_comes_to_nobody_else(
         self, destination: str
     ) -> None:
-        """A session keeps its deliveries while a handler runs, although nothing calls
-        the session in that time. So a broker with leases must renew them in a separate
-        thread."""
+        """While a handler runs, nothing calls the session. Even so, the broker must not
+        give the session's deliveries to another session. So a broker with leases must
+        renew them in a separate thread."""
         self.send(*numbered(destination, 1))
         with self.consumer(destination, prefetch=1) as slow:
             [delivery] = take(slow, 1)

@@ -33,7 +33,8 @@ class Sending(Talk):
     def test_what_is_proven_is_there_while_its_sender_goes_on(
         self, destination: str
     ) -> None:
-        """A receipt must prove that the message is already stored."""
+        """When the sender gets a receipt, a consumer must be able to receive the
+        message, even if the sender's session stays open."""
         with self.open() as session:
             assert session.send(numbered(destination, 3)) == [None] * 3
             assert self.rest(destination) == numbers(3)
@@ -138,8 +139,9 @@ class Sending(Talk):
         assert self.rest(destination) == [b"again"]
 
     def refused(self, destination: str) -> Outgoing | None:
-        """Override this if your broker refuses some messages. Return a message to
-        `destination` that the broker refuses, or on which it closes the connection."""
+        """Override this if your broker refuses some messages. Return such a message to
+        `destination`. The broker may also close the connection when it gets the
+        message."""
         return None
 
     def test_isolated_messages_show_on_which_one_a_broker_hangs_up(
@@ -206,8 +208,9 @@ class Transactions(Talk):
     def test_a_message_can_be_acknowledged_alone_after_a_rollback(
         self, destination: str
     ) -> None:
-        """The consumer does this with a failed message that it has stored in the
-        database."""
+        """After a rollback, a transacted session must be able to acknowledge a delivery
+        by `ack()`. The consumer acknowledges a failed message in this way, after it has
+        stored the message in the database."""
         self.send(*numbered(destination, 2))
         with self.consumer(destination, transacted=True, prefetch=1) as session:
             for _ in range(2):

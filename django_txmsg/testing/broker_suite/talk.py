@@ -64,8 +64,8 @@ class Talk:
             assert session.send(messages) == [None] * len(messages)
 
     def rest(self, destination: str) -> list[bytes]:
-        """Receive and acknowledge all waiting messages, and return their bodies. To
-        recognize the last one, first send a message that marks the end."""
+        """Receive and acknowledge all messages of a queue, and return their bodies. To
+        detect the end of the queue, the method first sends a marker message."""
         end = uuid.uuid4().bytes
         self.send(Outgoing(destination, {}, end))
         found: list[bytes] = []
@@ -104,7 +104,7 @@ class Talk:
 
 
 def take(session: Session, count: int) -> list[Delivery]:
-    """Receive and return `count` deliveries, or fail."""
+    """Receive and return `count` deliveries. Fail if fewer arrive in time."""
     found: list[Delivery] = []
     for _ in range(count):
         delivery = session.receive(SOON)
