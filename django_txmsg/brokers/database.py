@@ -1,4 +1,4 @@
-"""Hops 4 to 6 without a broker: queues in tables of a Django database.
+"""Hops 4 to 6 without a message server: queues in tables of a Django database.
 
 The URL is `database://`. This broker needs no installation, and has the guarantees of
 its database. A delivery is a lease. If a consumer dies, its lease ends, and another
@@ -42,8 +42,8 @@ _PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
 
 
 def read_headers(written: str) -> tuple[dict[str, str], str]:
-    """Return a row's headers as text, and a description of their fault, or "" if they
-    are valid. The column may contain any JSON, because a person may have inserted the
+    """Return a row's headers as text, and a description of their fault ("" if they are
+    valid). The column may contain any JSON, because a person may have inserted the
     row."""
     try:
         given = json.loads(written)

@@ -51,8 +51,9 @@ class Heads:
     """Encodes the frames of one batch. Header lines that several messages share are
     encoded once.
 
-    The jms client encodes the first message of each kind with placeholders. The result
-    is a template, which is filled with the values of each similar message.
+    If a batch has several messages of one kind, the jms client encodes one of them with
+    placeholders. The result is a template, into which `Heads` puts the values of each
+    later message of this kind.
     """
 
     def __init__(

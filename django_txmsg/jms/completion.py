@@ -121,18 +121,17 @@ class CompletionFuture(Future["Message"]):
         self._withdraw: Callable[[], bool] = lambda: False
 
     def on_completion(self, message: Message) -> None:
-        """Set the result. The session calls a future like a listener."""
+        """Set the future's result. The future is the listener of its send."""
         if self.set_running_or_notify_cancel():
             self.set_result(message)
 
     def on_exception(self, message: Message, error: MessagingError) -> None:
-        """Set the exception. The session calls a future like a listener."""
+        """Set the future's exception. The future is the listener of its send."""
         if self.set_running_or_notify_cancel():
             self.set_exception(error)
 
     def on_withdrawn(self) -> None:
-        """Wake the threads that wait for a cancelled send. Listeners have no such
-        method, because only futures can be cancelled."""
+        """Mark the future as cancelled, and wake the threads that wait for it."""
         super().cancel()
         self.set_running_or_notify_cancel()
 

@@ -119,7 +119,7 @@ class Dialect:
         after this delay.
 
         Raises ``UnsupportedOperationError`` in a transaction. The broker would schedule
-        the message only after the commit, and lose it in a crash between the two.
+        the message only after the commit. A crash before that would lose the message.
         """
         if transacted:
             raise UnsupportedOperationError(
@@ -193,9 +193,9 @@ class RabbitMQDialect(Dialect):
     existing: tuple[str, ...] = ()
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Also refuse headers that are too long for AMQP. RabbitMQ accepts them over
-        STOMP, but would then close the connection of every consumer that gets the
-        message."""
+        """Refuse the same headers as the base class, and headers that are too long for
+        AMQP. RabbitMQ accepts long headers over STOMP, but would then close the
+        connection of every consumer that gets the message."""
         Dialect.check_headers(self, headers)
         for name, value in headers.items():
             text = f"{value}" if name in _AMQP_PROPERTIES else ""
@@ -209,9 +209,9 @@ class RabbitMQDialect(Dialect):
                 )
 
     def with_existing(self, existing: str) -> Dialect:
-        """Address these queues as ``/amq/queue/NAME``, which declares no queue.
-        ``/queue/NAME`` would declare a classic queue, and fail if the queue has another
-        type."""
+        """Return a dialect that addresses the queues with these names as
+        ``/amq/queue/NAME``, which declares no queue. ``/queue/NAME`` would declare a
+        classic queue, and fail if the queue has another type."""
         return replace(self, existing=tuple(filter(None, existing.split(","))))
 
     def address(self, destination: Destination) -> str:
@@ -338,8 +338,8 @@ BY_NAME = {dialect.name: dialect for dialect in (ACTIVEMQ, ARTEMIS, RABBITMQ)}
 def recognize(server: str) -> Dialect:
     """Return the dialect for the ``server`` header of the CONNECTED frame.
 
-    An unknown server is treated as ActiveMQ Classic. Most brokers use ActiveMQ's form
-    of destination names, and every broker confirms a send by a receipt.
+    An unknown server is treated as ActiveMQ Classic, because most brokers use
+    ActiveMQ's form of destination names, and every broker confirms a send by a receipt.
     """
     lowered = server.lower()
     if "artemis" in lowered:

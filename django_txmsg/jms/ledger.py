@@ -3,8 +3,8 @@
 Hop 4 of a message. A pending frame gets exactly one outcome: acknowledged, rejected,
 unknown or cancelled. The first of these events sets the outcome: a receipt, an ERROR
 frame, the frame's deadline, the loss of the connection, or the sender's cancellation.
-The ledger counts later answers and ignores them. The caller of a method holds the
-connection's lock.
+The ledger counts later answers and ignores them. Callers hold the connection's lock,
+except for ``new_receipt``.
 """
 
 from __future__ import annotations

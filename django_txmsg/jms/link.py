@@ -141,8 +141,8 @@ class Link:
         return self._pid != os.getpid()
 
     def check_alive(self) -> None:
-        """Raise ``IllegalStateError`` if the link cannot be used, or
-        ``ConnectionLostError`` if it is lost."""
+        """Raise ``ConnectionLostError`` if the connection is lost. Raise
+        ``IllegalStateError`` if the link is closed, or in a forked child."""
         if self._pid != os.getpid():
             self.check_own()
         if self.error is not None:

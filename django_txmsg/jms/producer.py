@@ -185,8 +185,9 @@ class MessageProducer(Closing):
         with a receipt has failed, ActiveMQ commits the other messages. So a SEND to
         ActiveMQ asks for a receipt only if the send has a listener.
 
-        RabbitMQ sends the receipt of a SEND only after COMMIT. So the client queues a
-        barrier behind the SEND, whose receipt completes the send.
+        RabbitMQ sends the receipt of a SEND only after COMMIT. So for a send with a
+        listener, the client queues a barrier behind the SEND. The receipt of the
+        barrier completes the send.
         """
         link = self.session.link
         transaction = self.session.transaction()

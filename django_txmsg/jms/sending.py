@@ -60,8 +60,9 @@ class SendingSession(Closing):
         self.check_open()
 
     def refuse_own(self, verb: str) -> None:
-        """Raise ``IllegalStateError`` if the caller, a callback or a signal handler,
-        would wait for ever for this session."""
+        """Raise ``IllegalStateError`` in a callback of this session, in a signal
+        handler that has interrupted the session, and in a forked child. There, a wait
+        for the session would never end."""
         self.link.check_own()
         self.link.refuse_inside()
         if self._ending._is_owned():  # type: ignore[attr-defined]  # RLock's own

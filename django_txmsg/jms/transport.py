@@ -64,7 +64,7 @@ class FrameListener(Protocol):
         broker stopped reading or answering."""
 
     def on_progress(self) -> None:
-        """Handle progress: after a write had to wait, the broker reads again."""
+        """Called when the broker reads again, after a write had to wait."""
 
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
@@ -124,8 +124,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         self._socket = connected
 
     def _connect(self, give_up: float) -> socket.socket:
-        """Connect to the first IP address of the host that answers. All addresses
-        together have until ``give_up``."""
+        """Connect to the first IP address of the host that answers. ``give_up`` is the
+        common deadline for all addresses."""
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(
             *self.address, type=socket.SOCK_STREAM

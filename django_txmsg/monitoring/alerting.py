@@ -83,7 +83,7 @@ class Alerting(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether the settings enable no alerts."""
+        """Whether the settings disable alerts."""
         return not conf.get().ALERTS.KINDS
 
     @cached_property

@@ -91,8 +91,8 @@ class Attendance:
 
 
 def read(using: str, now: dt.datetime) -> Attendance:
-    """Return the MOST workers with the latest heartbeats, including silent workers. One
-    query."""
+    """Return up to MOST workers, those with the latest heartbeats, in one query. Silent
+    workers are included."""
     rows: Any = Worker.objects.using(using).order_by("-heartbeat_at")[:MOST]
     return Attendance(now, sorted(rows, key=lambda one: (one.kind, one.name)))
 

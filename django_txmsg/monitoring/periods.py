@@ -124,7 +124,7 @@ def _remembered(
     using: str, first: dt.datetime
 ) -> tuple[dict[tuple[dt.datetime, str], int], dt.datetime]:
     """Return the stored counts of all periods before the first period that has none.
-    Also return the start of that first period, from which on rows must be counted."""
+    Also return the start of that first period. Rows from then on must be counted."""
     counts: dict[tuple[dt.datetime, str], int] = {}
     starts = set()
     for start, series, count in (

@@ -1,9 +1,9 @@
 """The states of the worker processes on this host, one file for each process.
 
 A worker writes its file once a second. `manage.py txmsg alive` reads the files of all
-processes. The parent process of `--processes` reads the files of its children. The
-states are not in the database, because a process that waits during an outage of the
-database must not be killed.
+processes. The parent process of `--processes` reads the files of its children. If the
+states were in the database, all workers would seem dead during an outage of the
+database, and a supervisor would kill them.
 """
 
 from __future__ import annotations

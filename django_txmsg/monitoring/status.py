@@ -1,8 +1,8 @@
 """The state of messaging: the counts of every state and the age of the oldest message,
 in few queries.
 
-The overview, `manage.py message_status`, the alarms and the metrics read it for every
-database in use. The health view uses the same functions, but counts less.
+The overview, `manage.py message_status`, the alarms and the metrics read this state for
+every database in use. The health view uses the same functions, but counts less.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ def unconsumed(
     now: dt.datetime,
 ) -> dict[str, str]:
     """Return the destinations that have recently received messages and have no known
-    consumer. If a stage here consumes a destination with a similar name, the sender may
-    have meant that destination. So each name is mapped to the similar name, or to "" if
-    there is none.
+    consumer. Each is mapped to the similar name of a destination that a stage here
+    consumes, or to "" if there is none. The sender may have misspelt the similar name.
 
     `dispatched` maps each destination to its last dispatch. `consumed` are the
     destinations of the stages here. TXMSG["KNOWN_DESTINATIONS"] names the destinations

@@ -58,8 +58,8 @@ class Waiting:
 
 @dataclass(frozen=True)
 class NeedsNewerCode:
-    """The messages of one stage that wait for newer code: their number, since when they
-    wait, and a type and version that they need."""
+    """The messages of one stage that wait for newer code: their number, the time when
+    the first of them arrived, and a type and version that they need."""
 
     count: int
     since: dt.datetime | None

@@ -154,7 +154,7 @@ class Peer:
             self.conversation.arrive(self._backlog.popleft())
 
     def put_back(self, frame: Frame) -> None:
-        """Handle this frame again, before all other frames."""
+        """Put this frame back, so that it is handled again before all other frames."""
         self._backlog.appendleft(frame)
 
     def _write_some(self) -> None:

@@ -34,7 +34,7 @@ class Verb(Enum):
 
 
 class Client(Protocol):
-    """The interface of a connection, for a function of a test."""
+    """The interface of a connection that a test's function can use."""
 
     def send(self, frame: Frame) -> None:
         """Send a frame to the client."""
@@ -47,7 +47,7 @@ class Client(Protocol):
 
 
 class Talk(Protocol):
-    """The interface of a conversation, for a function of a test."""
+    """The interface of a conversation that a test's function can use."""
 
     @property
     def peer(self) -> Client:

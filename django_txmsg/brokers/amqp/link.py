@@ -75,7 +75,8 @@ class Transport:
             raise
 
     def _timed(self, timeout: float) -> socket.socket:
-        """Return the socket, with this time-out. Raises OSError if it is closed."""
+        """Set the socket's time-out, and return the socket. Raises OSError if the
+        socket is closed."""
         if self.sock is None:
             raise OSError("the connection is closed")
         self.sock.settimeout(timeout)

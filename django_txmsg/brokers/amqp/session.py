@@ -64,8 +64,7 @@ class Acknowledgements:
 
     def gather(self, tags: Collection[int], *, prefetch: int) -> bool:
         """Mark deliveries for acknowledgement. Return whether the acknowledgements must
-        be sent now. `prefetch` is the number of deliveries that the broker sends
-        ahead."""
+        be sent now. `prefetch` is the maximum number of unacknowledged deliveries."""
         for tag in tags:
             self._open[tag] = True
         self._gathered += len(tags)

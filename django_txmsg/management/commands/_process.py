@@ -151,8 +151,8 @@ def heartbeat(
     presence: Presence, busy: Busy, databases: Sequence[str] = ()
 ) -> Iterator[None]:
     """Send heartbeats while the block runs. Also aggregate the counts in `databases`
-    for the admin's charts. If a heartbeat fails, the process stops, and the error is
-    raised."""
+    for the admin's charts. If the heartbeat thread fails, the process stops, and the
+    error is raised."""
     done = threading.Event()
 
     def beat() -> None:

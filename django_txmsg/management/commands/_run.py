@@ -177,8 +177,8 @@ class Lines:
     """Prints a line for the outcome of each message.
 
     `write` prints a line. `consumed` names the destinations of this process's stages.
-    The dispatch of a message to these destinations prints no line, because its stage
-    will print one.
+    The dispatch of a message to such a destination prints no line, because the stage's
+    outcome will print a line.
     """
 
     def __init__(self, write: Any, style: Style, consumed: Collection[str]) -> None:

@@ -165,8 +165,8 @@ def job_spec(alias: str) -> Any:
 
 
 def _read_by(source: Any, reader: str) -> Any:
-    """Return a service's database, together with the replica from which jobs read its
-    rows."""
+    """Return the specification of a service's database, with the replica from which
+    jobs read its rows."""
     if "://" in reader:
         return replace(source, reader_url=reader)
     there = source_spec(reader, f"{source.service}_reader")
@@ -205,9 +205,8 @@ def source_spec(alias: str, service: str) -> Any:
 
 
 def _libpq(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the OPTIONS of an alias that concern libpq and the server: TLS, the
-    schema, the role. Secrets are omitted, because a specification is written to
-    files."""
+    """Return the libpq parameters in a database's OPTIONS: TLS, the schema, the role.
+    Secrets are omitted, because a specification is written to files."""
     from psycopg.pq import Conninfo
 
     known = {one.keyword.decode() for one in Conninfo.get_defaults()}

@@ -26,7 +26,8 @@ from ..verb_parser import VerbParser
 
 
 class Command(BaseCommand):
-    """List and end the subscriptions of stages that were removed."""
+    """List the embedded broker's subscriptions, or end one of a stage that was
+    removed."""
 
     help = "Lists the embedded broker's subscriptions; ends one, at any broker."
 
