@@ -150,7 +150,9 @@ def test_amqp_tells_the_broker_s_reason_as_well(
 def test_foreign_header_cannot_choose_a_forbidden_destination(
     header: str, destination: str
 ) -> None:
-    """A redelivery goes to the dead letter's destination."""
+    """A foreign header may name the destination to which the dead letter is
+    redelivered. If the name is forbidden or invalid, the destination is the dead-letter
+    queue."""
     factories.QueueMessageFactory(queue="DLQ", headers={"original-destination": header})
 
     with taking_in("database://", "DLQ", BACKEND=f"{__name__}.WithDeadLetters"):
@@ -163,7 +165,8 @@ def test_foreign_header_cannot_choose_a_forbidden_destination(
 def test_an_unexpected_error_loses_no_message_and_ends_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The thread continues, and keeps the message until it can bury it."""
+    """Burying a message fails twice with an unexpected error. The thread continues,
+    keeps the message, and finally buries it."""
     bury, tries = burial.bury, iter([RuntimeError, KeyError])
 
     def fail_twice(**letter: Any) -> Any:

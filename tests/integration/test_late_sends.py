@@ -54,8 +54,8 @@ def send_late(key: str | None) -> None:
 
 @contextmanager
 def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception]]:
-    """Call `act` when a receiver of the signal is called for the first time. Yields a
-    list with the exception that `act` raises, if any."""
+    """Connect a receiver to the signal. Its first call runs `act`. Yields a list, to
+    which an exception of `act` is appended."""
     failed: list[Exception] = []
     acted: list[bool] = []
 
@@ -176,7 +176,8 @@ def test_receiver_of_a_sessions_signal_sends_once(
 def test_dispatcher_is_woken_although_events_cannot_be_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """After the commit, the query for the stored rows fails."""
+    """After the commit, the query for the stored rows fails, so their events cannot be
+    sent. The dispatcher still wakes up."""
     woken = list[int]()
 
     def refuse(execute: Any, sql: str, *given: Any) -> Any:

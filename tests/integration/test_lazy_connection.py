@@ -240,7 +240,8 @@ def test_a_function_of_the_project_defines_the_transactions_of_all_stages(
 
 @pytest.mark.parametrize("outer", [True, False])
 def test_hooks_of_an_unused_transaction_run_after_success_only(outer: bool) -> None:
-    """A failing robust hook does not affect the other hooks."""
+    """A transaction runs no query. Its hooks run if it succeeds, but not if it fails. A
+    failing robust hook does not affect the other hooks."""
     ran: list[str] = []
 
     def broken() -> None:
@@ -265,8 +266,8 @@ def test_hooks_of_an_unused_transaction_run_after_success_only(outer: bool) -> N
 def test_failed_connect_does_not_change_the_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The handler may catch the error and try again. Its queries must not run in
-    autocommit mode then."""
+    """The handler's first query cannot connect, and the handler tries again. Its later
+    queries run in the stage's transaction, not in autocommit mode."""
     connections["default"].close()
     real = type(connections["default"]).get_new_connection
     tries: list[int] = []

@@ -32,8 +32,8 @@ URL = "/admin/django_txmsg/schedule/"
 
 @pytest.fixture(autouse=True)
 def _nothing_leaves_by_itself(impatient: None) -> None:
-    """No thread dispatches messages after commits, because it would outlive its
-    test."""
+    """Use settings without a thread that dispatches after commits, because it would
+    outlive its test."""
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def timekeeper(clock: Clock) -> Timekeeper:
-    """Return a timekeeper in a process that declares no recurring message."""
+    """Return a timekeeper that has checked once. Its process declares no recurring
+    message."""
     found = Timekeeper(["default"], now=clock)
     assert not found.idle
     found.tick()
@@ -120,7 +121,8 @@ def test_recurring_message_is_made_and_removed_by_its_transaction() -> None:
 @committing
 @pytest.mark.postgresql
 def test_a_tick_and_a_removal_at_once_leave_no_message_behind() -> None:
-    """Either the removal waits for the tick, or the tick finds no row."""
+    """A tick begins while a transaction removes the recurring message. The tick waits
+    for the commit, finds no row, and stores nothing."""
     clock = Clock()
     timekeeper = Timekeeper(["default"], now=clock)
     make()

@@ -42,8 +42,8 @@ def bury(stage: Stage, count: int, **more: Any) -> list[DeadLetter]:
 
 
 def work(stage: Stage, operation: BulkOperation, rounds: int = 60) -> list[int]:
-    """Execute a batch of the operation, then the stage, and repeat. Return the sizes of
-    the batches."""
+    """Alternate between a batch of the operation and the stage. Return the sizes of the
+    batches."""
     sizes = []
     for _ in range(rounds):
         BulkOperation.objects.update(due_at=factories.ago(seconds=1))

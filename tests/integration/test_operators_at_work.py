@@ -185,7 +185,8 @@ def test_a_paused_stage_runs_nothing_more_that_is_parked_while_its_broker_is_awa
 @pytest.mark.postgresql
 @pytest.mark.parametrize("here", [True, False], ids=["declared", "gone"])
 def test_message_in_progress_is_not_redelivered(here: bool) -> None:
-    """A copy of the dead message has arrived, and a stage is processing it."""
+    """A stage is processing a copy of the dead message. The operator's redelivery skips
+    the dead letter."""
     row = make.InboxMessageFactory(processed_at=None, stage="tests.copy")
     make.DeadLetterFactory(message_id=row.message_id, stage=row.stage)
 
@@ -258,8 +259,8 @@ def test_letter_that_dies_again_while_it_is_pruned_is_kept() -> None:
 def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since() -> (
     None
 ):
-    """The relay waits for a lock until its lease has ended. The cancelled message had
-    failed before, so it is sent last."""
+    """A relay waits for a lock until its lease has ended. Meanwhile an operator cancels
+    one of its messages. The relay does not send that message."""
     with transaction.atomic():
         sent, taken_back = send_message("tests.lapsed", 1), send_message("tests.b", 2)
     OutboxMessage.objects.filter(message_id=taken_back.id).update(attempts=1)
@@ -285,7 +286,8 @@ def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since(
 
 @pytest.mark.postgresql
 def test_message_that_newer_code_is_processing_is_not_buried() -> None:
-    """A worker has processed the message for longer than its lease."""
+    """Two messages need newer code, and a worker with that code is processing one of
+    them. Only the other message is buried."""
     newer = {"parked": True, "needs_type": "shop.Order", "needs_version": 2}
     running, other = (
         make.InboxMessageFactory(**newer),

@@ -61,8 +61,8 @@ def test_rejected_message_holds_back_only_its_key(
 
 
 def test_a_head_that_is_due_again_does_not_drown_behind_its_followers() -> None:
-    """The first message of a key has a later due time than its followers, of which
-    there are more than fit into a batch."""
+    """The first message of a key has a later due time than its followers, which fill
+    several batches. The messages of the key are still sent in order."""
     store(["a"] * 30 + ["b", None])
     head = OutboxMessage.objects.order_by("id")[0]
     OutboxMessage.objects.exclude(pk=head.pk).update(
@@ -105,8 +105,8 @@ def test_rows_of_other_brokers_and_services_are_not_held_back() -> None:
 def test_two_relays_keep_the_order_of_keys_despite_rejections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each key keeps its order, whichever relay sends its messages, and despite
-    retries."""
+    """Two relays send the messages of several keys, and the broker rejects some of them
+    at first. The messages of each key are still sent in order."""
     dice, lock = random.Random(7), threading.Lock()
     sent: dict[str, list[int]] = defaultdict(list)
 

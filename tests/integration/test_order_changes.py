@@ -42,8 +42,8 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
-    """The renamed stage does not know which messages the old stage has processed. It
-    waits for a predecessor only a short time."""
+    """A renamed stage does not know which messages were processed under the old name.
+    It waits for such a predecessor only a short time."""
     destination, sent = "tests.renamed", 0
 
     def send(count: int) -> None:
@@ -71,8 +71,9 @@ def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
 
 @pytest.mark.postgresql
 def test_late_commit_is_ordered_by_when_it_left() -> None:
-    """The message that is committed late has a lower number than messages that were
-    sent before it."""
+    """A message is stored early, but committed and sent late, so its id is lower than
+    those of messages sent before it. The stage processes the messages in the order in
+    which they were sent."""
     destination = "tests.late"
     began, commit = threading.Event(), threading.Event()
 
@@ -176,9 +177,9 @@ STRANGE = [
 
 @pytest.mark.parametrize(("ordered", "batch"), [("block", 7), ("skip", 1)])
 def test_forged_links_block_no_key_and_no_stage(ordered: Order, batch: int) -> None:
-    """The forged links point to other messages, to the message itself or in circles,
-    under the keys of others. All genuine messages are processed. Forged messages that
-    stay blocked can be released."""
+    """Forged messages name other messages or themselves as predecessors, even in
+    circles, and use the keys of others. All genuine messages are processed. Forged
+    messages that stay blocked can be released."""
     draw = random.Random(f"{ordered} {batch}")
     ids = [uuid.UUID(int=draw.getrandbits(128)) for _ in range(30)]
     with declared(effect, ordered=ordered, batch=batch) as stage:
@@ -261,8 +262,9 @@ def test_message_naming_itself_as_predecessor_runs() -> None:
 
 
 def test_queue_of_a_paused_stage_is_received_before_waits_expire() -> None:
-    """A message has waited longer than ORDER_PATIENCE. It is released only after the
-    stage has read its queue for the predecessor."""
+    """A message of a paused stage has been blocked for longer than ORDER_PATIENCE.
+    After the pause, the message stays blocked until the stage has read its queue, where
+    the predecessor is."""
     with txmsg(ORDER_PATIENCE=60.0), declared(effect, ordered="skip") as stage:
         send_chain(stage.destination, [0, 1])
         zero, one = taken(stage.destination)

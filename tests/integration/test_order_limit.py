@@ -59,7 +59,7 @@ def waiting() -> int:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the stage count its blocked messages at each call."""
+    """Let the stage count its blocked messages each time it checks the limit."""
     monkeypatch.setattr(limits, "LOOK", 0.0)
     monkeypatch.setattr(limits, "SHARE", 0)
 
@@ -89,8 +89,9 @@ def test_full_stage_stops_receiving_and_resumes_when_there_is_room(
 def test_a_full_stage_takes_one_message_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The queue may contain the predecessor of the blocked messages, behind messages
-    that would be blocked too."""
+    """A stage has too many blocked messages. It still receives one message now and
+    then, because their predecessor may be in the queue, behind messages that would be
+    blocked too."""
     monkeypatch.setattr(limits, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(limits, "LONGEST_PAUSE", 0.01)
     with txmsg(ORDER_MAX_WAITING=5), declared(effect, ordered="block") as stage:

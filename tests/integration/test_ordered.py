@@ -307,7 +307,8 @@ def test_dead_message_with_skip_blocks_none_and_runs_late() -> None:
 
 @pytest.mark.parametrize("batch", [1, 10])
 def test_skip_continues_at_once_after_a_dead_message_of_the_batch(batch: int) -> None:
-    """`drain()` does not wait, so a message with a later due time would remain."""
+    """In mode "skip", the followers of a dead message are due at once, so drain()
+    processes them without waiting."""
     handler = refusing(1, 3)
     with declared(handler, ordered="skip", batch=batch) as stage:
         with transaction.atomic():
@@ -480,7 +481,8 @@ def test_block_does_not_wait_for_an_unseen_predecessor(
     because: str,
 ) -> None:
     """The predecessor was sent before the stage was first ordered, or longer ago than
-    the inbox's retention."""
+    the inbox's retention, so the stage may not know it. In mode "block", the stage
+    waits for it only a short time."""
     with declared(effect, ordered="block") as stage:
         send_chain(stage.destination, [0, 1, 2])
         _, one, two = taken(stage.destination)

@@ -1,5 +1,6 @@
-"""A task of an async view, for example, may outlive its session or stage. It still has
-the context of the session or stage. But its messages belong to its own transaction."""
+"""Code can outlive its session or stage, for example a task of an async view. Such code
+still has the context of the session or stage, but its messages belong to its own
+transaction."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
 
 
 def test_messages_of_an_unknown_stage_wait_and_are_reported() -> None:
-    """The messages stay, because a process of another version may have the stage."""
+    """A message is parked for a stage that no process here declares. It stays and is
+    reported as overdue, because a process of another version may have the stage."""
     script = Script(ValueError())
     with declared(script, "tests.unknown") as stage:
         send(stage.destination)
@@ -155,8 +156,8 @@ def test_a_copy_of_a_parked_message_is_dropped() -> None:
 
 
 def test_a_database_error_is_the_messages_failure_and_is_parked() -> None:
-    """The error breaks the connection's transaction. The next attempt gets a usable
-    connection."""
+    """A handler's query fails and breaks the transaction. The message is parked, and
+    its next attempt gets a usable connection."""
 
     def handler(message: Message) -> None:
         if message.delivery_attempt == 1:
@@ -172,8 +173,8 @@ def test_a_database_error_is_the_messages_failure_and_is_parked() -> None:
 
 @pytest.mark.parametrize("transaction", ["outbox", "best_effort_1pc", "broker_only"])
 def test_a_stop_during_a_blocking_wait_keeps_no_lease(transaction: Any) -> None:
-    """The message's dead letter was redelivered, so the message was parked. After the
-    stop, the next worker need not wait for the end of a lease."""
+    """A stage with mode "blocking" stops while it waits for the next attempt of a
+    parked message. The row keeps no lease, so another worker can process it at once."""
     slow = RedeliveryPolicy(mode="blocking", initial_delay=600.0, max_delay=600.0)
     script = Script(Refuse(), ValueError())
     with declared(script, transaction=transaction, redelivery=slow) as stage:

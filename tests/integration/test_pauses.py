@@ -134,8 +134,8 @@ def test_a_full_destination_waits_and_the_other_one_goes_on(
 
 @pytest.mark.usefixtures("long_pauses")
 def test_a_paused_backlog_fills_no_batch() -> None:
-    """The messages to the paused destination are the oldest, and more than one
-    batch."""
+    """The oldest messages fill several batches, and go to a paused destination. Later
+    messages to another destination are sent."""
     ROOM[FULL] = 0
     store(*[(FULL, None)] * 300)
     lane = Lane("default", "default")
@@ -179,7 +179,7 @@ def test_a_trial_is_small_and_grows_while_all_of_it_is_stored() -> None:
 def test_a_larger_body_than_a_lane_s_share_leaves_its_pause_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trial message is larger than a lane's share of the limit of bytes. It is sent
+    """The trial message is larger than a lane's share of the byte limit. It is sent
     even while smaller messages keep coming."""
     monkeypatch.setattr(claiming, "MAX_BYTES", 1000)
     monkeypatch.setattr(pauses, "IDLE", 0.05)
@@ -217,8 +217,8 @@ def test_only_one_lane_tries_a_paused_destination() -> None:
 
 
 def test_a_queue_at_its_limit_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
-    """The queue's consumer takes a few messages now and then. The queue never has space
-    for all."""
+    """A consumer makes space in the full queue now and then, but never for all
+    messages. The outage is logged once."""
     caplog.set_level(logging.INFO, "django_txmsg.breaker")
     ROOM[FULL] = 1
     store(*[(FULL, None)] * 100)
@@ -310,8 +310,8 @@ def test_relay_once_reports_refused_messages() -> None:
 def test_a_message_that_is_cancelled_ends_the_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No other message is pending, so no trial batch can prove that the destination
-    works again."""
+    """The only message to a paused destination is cancelled, so no trial batch can
+    prove that the destination works again. The pause ends."""
     monkeypatch.setattr(pauses, "SETTLED", 0.0)
     ROOM[FULL] = 0
     store((FULL, None))

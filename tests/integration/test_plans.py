@@ -220,8 +220,9 @@ def test_queued_messages_are_not_read_before_their_time() -> None:
 
 
 def test_a_claim_takes_no_more_than_its_limit_whatever_the_plan() -> None:
-    """With a nested loop, the server could search the first free row again for each
-    row, and find another one."""
+    """A claim with the limit 1 gets one row, even if the server uses a nested loop.
+    Such a plan could search for a free row several times, and find another one each
+    time."""
     QueueMessage.objects.bulk_create(
         QueueMessage(queue="tests.q", body=b"x") for _ in range(50)
     )
@@ -254,8 +255,8 @@ def test_tasks_are_found_by_priority_and_not_sorted() -> None:
 
 @pytest.mark.parametrize("model", [OutboxMessage, InboxMessage])
 def test_pruning_finds_its_rows_by_their_primary_keys_alone(model: Any) -> None:
-    """On a large table, the server might use a second index too. For each batch it
-    would then read that index for the whole table."""
+    """Pruning a large table uses only the index of the primary key. With a second
+    index, the server would read that index for the whole table in each batch."""
     OutboxMessage.objects.all().delete()
     store(1)
     InboxMessage.objects.create(
@@ -307,8 +308,8 @@ def test_pruning_finds_its_rows_by_their_primary_keys_alone(model: Any) -> None:
 def test_columns_that_every_message_changes_are_in_no_index(
     table: str, columns: str
 ) -> None:
-    """If such a column had an index, each claim and each settlement would write to all
-    indexes."""
+    """No index contains a column that every message changes. Otherwise each claim and
+    each settlement would write to all indexes."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pg_get_indexdef(indexrelid) FROM pg_index"

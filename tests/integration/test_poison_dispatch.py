@@ -68,7 +68,7 @@ def store(*destinations: str, **more: Any) -> None:
 
 
 def settle(relay: Way) -> None:
-    """Relay once for each attempt of the poison message. It is due each time."""
+    """For each attempt of the poison message, make the message due and relay once."""
     for _ in range(ATTEMPTS):
         OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).update(
             due_at=Now()
@@ -146,7 +146,8 @@ def test_broker_outage_after_a_hang_up_counts_no_attempt_for_others(
 @pytest.mark.parametrize("way", ["one lane", "the Celery task"])
 def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None:
     """Over STOMP, RabbitMQ closes the connection without an error if a queue is full.
-    So no message counts an attempt."""
+    The messages to this queue stay pending and count no attempt. All others are
+    sent."""
     with (
         ScriptedBroker(RABBITMQ) as broker,
         txmsg(BROKERS={"default": {"URL": broker.url}}, RELAY=relaying()),

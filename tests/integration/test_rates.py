@@ -79,7 +79,8 @@ def test_messages_over_the_rate_wait_for_their_slots(mode: Any) -> None:
 
 
 def test_a_busy_thread_takes_several_slots_with_one_statement() -> None:
-    """The thread takes several slots at once, as long as the rate is not reached."""
+    """A thread processes many messages and stays below the rate. It takes several slots
+    with one statement."""
     with declared(effect, rate="9000000/m") as one:
         for _ in range(40):
             put(one.destination)
@@ -103,7 +104,8 @@ def test_each_value_of_the_header_has_its_own_rate() -> None:
 
 
 def test_a_key_with_many_overdue_messages_does_not_delay_another() -> None:
-    """After an outage, overdue messages of a key get new slots."""
+    """After an outage, a key has many overdue messages. They get new slots, and the
+    message of another key is processed at once."""
     with declared(effect, rate="2/h", per="tenant") as one:
         for _ in range(30):
             send(one.destination, headers={"tenant": "many"})
@@ -176,7 +178,8 @@ def test_a_copy_of_a_waiting_message_does_not_move_it() -> None:
 
 
 def test_a_worker_that_dies_after_the_slot_loses_only_the_slot() -> None:
-    """When the lease has ended, the message is claimed again and takes another slot."""
+    """A worker dies after it has taken a slot for a message. When the lease has ended,
+    the message is claimed again and takes another slot."""
     died: list[int] = []
 
     def handler(message: Message) -> None:
@@ -233,8 +236,9 @@ def test_messages_that_wait_go_on_if_the_stage_has_no_rate_any_more() -> None:
 
 
 def test_a_changed_per_gives_waiting_messages_slots_of_their_new_lines() -> None:
-    """Without a new slot, the message could wait for years, because slots are numbered
-    for each key."""
+    """The option `per` of a stage changes while messages wait. They get new slots,
+    because slots are numbered for each key, and an old number could mean years of
+    waiting."""
     with declared(effect, rate="1/h") as one:
         send(one.destination, headers={"tenant": "a"})
         step(one)
@@ -343,7 +347,8 @@ def test_threads_share_a_rate() -> None:
 def test_no_minute_has_five_percent_over_the_rate(
     manage: Callable[..., ManageProcess], tmp_path: Path
 ) -> None:
-    """The test stops both processes for a while, and kills one."""
+    """Two processes share a rate. One of them is killed, and both stop for a while. In
+    every minute, they process at most 105 % of the rate."""
     (tmp_path / "rates_of_a_test.py").write_text(STAGE.replace("20/s", "1200/m"))
     for number in range(1600):
         put("tests.rates", b'"kill"' if number == 5 else b"1")
@@ -377,7 +382,8 @@ def test_no_minute_has_five_percent_over_the_rate(
 def test_two_processes_share_a_rate_and_one_of_them_is_killed(
     manage: Callable[..., ManageProcess], tmp_path: Path
 ) -> None:
-    """All messages have their effect once, and never faster than the rate."""
+    """Each message has its effect once, although a process is killed. The processes
+    together never exceed the rate."""
     (tmp_path / "rates_of_a_test.py").write_text(STAGE)
     for number in range(60):
         put("tests.rates", b'"kill"' if number == 0 else b"1")

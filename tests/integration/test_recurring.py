@@ -33,8 +33,8 @@ MINUTE = dt.timedelta(minutes=1)
 
 @pytest.fixture(autouse=True)
 def _nothing_leaves_by_itself(impatient: None) -> None:
-    """No thread dispatches messages after commits, because it would outlive its
-    test."""
+    """Use settings without a thread that dispatches after commits, because it would
+    outlive its test."""
 
 
 class Clock:
@@ -324,8 +324,8 @@ def test_recurring_messages_of_the_settings_override_the_code() -> None:
 @pytest.mark.django_db
 @pytest.mark.parametrize("night", ["2026-03-29", "2026-10-25"])
 def test_a_nightly_message_leaves_once_when_the_clocks_change(night: str) -> None:
-    """The test simulates both clock changes in Europe/Berlin, with a check every ten
-    minutes."""
+    """The clocks in Europe/Berlin go forward or back during the night, and a check runs
+    every ten minutes. The nightly message is stored once."""
     with keeping("30 2 * * *", tz="Europe/Berlin", missed="all") as (clock, timekeeper):
         Schedule.objects.update(last_tick=f"{night}T00:00+02:00")
         start = dt.datetime.fromisoformat(f"{night}T00:00+02:00")

@@ -122,7 +122,8 @@ def test_handlers_changes_to_a_body_are_not_in_the_next_attempt(mode: Any) -> No
 
 @how
 def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
-    """The message's id is derived from the broker's id, which differs for each copy."""
+    """A foreign message gets its id from the broker's id, which differs for each copy.
+    Its attempts are still counted, and the message becomes a dead letter."""
     script = Script(*[ValueError() for _ in range(9)])
     with declared(script, redelivery=policy(mode=mode)) as stage:
         put(stage.destination, b"1", {"content-type": "application/json"})
@@ -197,8 +198,8 @@ def test_blocking_keeps_the_order() -> None:
 
 @modes
 def test_a_stop_during_a_blocking_wait_loses_nothing(transaction: Any) -> None:
-    """The failed attempt counts. The next attempt, for which the thread was waiting,
-    does not."""
+    """A stage stops while it waits for the next attempt of a failed message. The failed
+    attempt counts, and the next worker makes the second one."""
     slow = policy(mode="blocking", initial_delay=600.0, max_delay=600.0)
     script = Script(ValueError())
     with declared(script, transaction=transaction, redelivery=slow) as stage:

@@ -69,7 +69,8 @@ def empty(destination: str) -> bool:
 def test_failing_message_gets_as_many_attempts_as_its_policy_allows(
     transaction_mode: Any, mode: Any, destination: str
 ) -> None:
-    """The handler gets the same message each time, no matter where it waited."""
+    """A message always fails. At each attempt the handler gets the same message, no
+    matter where it waited, and the last attempt buries it."""
     got: list[Message] = []
 
     def handler(message: Message) -> None:
@@ -173,8 +174,8 @@ def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> N
 def test_a_foreign_message_keeps_its_identity_when_returned(
     destination: str,
 ) -> None:
-    """The broker gives each copy another id. Without an id from the package,
-    redeliveries would never end."""
+    """A foreign message is returned to the broker, which gives each copy another id.
+    The package's own id stays the same. Otherwise redeliveries would never end."""
     policy = RedeliveryPolicy(max_redeliveries=2, initial_delay=0.05, mode="broker")
     got: list[uuid.UUID] = []
 
@@ -194,8 +195,8 @@ def test_a_foreign_message_keeps_its_identity_when_returned(
 def test_the_broker_keeps_each_delay_and_lets_the_others_pass(
     destination: str,
 ) -> None:
-    """A long delay delays neither messages with a shorter delay nor messages that have
-    not failed."""
+    """A message with a long delay delays neither messages with a shorter delay nor
+    messages that have not failed."""
     done: list[Message] = []
 
     def handler(message: Message) -> None:
@@ -218,8 +219,9 @@ def test_the_broker_keeps_each_delay_and_lets_the_others_pass(
 def test_heart_beats_flow_while_a_blocking_stage_waits(
     destination: str, broker: StompServer
 ) -> None:
-    """Without heartbeats, the broker would close the connection during the wait, and
-    deliver the message to another consumer."""
+    """A stage with mode "blocking" waits for the next attempt and sends heartbeats.
+    Without them, the broker would close the connection, and deliver the message to
+    another consumer."""
 
     def handler(message: Message) -> None:
         if message.delivery_attempt == 1:

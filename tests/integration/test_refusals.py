@@ -105,7 +105,7 @@ def trials(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> Callable[[], int]:
-    """Count the outages that this process has met.
+    """Return a function that counts the outages of this process.
 
     A soak logs nothing: pytest keeps each log record with its exception, and so the
     bodies of all tried messages. Within an hour they would fill the memory.
@@ -227,8 +227,8 @@ def test_memory_alarm_of_rabbitmq_costs_no_attempt(
 def test_a_queue_of_another_kind_slows_the_relay_down(
     rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int]
 ) -> None:
-    """AMQP has declared a quorum queue, and STOMP would declare a classic one. So each
-    try costs a connection."""
+    """AMQP has declared a quorum queue, and STOMP tries to declare a classic one. Each
+    try costs a connection, so the relay pauses between tries."""
     with get_broker_of(ByAmqp(rabbitmq).url()) as session:
         session.subscribe(destination, prefetch=1)
     with Proxy(rabbitmq.port) as proxy:
@@ -294,9 +294,9 @@ def test_full_queue_of_activemq_delays_only_its_own_messages(
 def test_no_refused_transaction_keeps_a_queue_of_activemq_full(
     small_activemq: SmallActiveMQ, destination: str
 ) -> None:
-    """ActiveMQ may send the ERROR for a SEND after the barrier's receipt, and then
-    refuse COMMIT. It keeps the transaction and the memory of the accepted messages
-    until the connection ends."""
+    """ActiveMQ refuses a COMMIT after it has accepted some messages of the transaction.
+    It keeps their memory until the connection ends. So the client ends the connection,
+    and the queue accepts messages again."""
     full = f"{CRAMPED}{destination}"
     padding = {"txmsg-id": str(uuid.uuid4()), "padding": "x" * 2000}
 

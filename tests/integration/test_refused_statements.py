@@ -159,8 +159,8 @@ def handler(message: Message) -> None:
 
 
 def refused_often(threads: Any) -> Callable[[], bool]:
-    """Return a condition: the database has refused a thread's statements more often
-    than a message has attempts."""
+    """Return a condition that is true once the database has refused a thread's
+    statements more often than a message has attempts."""
 
     def said() -> bool:
         return any(one._undecided._failures >= MANY for one in threads)
@@ -174,9 +174,9 @@ def put_three(destination: str, body: str) -> None:
 
 
 def stays(refusal: Refusal, batch: int, body: str = "sound") -> None:
-    """Let the database refuse statements while a stage processes three messages, more
-    often than they have attempts. Check that the same threads process them
-    afterwards."""
+    """Let a stage process three messages while the database refuses its statements,
+    more often than a message has attempts. Check that the same threads process the
+    messages afterwards."""
     with (
         declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
         running(stage) as threads,
@@ -202,8 +202,8 @@ batches = pytest.mark.parametrize("batch", [1, 3])
 def test_message_waits_while_a_trigger_refuses_the_inbox(
     event: str, batch: int
 ) -> None:
-    """The database refuses either to record the arrival, or to mark the message as
-    processed."""
+    """The database refuses to record a message's arrival, or to mark the message as
+    processed. The message waits, and is processed once the database accepts."""
     stays(lambda: trigger(event, INBOX), batch)
 
 
@@ -215,7 +215,8 @@ def test_message_waits_while_a_trigger_reports_a_constraint(batch: int) -> None:
 
 @batches
 def test_failure_refused_by_the_database_counts_once(batch: int) -> None:
-    """The handler fails, and runs again until the database has recorded one failure."""
+    """The handler fails, and the database refuses to record the failure. The handler
+    runs repeatedly until one failure is recorded."""
     stays(lambda: trigger("INSERT", ATTEMPT), batch, "fails")
     assert Attempt.objects.count() == 1
 
@@ -243,8 +244,8 @@ def test_message_waits_while_a_lock_outlasts_its_time_out(
 @batches
 @pytest.mark.postgresql
 def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
-    """Waiting does not help, so the message is buried. Its dead letter shows the
-    database's error."""
+    """The database refuses a value, and would always refuse it. So the message is
+    buried, and its dead letter shows the database's error."""
     with (
         declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
         trigger("INSERT", ATTEMPT, "22000"),
@@ -260,8 +261,8 @@ def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
 
 
 def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
-    """The message is buried because of its handler's error, once the dead letter can be
-    stored."""
+    """The database refuses the dead letter of a failed message. Once it accepts the
+    dead letter, the message is buried because of its handler's error."""
 
     def failing(message: Message) -> None:
         raise ValueError("always")
@@ -277,8 +278,9 @@ def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
 
 
 def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
-    """The parked message has failed once. The database refuses to finish its second
-    attempt."""
+    """A parked message has failed once. The database refuses to finish the second
+    attempt more often than the message has attempts. The attempt is repeated until it
+    succeeds."""
     with declared(handler, redelivery=REDELIVERED) as stage, ExitStack() as stack:
         with ends_refused():
             put(stage.destination, b'"fails"')
@@ -293,7 +295,9 @@ def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
 
 
 def test_once_does_not_end_while_a_parked_message_is_tried_again() -> None:
-    """The pause between two tries is longer than `--once` waits for work."""
+    """The database refuses to finish a parked message, and the pause between two tries
+    is longer than `--once` waits for work. The consumer ends only after the message is
+    processed."""
     # By then, the stage has looked for messages and found none.
     later = RedeliveryPolicy(initial_delay=0.5, jitter=0)
     with declared(handler, redelivery=later) as stage:
@@ -550,8 +554,9 @@ def fillable() -> Iterator[None]:
 def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
     fillable: None, batch: int
 ) -> None:
-    """Otherwise the handler's earlier messages would be lost, and its later work
-    committed."""
+    """SQLite rolls back the transaction, and the handler ignores the error. The attempt
+    is repeated. Otherwise the handler's earlier messages would be lost, and its later
+    work committed."""
     attempts: list[int] = []
 
     def handler(message: Message) -> None:
@@ -577,8 +582,8 @@ def test_nothing_is_lost_if_sqlite_rolls_back_and_the_handler_goes_on(
 def test_a_session_that_sqlite_has_rolled_back_does_not_commit(
     fillable: None, inner: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """The rest of the transaction is lost too, even if an atomic() surrounds the failed
-    statement."""
+    """A statement fails, and SQLite rolls back the whole transaction. The session
+    raises an error at its end, even if an atomic() surrounds the failed statement."""
 
     def run() -> None:
         with outbox_session():

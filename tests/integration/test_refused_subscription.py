@@ -92,8 +92,8 @@ def test_refused_subscription_slows_no_other_stage(
 
 
 def test_a_refused_subscription_is_not_retried_at_once() -> None:
-    """Each try costs a connection. After an outage, the stage tries again sooner than
-    after a refusal."""
+    """After a refused subscription, the stage waits longer than after an outage,
+    because each try costs a connection."""
     with txmsg(), declared(effect) as stage:
         subscription = Subscription(stage, Breaker("default", 30.0))
         for breaker, least, most in (

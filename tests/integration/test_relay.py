@@ -133,8 +133,8 @@ def test_a_rejected_message_backs_off_and_dies_while_others_flow(
 
 
 def test_no_receipt_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message with an unknown outcome is sent again after the breaker's pause, with
-    the same id."""
+    """A message with an unknown outcome stays pending. After the breaker's pause it is
+    sent again with the same id."""
     real = DatabaseSession.send
     unknown: list[int] = []
 
@@ -167,8 +167,8 @@ def test_no_receipt_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_lease_is_counted_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Because of the fencing token, a late relay does not settle rows that another
-    relay has claimed."""
+    """Another relay has claimed the rows of a late relay. Because of the fencing token,
+    the late relay does not settle them. It counts the lost lease."""
     lost: list[int] = []
     other = uuid.uuid4()
     real = DatabaseSession.send
@@ -211,8 +211,8 @@ def test_a_lease_that_ran_out_is_taken_by_another() -> None:
 def test_a_database_outage_between_claim_and_settle(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relay waits and continues. If it could not settle a row, it sends the row
-    again."""
+    """The database fails between a claim and its settlement. The relay waits and
+    continues. If it could not settle a row, it sends the row again."""
     real, left = getattr(OutboxManager, method), [3]
 
     def failing(manager: Any, *given: Any, **named: Any) -> Any:
@@ -266,8 +266,8 @@ def test_a_lane_that_is_stopped_as_it_waits_for_its_turn_takes_nothing_new(
 def test_row_by_row_settlement_waits_for_no_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two other lanes block the database. If this lane waited for its turn before each
-    row, its batch would take minutes."""
+    """Two other lanes block the database, while this lane settles its batch row by row.
+    If it waited for its turn before each row, the batch would take minutes."""
     monkeypatch.setattr(limits, "LONGEST", 1.0)
     store(100, expires=dt.timedelta(0))
     relay = Relay(["default"], ["default"], lanes=1)

@@ -96,8 +96,9 @@ def a_row_and_three_messages(message: Any) -> None:
 def test_a_stage_costs_two_round_trips_beside_its_own_statements(
     handler: Any, trips: int, wire: Proxy
 ) -> None:
-    """One round trip records the arrival, begins the transaction and locks the row. The
-    other one commits."""
+    """In addition to the handler's statements, a stage needs two round trips. The first
+    records the arrival, begins the transaction and locks the row. The second
+    commits."""
     with declared(handler, broker="apart") as stage:
         thread = thread_of(stage)
         try:
@@ -180,7 +181,7 @@ def test_a_step_whose_connection_breaks_at_any_statement_commits_once(
     wire: Proxy, way: str
 ) -> None:
     """The connection breaks at each of the step's five round trips, before or after the
-    server executes the statement."""
+    server executes the statement. The step still commits once."""
     with rounds() as go_on:
         for trip in range(1, 6):
             reply(trip)

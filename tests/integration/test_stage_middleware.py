@@ -565,8 +565,8 @@ def test_next_attempt_does_not_see_the_context_of_the_last() -> None:
 
 
 def test_a_threads_messages_share_its_caches() -> None:
-    """If each message had its own caches, each would open a new connection to the
-    cache."""
+    """All messages of a thread use the same cache objects. Otherwise each message would
+    open a new connection to the cache."""
     found: list[object] = []
 
     def handler(message: Message) -> None:

@@ -154,7 +154,8 @@ def test_message_sent_outside_the_stages_transaction_leaves_despite_a_failure(
 
 
 def test_message_relayed_later_is_unchanged(destination: str) -> None:
-    """The stage has committed while the broker was unreachable."""
+    """The broker is unreachable when a stage's messages are first relayed. They are
+    sent later, unchanged."""
     topic, queue = f"topic:{destination}.news", f"{destination}.next"
     name = f"{destination}.reader"
 
@@ -211,8 +212,8 @@ class ClientDecidesIds:
 def test_1pc_with_ids_from_the_client_ends_as_a_dead_letter(
     destination: str, proxy: Proxy
 ) -> None:
-    """The docs describe this: the second attempt collides with the row of the first,
-    and the stage's message is never sent."""
+    """The second attempt collides with the row of the first, so the stage's message is
+    never sent. The docs warn of this."""
     handler = ClientDecidesIds(proxy, f"{destination}.next")
     with declared(handler, destination, transaction="best_effort_1pc") as stage:
         put(destination)
@@ -229,8 +230,8 @@ def test_1pc_with_ids_from_the_client_ends_as_a_dead_letter(
 def test_client_ids_in_mode_outbox_have_one_effect(
     destination: str, proxy: Proxy
 ) -> None:
-    """There is one row, the stage's message is sent once, and there is no dead
-    letter."""
+    """The connection is cut at the first commit, and the message is delivered twice.
+    There is one row, the stage's message is sent once, and there is no dead letter."""
     handler = ClientDecidesIds(proxy, f"{destination}.next")
     with declared(handler, destination) as stage:
         put(destination)
@@ -247,7 +248,8 @@ def test_client_ids_in_mode_outbox_have_one_effect(
 def test_refused_password_is_retried_with_pauses(
     destination: str, proxy: Proxy, server: StompServer
 ) -> None:
-    """Only one of many threads logs in at a time. The pauses in between grow."""
+    """The broker refuses the password of many threads. Only one thread tries to log in
+    at a time, and the pauses between tries grow."""
     url = server.url(port=proxy.port, password="wrong")
     with (
         txmsg(BROKERS={"default": {"URL": url}}),

@@ -59,8 +59,9 @@ def processed() -> bool:
 def test_a_handler_longer_than_every_lease_runs_once(
     mode: Any, redelivery: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message is parked, or its thread waits for the next attempt. Two other
-    threads could take the message."""
+    """The second attempt takes longer than every lease, and two other threads could
+    take the message. It runs only once, whether the message was parked or its thread
+    kept it."""
     monkeypatch.setattr(stage_thread, "LEASE", LEASE)
     runs: list[int] = []
 
@@ -87,8 +88,8 @@ def test_a_handler_longer_than_every_lease_runs_once(
 
 @pytest.mark.postgresql
 def test_late_failure_after_processing_elsewhere_buries_nothing() -> None:
-    """Two copies run at the same time. One succeeds, and the other one's last attempt
-    fails."""
+    """Two copies of a message run at the same time. One succeeds. Then the last attempt
+    of the other copy fails, and nothing is buried."""
     inside = threading.Event()
 
     def handler(message: Message) -> None:
@@ -216,8 +217,8 @@ def test_process_stopped_beyond_its_lease_is_fenced(
 def test_process_stopped_in_its_transaction_keeps_the_message(
     manage: Manage, destination: str, tmp_path: Path
 ) -> None:
-    """In mode outbox, the suspended process keeps the lock on the row for longer than
-    the lease."""
+    """In mode outbox, a suspended process keeps its lock on the row for longer than the
+    lease. No other worker processes the message."""
     go = tmp_path / "go"
 
     def consume() -> Any:
@@ -290,8 +291,8 @@ def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
 
 @pytest.mark.postgresql
 def test_a_zone_of_the_alias_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The alias has a TIME_ZONE in which some days have 23 or 25 hours. The test covers
-    the statement that stores one message, and the one that stores many."""
+    """The alias has a TIME_ZONE in which some days have 23 or 25 hours. Delays and
+    expiries are exact, whether a statement stores one message or many."""
     given = connections.databases["default"]
     monkeypatch.setitem(
         connections.databases, "default", {**given, "TIME_ZONE": "Europe/Berlin"}

@@ -54,8 +54,8 @@ def test_rabbitmq_shares_a_topic_among_threads(
 def test_activemq_gives_a_topic_to_one_connection(
     activemq: services.ActiveMQ, destination: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """ActiveMQ would refuse further connections, and would then seem unusable to all
-    stages. So the consumer starts only one thread."""
+    """ActiveMQ would refuse further connections for the topic, and the package would
+    treat the whole broker as unusable. So the consumer starts only one thread."""
     topic = f"topic:{destination}"
     broker = {"default": {"URL": activemq.url()}}
     with txmsg(BROKERS=broker), declared(lambda m: None, topic, concurrency=3) as stage:

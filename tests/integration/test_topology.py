@@ -149,7 +149,8 @@ def test_the_subscription_of_a_stage_that_was_renamed_is_found_and_ended() -> No
 
 
 def test_a_live_process_keeps_its_subscription_in_another_database() -> None:
-    """The queues are in a database without rows of workers."""
+    """The embedded broker's database has no rows of workers. The command finds the live
+    process in the other database, and refuses to remove its subscription."""
     with txmsg():
         with declared(note, TOPIC, name="old", broker="apart") as stage:
             step(stage)
@@ -166,8 +167,8 @@ def test_a_live_process_keeps_its_subscription_in_another_database() -> None:
 def test_a_live_process_keeps_its_subscription_at_a_server(
     kind: str, request: pytest.FixtureRequest, destination: str
 ) -> None:
-    """Otherwise RabbitMQ would delete the queue, although a live process consumes it
-    over STOMP."""
+    """The command refuses to remove a live process's subscription. Otherwise RabbitMQ
+    would delete the queue, although the process consumes it over STOMP."""
     topic, subscriber = f"topic:{destination}", f"tests.{destination}"
     server = request.getfixturevalue(kind)
     with txmsg(BROKERS={"default": {"URL": server.url()}}):
@@ -241,8 +242,8 @@ def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
 
 
 def test_an_unknown_subscription_is_not_reported_as_removed() -> None:
-    """Messages that arrived just as the subscription ended are removed, and this is
-    reported."""
+    """Some messages arrived just as a subscription ended. The command removes them and
+    reports this. For an unknown subscription, the command fails."""
     QueueMessage.objects.create(queue=queue.queue_name(TOPIC, "tests.late"), body=b"1")
     with txmsg():
         assert "Removed" in told("subscriptions", "remove", TOPIC, "tests.late")
@@ -292,7 +293,8 @@ def declare() -> None:
 def test_two_services_in_one_database_do_not_run_stages_of_one_name(
     manage: Manage, destination: str
 ) -> None:
-    """The second service's worker is refused until the first one has stopped."""
+    """Two services in one database declare a stage with the same name. The second
+    service's worker is refused until the first worker has stopped."""
     first = consume(manage, "billing", destination)
     wait_until(Worker.objects.exists, message=lambda: first.output)
     second = consume(manage, "shipping", destination)

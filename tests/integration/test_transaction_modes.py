@@ -152,8 +152,7 @@ def test_a_broker_that_died_before_the_database_commit_costs_nothing(
 
 
 class LostCommit:
-    """Lets the broker's commit fail once, which mode "best_effort_1pc" cannot
-    exclude."""
+    """Lets the broker's commit fail once, as can happen in mode "best_effort_1pc"."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = DatabaseSession.commit
@@ -176,8 +175,8 @@ def client_decides_ids(message: Message) -> None:
 def test_1pc_with_ids_from_the_client_loses_the_outgoing_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The docs describe this: the second attempt collides with the row of the first,
-    and the stage's message is never sent."""
+    """The second attempt collides with the row of the first, so the stage's message is
+    never sent. The docs warn of this."""
     with declared(client_decides_ids, transaction="best_effort_1pc") as stage:
         send(stage.destination)
         LostCommit(monkeypatch)
@@ -195,8 +194,8 @@ def test_1pc_with_ids_from_the_client_loses_the_outgoing_message(
 def test_client_ids_in_mode_outbox_have_one_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The acknowledgement is lost. There is one row, one effect downstream, and no dead
-    letter."""
+    """The acknowledgement is lost, so the message is delivered twice. There is one row,
+    one effect downstream, and no dead letter."""
 
     def lost(session: DatabaseSession, deliveries: list[Delivery]) -> None:
         raise BrokerUnavailable("the connection ended")
@@ -296,7 +295,8 @@ def test_rolled_back_send_stores_nothing_and_the_next_leaves() -> None:
 
 
 def test_another_alias_commits_on_its_own() -> None:
-    """As documented, only the stage's own database alias is part of its transaction."""
+    """A handler writes to its stage's database alias and to another alias, and then
+    fails. As documented, only the stage's own alias rolls back."""
 
     def handler(message: Message) -> None:
         Effect.objects.using("other").create(name="other", message_id=str(message.id))

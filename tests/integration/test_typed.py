@@ -210,8 +210,8 @@ def test_bodies_that_are_wrong_in_the_same_way_are_one_group() -> None:
 
 
 def test_unreadable_body_stops_no_stage() -> None:
-    """PostgreSQL cannot store the NUL in one body. For another body, the validator
-    raises SystemExit."""
+    """One body contains a NUL, and the validator of another body raises SystemExit.
+    Both messages are buried, and the next message is processed."""
     with declared(odd) as stage:
         put(stage.destination, b'{"sizes": {"a\\u0000b": "x"}}')
         put(stage.destination, b'{"sizes": {"exit": 1}}')
@@ -231,8 +231,8 @@ def test_unreadable_body_stops_no_stage() -> None:
 def test_a_body_too_large_for_the_memory_ends_in_the_dead_letters(
     mode: Any, batch: int
 ) -> None:
-    """A later attempt might have more memory, so the message is redelivered until its
-    attempts are exhausted."""
+    """There is not enough memory to read a body. A later attempt might have more, so
+    the message is redelivered until its attempts are exhausted."""
     policy = RedeliveryPolicy(
         max_redeliveries=2, initial_delay=0, max_delay=0, jitter=0, mode=mode
     )

@@ -89,8 +89,8 @@ def test_settled_message_frees_its_unique_key(end: str) -> None:
 @committing
 @pytest.mark.postgresql
 def test_reused_message_leaves_after_the_reusing_commit() -> None:
-    """If the message were sent earlier, its receiver would not see the changes of the
-    transaction that reuses it."""
+    """A transaction reuses a pending message. The message is sent only after this
+    transaction commits, so that its receiver sees the transaction's changes."""
     with transaction.atomic():
         first = send(1)
     done: list[int] = []
@@ -138,8 +138,9 @@ def test_reused_message_leaves_after_the_reusing_commit() -> None:
 def test_cancelling_a_reused_message_waits_for_the_transaction(
     change: str, commits: bool
 ) -> None:
-    """If the message were cancelled at once, no message would announce the changes of
-    the transaction that reuses it."""
+    """An open transaction reuses a message, and another one cancels or reschedules it.
+    The change waits for the open transaction. Otherwise no message might announce the
+    changes of that transaction."""
     with transaction.atomic():
         first = send(1)
     changed: list[bool] = []
@@ -357,8 +358,8 @@ def test_concurrent_sends_with_one_unique_key_store_one() -> None:
 
 @committing
 def test_a_key_that_is_freed_and_taken_all_the_time_is_held_by_one_at_a_time() -> None:
-    """Each sender stores a message, unless another pending message has the key. A relay
-    sends messages meanwhile."""
+    """Three senders and a relay work at the same time. Each sender stores a message,
+    unless another pending message has the key. In the end, every message was sent."""
     done = threading.Event()
 
     def relay() -> None:
@@ -431,8 +432,8 @@ def test_in_bulk_the_last_replacement_of_a_key_is_stored() -> None:
 
 @committing
 def test_of_concurrent_replacements_one_is_pending() -> None:
-    """Each replacement waits for the previous one to commit, and then cancels its
-    message. No deadlock occurs."""
+    """Several transactions replace a key's pending message at the same time. Each waits
+    for the previous one to commit, and then cancels its message. No deadlock occurs."""
     start, failed = threading.Barrier(4), list[BaseException]()
 
     def race(number: int) -> None:

@@ -290,7 +290,9 @@ def _closing(work: Callable[[], uuid.UUID]) -> uuid.UUID:
 @pytest.mark.postgresql
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_sender_does_not_wait_for_a_handler(fails: bool) -> None:
-    """The message counts as processed once its handler's transaction commits."""
+    """A sender uses the key of a message whose handler is still running. The message
+    counts as unprocessed until the handler's transaction commits, so the sender need
+    not wait."""
     began, go_on = threading.Event(), threading.Event()
 
     def handler(message: Message) -> None:

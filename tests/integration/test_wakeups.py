@@ -139,7 +139,8 @@ def test_a_handler_begins_when_another_process_commits(
 def test_rows_without_notification_are_found_by_the_query(
     process: Callable[..., ManageProcess],
 ) -> None:
-    """The notification was lost, or the rows become due later."""
+    """Rows are stored without a notification. The process finds them with its regular
+    query."""
     run = process("txmsg", "run", look=0.5)
     with txmsg(NOTIFY=False):
         store()
@@ -355,8 +356,8 @@ def test_behind_a_pooler_a_warning_is_logged_and_all_threads_poll(
 def test_a_listener_that_received_nothing_once_tries_again_soon(
     pooled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a slow machine, the notification that tests the connection may only be late.
-    So the listener tries again."""
+    """The listener does not receive the notification that tests its connection. On a
+    slow machine it may only be late, so the listener soon tries again."""
     with txmsg(LISTEN_DATABASE=pooled), listener.listening({"default"}):
         wait_until(lambda: "no notification arrived" in caplog.text)
         connections.databases[pooled]["PORT"] = connection.settings_dict["PORT"]
@@ -366,7 +367,9 @@ def test_a_listener_that_received_nothing_once_tries_again_soon(
 def test_listener_of_a_former_primary_falls_back_to_polling(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """New connections reach another server, while the old server still answers."""
+    """New connections reach another server, while the old server still answers the
+    listener. The listener notices that notifications do not arrive, and the process
+    polls."""
     given = connections.databases["default"]
     elsewhere = given["NAME"].replace("test_", "elsewhere_", 1) + "_x"
     monkeypatch.setattr(notifications, "_notifier", PerProcess(notifications._Notifier))

@@ -42,7 +42,7 @@ class _Way:
             self.files.append(file)
 
     def end(self, message: Any) -> None:
-        """The handler, at which the way ends."""
+        """Stop recording: the delivery has reached its handler."""
         sys.setprofile(None)
 
 

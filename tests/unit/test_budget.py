@@ -92,8 +92,8 @@ def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> Non
 
 
 def test_a_lane_claims_again_if_another_lane_locked_a_large_row(stack) -> None:
-    """The other lane's claim has locked the large row without claiming it. So this lane
-    did not see the row, and must try again."""
+    """The claim of another lane has locked a large row without claiming it, which hid
+    the row from this lane. This lane must claim again."""
     budget, first = Budget(4), ExitStack()
     one = enter(budget, first)
     with ExitStack() as second:

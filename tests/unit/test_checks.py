@@ -204,8 +204,8 @@ def test_a_database_of_another_vendor_is_an_error(
 def test_the_embedded_broker_of_a_project_without_a_default_database_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Django's dummy backend has the vendor "unknown". A project without a default
-    database has this backend."""
+    """A project without a default database has Django's dummy backend, whose vendor is
+    "unknown". The check reports an embedded broker in such a database."""
     monkeypatch.setattr(connections["other"], "vendor", "unknown")
     with broker("database://other"):
         found = only(check())
@@ -236,7 +236,8 @@ def test_stage_with_an_unknown_broker_is_an_error() -> None:
     ("to", "ids"), [("tests.placed", []), ("topic:tests.placed", ["txmsg.E009"])]
 )
 def test_broker_redelivery_is_for_queues(url: str, to: str, ids: list[str]) -> None:
-    """A copy sent to a topic would reach the other subscribers too."""
+    """The check refuses mode "broker" for a topic's stage, because a copy sent to the
+    topic would reach the other subscribers too."""
     with stage(to=to, redelivery=RedeliveryPolicy(mode="broker")), broker(url):
         assert [one.id for one in check()] == ids
 
@@ -262,8 +263,9 @@ def test_a_topic_in_many_threads_is_a_warning_on_activemq(
 def test_a_queue_that_rabbitmq_keeps_a_subscription_in_is_no_stage_s(
     url: str, ids: list[str]
 ) -> None:
-    """Otherwise the stage that consumes the topic would lose half of its messages to
-    the other stage."""
+    """RabbitMQ keeps a topic's subscription in a queue. The check refuses another stage
+    that consumes this queue, because the topic's stage would lose half of its
+    messages."""
     with (
         stage(to="topic:tests.placed", name="audit"),
         stage(to="topic:tests.placed", name="tests.audit"),
@@ -353,8 +355,8 @@ def test_forbidden_option_of_a_database_is_an_error(
 
 
 def test_a_time_zone_on_sqlite_shifts_what_is_due(tmp_path: Path) -> None:
-    """Due times and claims would use different time zones, so the check refuses the
-    setting."""
+    """With a TIME_ZONE on SQLite, due times and claims use different time zones: a new
+    message is due nine hours ago. So a check refuses the setting."""
     program = """
 import datetime as dt, django
 from django.conf import settings

@@ -201,8 +201,8 @@ def _forgotten() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [Destination("orders", Order), 42, "n" * 256, "a\0b"])
 def test_a_name_that_the_inbox_cannot_store_is_refused(name: Any) -> None:
-    """The inbox could not store a message of such a stage. So no message could be
-    processed or buried."""
+    """`@stage` refuses a name that the inbox cannot store. A message of such a stage
+    could neither be processed nor buried."""
     with pytest.raises(ConfigurationError, match="is not a text of at most 255"):
         stage("orders.place", name=name)
 
@@ -274,7 +274,8 @@ def test_numbers_must_be_positive_integers(option: str, number: Any) -> None:
 def test_an_option_of_another_type_is_refused(
     option: str, value: Any, said: str
 ) -> None:
-    """Otherwise `check`, or the first message, would fail with a traceback."""
+    """`@stage` refuses an option of a wrong type. Otherwise `check`, or the first
+    message, would fail with a traceback."""
     with pytest.raises(ConfigurationError, match=f"^{option}=.*{said}"):
         stage("tests.refused", **{option: value})
 

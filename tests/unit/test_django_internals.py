@@ -133,8 +133,9 @@ def test_other_used_attributes_of_a_connection_exist(vendor: str, name: str) -> 
 
 
 def test_a_connection_forgets_its_block_when_it_connects() -> None:
-    """A transaction that begins late must save the attributes that connecting resets.
-    And it must wrap the two methods that every cursor goes through."""
+    """Connecting resets attributes of the connection, and a transaction that begins
+    late saves all of them. It also wraps the two methods that every cursor goes
+    through."""
     wrapper = type(new("sqlite3"))
     source = inspect.getsource(wrapper.connect)  # type: ignore[attr-defined]
     forgotten = {name for name in STATE if f"self.{name} =" in source}

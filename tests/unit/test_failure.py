@@ -105,7 +105,8 @@ def as_the_package_caught(call: Callable[[], object]) -> BaseException:
 
 
 def test_traceback_begins_with_the_application() -> None:
-    """Otherwise the package's own lines would hide the user's line."""
+    """The stored traceback omits the package's own lines, because they would hide the
+    user's line."""
 
     def handler(message: Any) -> None:
         raise raised(ValueError("no stock"))

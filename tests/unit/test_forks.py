@@ -49,7 +49,8 @@ def fork_without_python() -> int:
 def test_a_forked_process_makes_ids_of_its_own(
     fork: Callable[[], int], make: Callable[[], object]
 ) -> None:
-    """Only the parts of two ids that contain the time may be equal."""
+    """Parent and child each make an id after a fork. Only the parts that contain the
+    time may be equal."""
     reader, writer = os.pipe()
     child = fork()
     if child == 0:  # pragma: no cover - the other process
@@ -67,8 +68,8 @@ def test_a_forked_process_makes_ids_of_its_own(
 
 
 def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
-    """Otherwise all forked processes would derive the same ids for different
-    messages."""
+    """A process forked in a handler does not belong to the handler's stage. Otherwise
+    all forked processes would derive the same ids for different messages."""
     cause = Message(id=new_id(), destination="tests.q", body=None)
     with in_scope(Scope(session_id=cause.id, cause=cause, stage="tests")):
         child = os.fork()
@@ -80,8 +81,9 @@ def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
 
 
 def test_a_forked_process_starts_without_what_its_parent_has_made() -> None:
-    """Another thread of the parent has the lock when the process forks. With the
-    parent's lock, the child would wait for ever."""
+    """The process forks while its lock is held. The child starts without its parent's
+    objects and with a new lock. With the parent's lock, the child would wait for
+    ever."""
     made = PerProcess(lambda name: [name, os.getpid()])
     parents = made("a")
     with made._lock:

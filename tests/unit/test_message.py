@@ -52,8 +52,9 @@ def test_an_attempt_is_a_copy_with_the_same_id() -> None:
 
 @pytest.mark.parametrize("name", ["CC", "BCC", "cc", "Bcc", "reply-to"])
 def test_headers_that_a_broker_takes_for_its_own_are_refused(name: str) -> None:
-    """RabbitMQ closes the channel if the header CC is text. Without this check, the
-    relay would get the error long after the call."""
+    """A message may not have a header that a broker uses itself. For example, RabbitMQ
+    closes the channel if the header CC is text. Without this check, the relay would get
+    the error long after the call."""
     with pytest.raises(InvalidMessage, match=name):
         check_headers({name: "accounts@example.com"})
 

@@ -15,8 +15,8 @@ from django_txmsg.envelope.message import new_id
 
 
 def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
-    """If a derived id changed, the receiver's inbox would not recognize the
-    duplicate."""
+    """Every release derives the same ids. If a derived id changed, the receiver's inbox
+    would not recognize a duplicate."""
     space = uuid.UUID("86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22")
     cause = uuid.UUID(int=1)
     assert wire.derived_id("shop", cause, "orders", 0) == uuid.uuid5(
@@ -37,8 +37,9 @@ def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
 def test_what_a_stage_sends_begins_with_the_instant_of_its_cause(
     other: uuid.UUID, at: int, version: int
 ) -> None:
-    """In a table of millions of rows, random ids would each change another page of the
-    index."""
+    """The id of a message that a stage sends begins with the time in the id of its
+    cause. In a table of millions of rows, random ids would each change another page of
+    the index."""
     behind = other.int & ((1 << 76) - 1)
     cause = uuid.UUID(int=at << 80 | version << 76 | behind)
     sent = wire.derived_id("shop", cause, "orders", 0)

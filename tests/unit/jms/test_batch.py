@@ -80,8 +80,8 @@ def test_on_activemq_only_the_refused_message_is_rejected(
 def test_a_refused_transaction_ends_the_connection_when_each_message_has_its_outcome(
     broker: ScriptedBroker, session: jms.Session
 ) -> None:
-    """The ERROR for the SEND arrives after the barrier's receipt, as it may from
-    ActiveMQ."""
+    """ActiveMQ may send the ERROR for a SEND after the barrier's receipt, and then
+    refuse COMMIT. The connection ends once each message has its outcome."""
     broker.on("COMMIT", nth=1).reject("marked rollback only")
     bad = broker.on("SEND", where=lambda f: f.text == "7" and f.receipt is not None)
     bad.reject("not authorised")

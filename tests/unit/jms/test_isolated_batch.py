@@ -10,7 +10,8 @@ from django_txmsg.testing import RABBITMQ, ScriptedBroker
 def test_the_message_after_a_refused_one_does_not_leave_when_the_broker_hangs_up() -> (
     None
 ):
-    """The ERROR arrives first, and the connection closes a moment later."""
+    """The broker refuses a message with an ERROR, and closes the connection a moment
+    later. The following messages are not sent."""
     with ScriptedBroker(RABBITMQ) as broker:
         broker.on("SEND", nth=2).reject(closes=False)
         broker.on("*", where=lambda _: len(broker.received("SEND")) == 2).cut()

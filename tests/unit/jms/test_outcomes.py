@@ -353,8 +353,8 @@ def test_a_receipt_between_timeouts_keeps_the_connection(
 def test_a_receipt_that_beats_the_return_of_the_send_gives_one_callback_elsewhere(
     broker: ScriptedBroker, producer: jms.MessageProducer
 ) -> None:
-    """The test injects a receipt before the send returns. The broker's receipt arrives
-    later, and is ignored."""
+    """The test injects a receipt before the send returns. The callback runs once, in
+    another thread. The broker's receipt arrives later, and is ignored."""
     link, listener = producer.session.link, Listener()
     put = link.writer.put
 

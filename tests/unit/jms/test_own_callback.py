@@ -107,9 +107,9 @@ def test_the_application_thread_may_close_while_a_callback_runs(
 def test_a_callback_that_waits_for_the_thread_that_waits_for_it_is_named(
     broker: ScriptedBroker, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The callback waits for a thread, and that thread closes the session, which waits
-    for the callback. As in Jakarta Messaging, this does not end. A warning names both
-    threads and the callback's position."""
+    """A callback waits for a thread that closes the session, and closing waits for the
+    callback. As in Jakarta Messaging, neither wait ends. A warning names both threads
+    and the callback's position."""
     session = connect(broker, close_timeout="0.2").create_session()
     handed_on = threading.Thread(target=session.close, name="closer", daemon=True)
     over = threading.Event()

@@ -1,4 +1,5 @@
-"""Policies for code that may not use a listener, and for forks."""
+"""Policies for listeners and futures inside `atomic()` and on an event loop. After a
+fork, the child cannot use its parent's connection."""
 
 from __future__ import annotations
 

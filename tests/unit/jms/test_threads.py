@@ -164,7 +164,8 @@ def test_close_tells_the_callbacks_itself_when_no_thread_can_be_started_any_more
     connect: Connect,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Python 3.12 and later start no new threads while the interpreter exits."""
+    """Python 3.12 and later start no new threads while the interpreter exits. Then
+    close() calls the callbacks itself."""
     connection, listener = connect(broker), Listener()
     producer = connection.create_session().create_producer(DESTINATION)
     start = threading.Thread.start

@@ -223,8 +223,8 @@ def test_a_send_without_receipt_that_failed_rolls_the_transaction_back(
 def test_the_reason_of_a_refused_commit_may_come_after_the_refusal(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
-    """ActiveMQ sends the ERROR with the reason from another thread, without a receipt
-    id."""
+    """ActiveMQ refuses a COMMIT, and sends the reason later in an ERROR without a
+    receipt id. The client's error contains the reason."""
     session = connect(broker).create_session(transacted=True)
     producer = session.create_producer(DESTINATION)
     broker.on("COMMIT", nth=1).call_with(
@@ -242,7 +242,8 @@ def test_the_reason_of_a_refused_commit_may_come_after_the_refusal(
 def test_a_refused_commit_ends_the_connection_that_would_keep_its_transaction(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
-    """After a refused COMMIT, ActiveMQ answers ABORT with "Invalid transaction id"."""
+    """After a refused COMMIT, ActiveMQ keeps the transaction, and answers ABORT with
+    "Invalid transaction id". So the client ends the connection."""
     session = connect(broker).create_session(transacted=True)
     session.create_producer(DESTINATION).send(jms.Message("1"))
     broker.on("COMMIT", nth=1).reject("marked rollback only")
