@@ -234,8 +234,8 @@ def _swallow(server: socket.socket) -> None:
 
 @contextlib.contextmanager
 def brokers() -> Iterator[tuple[str | None, str | None]]:
-    """Yield the URLs of ActiveMQ and RabbitMQ, from the environment or of servers
-    started here."""
+    """Yield the URLs of ActiveMQ and RabbitMQ. If the environment has neither URL,
+    start both servers."""
     names = ("TXMSG_BENCH_ACTIVEMQ", "TXMSG_BENCH_RABBITMQ")
     activemq, rabbitmq = (os.environ.get(name) for name in names)
     with contextlib.ExitStack() as stack:

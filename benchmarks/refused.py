@@ -42,7 +42,7 @@ def main() -> None:
     rabbitmq = services.shared(services.RabbitMQ)
 
     class Roomy(services.SmallActiveMQ):
-        """A broker that refuses messages for a full queue, but whose store is never
+        """A broker with a large store. It refuses messages only because a queue is
         full."""
 
         store, journal = "4 gb", ""

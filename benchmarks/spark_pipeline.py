@@ -47,8 +47,8 @@ LINES: list[tuple[str, str, str, str, str]] = []
 
 
 def measure_write(bench: Bench, count: int) -> None:
-    """Compare the write step of `archive`, in four tasks, with COPY in one process,
-    with JDBC, with the default number of tasks, and with a single core."""
+    """Measure the write step of `archive`, in four tasks. Compare it with COPY in one
+    process, with JDBC, with the default number of tasks, and with a single core."""
     ways: dict[str, Callable[[], float]] = {
         "archive": lambda: bench.write_step(4), "copy": bench.copy_step,
         "one task": bench.write_step, "one core": bench.on_one_core,
@@ -91,8 +91,8 @@ def measure_archive(bench: Bench) -> None:
 
 
 def measure_instead(bench: Bench, count: int) -> None:
-    """Compare a whole archive, in one process and with Spark, with a way by hand: COPY,
-    Parquet by DuckDB, DELETE."""
+    """Compare a whole archive, in one process and with Spark, with a script written by
+    hand. The script uses COPY, writes Parquet with DuckDB, and ends with DELETE."""
     found = turns(
         {
             "archive": lambda: bench.archive_step(None),

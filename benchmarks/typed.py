@@ -84,8 +84,8 @@ def order() -> Order:
 
 
 def plain_order() -> dict[str, Any]:
-    """Return the same order as a new dict. A sender has to build the body in both
-    cases."""
+    """Return the same order as a new dict. Like a typed order, the dict is built for
+    each message."""
     lines = [{"item": one["item"], "amount": one["amount"]} for one in LINES]
     return {"number": "A-1", "text": "x" * 100, "lines": lines, "currency": "EUR"}
 

@@ -62,8 +62,8 @@ TONES = {
 
 
 def column(title: str, show: Callable[[Any], object], of: str) -> Any:
-    """Return a column of a list of the admin. It shows the attribute `of` of each row,
-    formatted by `show`; "-" for None."""
+    """Return a column for an admin list. It shows an attribute of each row, named by
+    `of` and formatted by `show`. None is shown as "-"."""
 
     @admin.display(description=title)
     def shown(_: object, row: object) -> object:

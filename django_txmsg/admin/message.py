@@ -312,8 +312,8 @@ class MessagePages(Pages):
         )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Reschedule a pending message, to be sent in the number of minutes that the
-        user has entered."""
+        """Reschedule a pending message. It becomes due after the number of minutes that
+        the user has entered."""
         insist(allowed(request)["reschedule"])
         minutes = given(request, "minutes") or "0"
         entry = f"due in {minutes} minutes"

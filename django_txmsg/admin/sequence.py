@@ -146,8 +146,8 @@ def _came(
     *,
     first: bool,
 ) -> tuple[int, str]:
-    """Return the line at which the arrow of a step's message begins, and the arrow's
-    label."""
+    """Return where the message that started a step came from: a line of the diagram,
+    and the label of the arrow."""
     kind, _, place = waits.partition(" ")
     of = types.get(step.message_id, "")
     if first:
@@ -172,8 +172,8 @@ def _came(
 
 
 def _leaves(then: str) -> tuple[int, str]:
-    """Return the line at which the arrow of a step's own message ends, and the arrow's
-    label."""
+    """Return where the message that a step sends goes to: a line of the diagram, and
+    the label of the arrow."""
     kind, _, place = then.partition(" ")
     return {
         "answer": (OTHERS, f"asks {place}"),

@@ -2,8 +2,8 @@
 log.
 
 It reads the tables of the outbox, the inbox and the dead letters, and needs no Django.
-A `JobSpec` describes a job. Spark executors import only this package, and the package
-itself imports nothing.
+A `JobSpec` describes a job. Spark executors import modules of this package. Importing
+the package itself loads neither Django nor PySpark.
 """
 
 from __future__ import annotations

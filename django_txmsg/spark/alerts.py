@@ -192,9 +192,9 @@ class Telling:
 
 
 def lag(connection: Connection, source: SourceSpec) -> float:
-    """Return how many seconds ago the oldest due message became due. Pending messages
-    and messages that wait for another attempt count. Messages that are held back do
-    not."""
+    """Return how many seconds ago the oldest due message became due. This includes
+    pending messages and messages that wait for another attempt, but not messages that
+    are held back."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [

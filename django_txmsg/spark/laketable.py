@@ -285,9 +285,9 @@ class LakeTable:
 
     @contextmanager
     def discarding(self, service: str, names: Sequence[str]) -> Iterator[None]:
-        """If the block fails, delete the files that it has written: a service's files
-        whose names begin with one of `names`, and that the log does not name. A full
-        disk has room again at once."""
+        """If the block fails, delete the files that it has written, so that a full disk
+        has room again. These are a service's files whose names begin with one of
+        `names`, and that the log does not name."""
         try:
             yield
         except BaseException:

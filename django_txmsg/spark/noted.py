@@ -50,7 +50,7 @@ class Noted:
         self.source = source
 
     def read(self, which: Which, limit: int = 0) -> list[dict[str, Any]]:
-        """Return findings, the most recent first, by the time when they were first
+        """Return findings, newest first: sorted by the time when they were first
         found."""
         with closing(connect_plain(self.source)) as connection:
             where, values = self._where(connection, which)

@@ -109,8 +109,8 @@ def _repeat(constant: bytes, rows: int) -> Any:
 
 
 def _flat(blocks: list[Any]) -> pa.Array:
-    """Join blocks of bytes into an array of byte strings. Row n of all blocks makes
-    string n."""
+    """Join blocks of bytes into an array of byte strings. String n consists of row n of
+    each block."""
     joined = np.ascontiguousarray(np.hstack(blocks))
     rows, width = joined.shape
     offsets = np.arange(rows + 1, dtype=np.int64) * width

@@ -216,8 +216,8 @@ class Staging:
         return rows
 
     def _drop_void_attempts(self, connection: Connection, tasks: list[str]) -> None:
-        """Delete the staged rows of other attempts: failed, repeated or speculative
-        ones. Spark does not report them."""
+        """Delete the rows that task attempts other than `tasks` have staged. These
+        attempts failed, or were repeated or speculative. Spark does not report them."""
         if self.spec.vendor == "postgresql":
             connection.execute(
                 f"DELETE FROM {_STAGED} WHERE run = %s AND NOT task = ANY(%s)",

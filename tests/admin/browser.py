@@ -102,7 +102,7 @@ class Browser:
 
     def unreadable(self) -> list[str]:
         """Return what a screen reader cannot announce: controls and drawings without a
-        name, tables without headers, and headings below a level that is missing."""
+        name, tables without headers, and headings that skip a level."""
         tree = self.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
         nodes = {one["nodeId"]: one for one in tree}
 

@@ -41,8 +41,8 @@ class _Reader(HTMLParser):
 
 
 def outline(page: str) -> list[str]:
-    """Return the tabs, headings, columns, buttons and labels of a page that the package
-    has written itself. Names and texts of rows are left out."""
+    """Return the texts of a page's tabs, headings, columns, buttons and labels, if they
+    come from the package. Names and texts of rows are left out."""
     content = page.partition('id="content')[2] or page
     reader = _Reader()
     reader.feed("<div " + content)

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.django_db, pytest.mark.sqlite]
 
 @pytest.fixture
 def pages() -> dict[str, str]:
-    """The present HTML of the pages in the pictures, by the names of the pictures."""
+    """The current HTML of each page that has a picture, by the picture's name."""
     client = Client()
     client.force_login(User.objects.create_superuser("grace"))
     shop.open_shop(orders=8)

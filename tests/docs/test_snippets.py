@@ -80,8 +80,7 @@ def _settings_are_sound(txmsg: dict[str, Any] | None) -> None:
 
 
 def _test_cases(namespace: dict[str, Any]) -> list[type[unittest.TestCase]]:
-    """Remove the test cases that a block has defined from the namespace, and return
-    them."""
+    """Remove a block's test cases from the namespace, and return them."""
     names = [
         name
         for name, value in namespace.items()

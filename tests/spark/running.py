@@ -1,5 +1,5 @@
-"""Runs a job of the pipeline in this process, like the command line, or in its own
-process."""
+"""Runs a job of the pipeline from its command-line arguments, in this process or in a
+separate one."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ RUNS = Table("runs", "", "", (), "", ("",))
 
 @pytest.fixture
 def words(tmp_path: Path) -> dict[str, list[str]]:
-    """The options of each job. In the order of this dictionary, each job has work to
-    do."""
+    """The options of each job. The order of this dictionary ensures that each job has
+    work to do."""
     people = tmp_path / "people.json"
     people.write_text('{"name": "Ann"}\n{"name": "Bob"}\n')
     jobs = {

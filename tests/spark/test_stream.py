@@ -212,8 +212,8 @@ def test_rows_that_are_older_than_the_pipelines_columns_come_first(
 
 
 class Reading:
-    """The reader of a stream. Its method `end` calls the reader like the installed
-    Spark."""
+    """The reader of a stream. Its method `end` calls the reader in the same way as the
+    installed Spark."""
 
     def __init__(self, log: Log, **options: str) -> None:
         schema = StructType([StructField("id", LongType())])
@@ -230,8 +230,7 @@ class Reading:
 
 @pytest.fixture(params=["as here", "as 4.1"])
 def asking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test twice: with the reader for the installed Spark, and with that for
-    4.1."""
+    """Run the test twice: as with the installed PySpark, and as with PySpark 4.1."""
     if request.param == "as 4.1":
         monkeypatch.setattr(pyspark, "__version__", "4.1.0")
 

@@ -38,7 +38,7 @@ class Flows:
         self, rest: DataFrame, journeys: Journeys, by: Judgement
     ) -> DataFrame | None:
         """Return the VERDICT rows of runs of flows. Returns None if no run can have a
-        verdict. `rest` are the steps of messages that are in no journey."""
+        verdict. `rest` has the steps that are not in `journeys`."""
         runs = judged(self._runs, by)
         if runs.isEmpty():
             return None

@@ -358,8 +358,8 @@ class Journeys:
         return [sent, received.where(own).unionByName(earlier), letters]
 
     def listening(self, since: dt.datetime | None) -> DataFrame | None:
-        """Return the older steps from which the listeners of topics are known, and
-        which `rest(since)` leaves out. Returns None without `since`."""
+        """Return older steps that `rest(since)` leaves out. They show which stages
+        listen to topics. Returns None without `since`."""
         if since is None:
             return None
         return arrivals(self.log.listening(RECEIVED, _day_of(since)))

@@ -177,8 +177,8 @@ class Reconciliation:
 
     @property
     def not_received(self) -> list[str]:
-        """The destinations with lost messages from which no service of this run has
-        received anything."""
+        """The destinations that have lost messages, and from which no service of this
+        run has received anything."""
         silent = {"never_received", "in_flight", "not_sent"}
         return sorted(
             name

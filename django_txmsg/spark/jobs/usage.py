@@ -22,8 +22,8 @@ SHOWN, AVERAGED = 30, 7
 
 def usage(log: WholeLog, since: dt.datetime) -> list[dict[str, Any]]:
     """Return the usage of each service, the largest first. `seconds` is the total time
-    of its runs since an instant. Runs of `follow` itself do not count, because they
-    never end, but the runs that `follow` starts do."""
+    that the service's runs have taken since an instant. The runs of `follow` itself are
+    left out, because they never end. The runs that `follow` starts are included."""
     if log.lake is None:
         return []
     found = in_lake(log.lake)

@@ -128,8 +128,8 @@ def database_views() -> dict[str, str]:
 
 
 def lake_views() -> dict[str, str]:
-    """Return the views for the lake. They expect its tables under the names that they
-    have in the lake."""
+    """Return the views for the lake. They read its tables under names such as
+    `txmsg_lake_verdicts`."""
     names = {one: f"txmsg_lake_{one}" for one in _READ}
     return {
         "txmsg_findings": _FINDINGS.format(**names),

@@ -1,6 +1,6 @@
 """Reads a table of a lake as a Spark data source: only the files that the log names.
 
-The directory also contains files of failed attempts, replaced files and erased ones.
+The directory also contains other files: those of failed attempts, and replaced ones.
 `spark.read.parquet()` would read these, too.
 """
 

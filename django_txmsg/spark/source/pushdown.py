@@ -35,8 +35,9 @@ class PushingReader(BatchReader):
     """A reader that pushes filters down to the database."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
-        """Store the filters that the database can apply. Yield those that Spark must
-        apply, perhaps a second time."""
+        """Store the filters that the database can apply. Yield the filters that Spark
+        must apply. On SQLite, Spark applies all of them, because the stored ones select
+        a few more rows."""
         for one in filters:
             condition = _condition(one, self.table, self.database)
             if condition is not None:
