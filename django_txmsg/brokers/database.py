@@ -147,7 +147,7 @@ class DatabaseSession(Session):
         #: Whether there was not enough room for the last claim: a message may be left.
         self._cramped = False
         self._enlisted: list[Outgoing] = []
-        #: Topics to notify other processes of.
+        #: The topics of notifications that are not sent yet.
         self._to_notify: set[str] = set()
         self._closed = threading.Event()
         self._wakeup: notifications.Wakeup | None = None

@@ -198,7 +198,7 @@ class StompBroker(Broker):
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> StompSession:
-        # ActiveMQ knows a durable subscriber by its connection's client id.
+        # ActiveMQ identifies a durable subscriber by its connection's client id.
         named = {} if subscriber is None else {"client_id": subscriber}
         try:
             factory = jms.ConnectionFactory(self._url, **named)

@@ -103,7 +103,7 @@ class MessageConsumer(Closing):
         except BaseException as error:
             link.unroute(self.subscription_id)
             if not isinstance(error, RequestRejectedError):
-                # The broker may have the subscription all the same, and deliver to it.
+                # The broker may have created the subscription nevertheless.
                 with contextlib.suppress(MessagingError):
                     link.post(encode("UNSUBSCRIBE", self._end()))
             raise

@@ -55,10 +55,11 @@ class Dialect:
     message_ids_stay: bool = True
     #: An acknowledgement in a transaction waits for its COMMIT.
     acks_join_transaction: bool = True
-    #: A delivery that is under way when its subscription ends is an ERROR, with which
-    #: the broker ends the connection.
+    #: If a subscription ends while a delivery is under way, the broker answers ERROR
+    #: and ends the connection.
     late_deliveries_fail: bool = False
-    #: JMS clients consume its messages, and `amq-msg-type` makes one a text message.
+    #: JMS clients may consume a message; the header `amq-msg-type` makes it a text
+    #: message.
     serves_jms: bool = True
 
     def address(self, destination: Destination) -> str:

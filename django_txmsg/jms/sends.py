@@ -24,11 +24,13 @@ from .ledger import ACKED, CANCELLED, QUEUED, Pending
 from .link import Link, Request
 from .message import Message
 
-#: How many listeners may be outstanding, in windows, before sends with one block.
+#: Limit of outstanding listeners, as a multiple of the window. At this limit, a send
+#: with a listener blocks.
 _UNCOMPLETED_WINDOWS = 4
-#: How much callbacks themselves may send beyond the window before it is an error, ...
+#: The smallest limit of messages in flight for a send from a callback. Beyond the
+#: limit, the send raises an error.
 _HARD_CAP = 65_536
-#: ... and their bytes, in windows.
+#: Limit of their bytes, as a multiple of the window.
 _HARD_CAP_WINDOWS = 16
 
 
@@ -51,8 +53,8 @@ class Window:
         self._in_flight_bytes = 0
         #: Sends without an outcome.
         self.in_flight = 0
-        #: Sends with a listener so far, and those whose callback has returned:
-        #: callbacks run in order, so these are all up to that number.
+        #: The number of sends with a listener so far, and of callbacks that have
+        #: returned. Callbacks run in the order of the sends.
         self.accepted = 0
         self.finished = 0
         self.waiters = 0
@@ -144,7 +146,7 @@ class Window:
 logger = logging.getLogger("django_txmsg.jms.sends")
 callbacks_logger = logging.getLogger("django_txmsg.jms.callbacks")
 
-#: Callbacks run in one task, before other sessions get their turn.
+#: Most callbacks that one task runs before other sessions get their turn.
 _IN_A_ROW = 256
 
 

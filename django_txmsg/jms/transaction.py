@@ -56,7 +56,7 @@ class Transaction:
         #: How many sends with a listener its session had when the end began.
         self.last_send = 0
         self.error: MessagingError | None = None
-        #: Whether its COMMIT was refused, and the broker keeps it all the same.
+        #: Whether the broker has refused COMMIT, and still keeps the transaction.
         self.left_open = False
         self._commit: Request | None = None
         self._begun = False

@@ -45,7 +45,7 @@ class Writer:
         self._wake = threading.Condition(lock)
         self._queue: deque[tuple[bytes, Pending | None]] = deque()
         self._idle = False
-        #: Until when it sleeps, while it is idle.
+        #: The monotonic time until which the idle thread sleeps.
         self._until = 0.0
         self._stopped = False
         #: Bytes queued and not yet taken for writing.

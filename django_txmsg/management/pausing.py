@@ -19,7 +19,8 @@ class PausingCommand(BaseCommand):
     """A command with the actions `list`, `pause` and `resume`."""
 
     noun: str
-    #: Pauses or resumes the one with this name; the database that it is stored in.
+    #: `change` pauses or resumes the object with a name. `database` returns the
+    #: database that stores this object.
     change: Callable[..., Model | None]
     database: Callable[[str], str]
 

@@ -389,7 +389,8 @@ def _list(names: list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-#: Each with its kind, worst first, and what more of them are called.
+#: Worst first: the kind, the function that finds the alarms, and the words for the
+#: alarms that are only counted.
 _FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]], str], ...] = (
     ("database", _unreadable, "databases do not answer"),
     ("no-worker", _unconsumed_stages, ""),

@@ -30,7 +30,7 @@ from .status import Status
 
 log = logging.getLogger("django_txmsg.alerts")
 
-#: Seconds between two looks.
+#: Seconds between two comparisons.
 EVERY = 15.0
 #: Most alerts about dead letters at a time; more are one alert.
 MOST_DEAD = 50
@@ -78,7 +78,8 @@ class Alerting(TimeLoop):
     def __init__(self, using: Sequence[str]) -> None:
         super().__init__(using)
         self._first_seen: dict[str, float] = {}
-        #: The receivers that have an alert which another one has not: not called again.
+        #: For an alert that has not reached all receivers: the receivers that it has
+        #: reached. These are not called again.
         self._reached: dict[tuple[int, str], set[str]] = {}
 
     @property
@@ -127,8 +128,8 @@ class Alerting(TimeLoop):
                     self._announce(name, kind, "firing", text)
                 continue
             ended = opened[name]
-            # It may be of a database that does not answer, or among those that are not
-            # named now.
+            # The alarm may concern a database that does not answer, or be one of those
+            # that are only counted now.
             unknown = picture.unreadable and ended.kind != "database"
             if f"{ended.kind}/more" in found or unknown:
                 continue

@@ -61,8 +61,8 @@ def unconsumed(
     now: dt.datetime,
 ) -> dict[str, str]:
     """Return the destinations that have recently received messages and have no known
-    consumer. Each is mapped to the similar name of a destination that a stage here
-    consumes, or to "" if there is none. The sender may have misspelt the similar name.
+    consumer, each with a suggestion. The suggestion is a similar name of a destination
+    that a stage here consumes, or "". The sender may have misspelt that name.
 
     `dispatched` maps each destination to its last dispatch. `consumed` are the
     destinations of the stages here. TXMSG["KNOWN_DESTINATIONS"] names the destinations

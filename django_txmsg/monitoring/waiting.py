@@ -25,7 +25,7 @@ CAP = 50_000
 #: A message that has been due for this long is overdue.
 OVERDUE = dt.timedelta(minutes=2)
 
-#: No deployment takes longer.
+#: A deployment takes less time than this.
 DEPLOYED = dt.timedelta(minutes=15)
 
 
@@ -68,7 +68,7 @@ class NeedsNewerCode:
 
 
 def capped(count: int | None, cap: int = CAP) -> str:
-    """Return a count as text: "12", or "1,000+" above the cap."""
+    """Return a count as text: "12", "50,000+" above the cap, or "-" for None."""
     if count is None:
         return "-"
     return f"{cap:,}+" if count > cap else f"{count:,}"

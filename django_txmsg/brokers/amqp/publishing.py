@@ -60,8 +60,7 @@ class Publisher:
         `outcomes`.
 
         Two messages of one key are never in flight together. The second message is sent
-        when the first is stored. If the first is not stored, the second is not sent
-        either.
+        when the first is stored. If the first is not stored, the second is not sent.
         """
         sending = _Order(keys, outcomes)
         self._batch = batch
