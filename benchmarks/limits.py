@@ -225,7 +225,7 @@ def latency(many: int) -> tuple[float, float]:
 
 
 def pile_up(stage: Any, many: int) -> None:
-    """Store `many` messages of the large tenant that wait for their slots."""
+    """Store `many` messages of the large tenant. Each waits for its slot."""
     from django.db import connection, transaction
 
     from django_txmsg import send_message

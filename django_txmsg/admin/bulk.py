@@ -101,7 +101,7 @@ class BulkAdmin(RowPageAdmin):
         return render(request, "admin/django_txmsg/bulk.html", context)
 
     def move(self, verb: str, request: HttpRequest, pk: int) -> HttpResponse:
-        """Pause, resume or cancel an operation, as `verb` says."""
+        """Pause, resume or cancel an operation. `verb` names the action."""
         operations = BulkOperation.objects.db_manager(
             router.db_for_write(BulkOperation)
         )

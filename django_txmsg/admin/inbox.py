@@ -110,5 +110,5 @@ class InboxAdmin(MessageAdmin):
 
 
 def attempts_allowed() -> dict[str, int]:
-    """Return the highest number of attempts that each stage declared here allows."""
+    """Return the maximum number of attempts at each stage declared in this process."""
     return {one.name: one.policy.max_attempts for one in all_stages()}

@@ -110,7 +110,7 @@ class PipelineAlert(models.Model):
 
     @property
     def unit(self) -> str:
-        """The unit of value and bound: seconds, or a number of things."""
+        """The unit of the value and of its bound: "seconds" or "number"."""
         ages = {"database", "lag", "lake", "standstill"}
         return "seconds" if self.name in ages else "number"
 

@@ -75,7 +75,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The state in which the run ends, as it is now."""
+        """The state with which the run would end now."""
         if self.refused:
             return "refused"
         if self.error:

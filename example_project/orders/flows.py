@@ -30,7 +30,7 @@ class PlaceOrder:
 @message_type("orders.Accepted")
 @dataclass
 class Accepted:
-    """The order is paid, and its goods are kept."""
+    """The order is paid, and its goods are reserved."""
 
     order: str
     shelf: str

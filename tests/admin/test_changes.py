@@ -25,7 +25,7 @@ PAGE = "/admin/django_txmsg/auditentry/changes/"
 
 
 def begin(version: str, *, minutes: float = 0, service: str = "shop") -> None:
-    """Start a process with this version, some minutes ago."""
+    """Let a process with this version begin, some minutes ago."""
     with txmsg(VERSION=version, SERVICE=service):
         Presence("consumer", "default", ["mail.send"]).beat(0)
     newest = AuditEntry.objects.order_by("-pk")[:1].values_list("pk", flat=True)
@@ -41,7 +41,7 @@ def act(deed: Deed, text: str, *, using: str = "default", **ago: float) -> None:
 
 
 def die(error: str, *, using: str = "default", **ago: float) -> None:
-    """Bury a message with an error, some time ago."""
+    """Store a dead letter with this error, buried some time ago."""
     factories.DeadLetterFactory.build(
         exception=f"{error}: x",
         fingerprint=error.lower(),

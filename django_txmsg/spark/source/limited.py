@@ -27,7 +27,7 @@ class LimitedStream(LogStream, SupportsTriggerAvailableNow):
         return ReadMaxRows(self.most) if self.most else ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Fix the end of this query."""
+        """Record the end of the log at this moment as the end of the query."""
         self.target = self.end()
 
     def latestOffset(  # noqa: N802 - Spark's name
