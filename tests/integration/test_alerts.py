@@ -1,5 +1,5 @@
 """Each alert is reported once when it begins and once when it ends, over every channel,
-by any process."""
+whichever process reports it."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def test_a_queue_that_is_there_is_taken_as_it_is(
 def test_stage_cannot_subscribe_to_a_stream(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """A consumer of a stream would get none of the messages that were sent before, and
-    RabbitMQ would report no error."""
+    """A stage refuses to subscribe to a stream: it would get none of the earlier
+    messages, and RabbitMQ would report no error."""
     bare.queue_declare(
         destination,
         durable=True,
@@ -206,7 +206,7 @@ def test_queue_declared_concurrently_is_used_as_it_is(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
     """Another client declares the queue with another type, after our check and before
-    our declaration. The session uses that queue."""
+    our declaration. The session then uses that queue."""
     with Proxy(rabbitmq_amqp.port) as proxy, ThreadPoolExecutor(1) as pool:
         quick = opened(rabbitmq_amqp.url(queue_type="classic"))
         slow = opened(rabbitmq_amqp.url(port=proxy.port))
@@ -249,7 +249,8 @@ def test_returned_message_is_refused_alone_and_its_queue_redeclared(
     destination: str,
     isolate: bool,
 ) -> None:
-    """The queue is deleted while the session believes that it exists."""
+    """A queue was deleted, so RabbitMQ returns the batch's messages to it. Only these
+    messages are refused, and the next send declares the queue again."""
     gone, stays = f"{destination}.gone", f"{destination}.stays"
     session = opened(rabbitmq_amqp.url())
     batch = [
@@ -497,8 +498,9 @@ def test_queue_deleted_before_the_commit_is_redeclared_for_returned_messages(
 def test_only_returned_messages_are_resent_after_the_commit(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """Messages with the same body go to two queues and a topic. One of the queues has
-    been deleted."""
+    """A session commits messages with the same body to two queues and a topic. One
+    queue was deleted, so RabbitMQ returns one message. Only that message is sent
+    again."""
     gone, stays = f"{destination}.gone", f"{destination}.stays"
     session = opened(rabbitmq_amqp.url(), transacted=True)
     session.subscribe(destination, prefetch=1)
@@ -704,8 +706,8 @@ def test_headers_become_text_or_a_problem(
 def test_a_message_to_several_queues_goes_back_to_the_one_it_came_from(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """RabbitMQ expects a list of queues in the header CC, and refuses a copy whose
-    header is text."""
+    """A message was copied to a second queue with the header CC. Each copy is sent back
+    only to its own queue, without this header: RabbitMQ refuses a CC that is text."""
     copied = f"{destination}.copied"
     session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
     session.subscribe(destination, prefetch=2)

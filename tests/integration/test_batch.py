@@ -1,5 +1,5 @@
-"""A batch runs in one transaction. A failing message fails alone. The messages that the
-others send are dispatched together."""
+"""A batch runs in one transaction. A failing message does not affect the others. All
+messages that the batch sends are dispatched together."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def test_a_failed_member_succeeds_at_its_second_attempt_alone(mode: str) -> None
 
 
 def test_an_operational_error_costs_only_its_member_an_attempt() -> None:
-    """A deadlock or a lock time-out is a failed attempt of that message, not an outage.
-    The other messages count no attempt."""
+    """A deadlock or a lock time-out is a failed attempt of one message, not an outage.
+    The other messages of the batch count no failure."""
     with declared(failing(1, OperationalError), batch=10) as stage:
         send_many(stage.destination, [0, 1, 2])
         step(stage, times=4)

@@ -113,8 +113,8 @@ def contents(client: RawClient, destination: str) -> list[bytes]:
 def test_activemq_commits_the_rest_when_a_send_with_receipt_failed(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The broker stores the other messages. So a client must count the refusals, and
-    ABORT."""
+    """ActiveMQ refuses one SEND of a transaction, and COMMIT stores the other messages.
+    So a client must count the refusals, and ABORT."""
     producer, name = client(activemq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -132,8 +132,8 @@ def test_activemq_commits_the_rest_when_a_send_with_receipt_failed(
 def test_activemq_refuses_the_commit_when_a_send_without_receipt_failed(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The relay relies on this. It requests a receipt only for COMMIT, which covers all
-    messages or none."""
+    """One SEND without a receipt fails, so ActiveMQ refuses COMMIT and stores no
+    message. The relay relies on this, because it requests a receipt only for COMMIT."""
     producer, name = client(activemq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -180,7 +180,8 @@ def test_activemq_keeps_a_transaction_whose_commit_it_refused(
 def test_rabbitmq_closes_the_connection_on_a_forbidden_send_and_stores_nothing(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """RabbitMQ declares the queue when SEND arrives, before any COMMIT."""
+    """RabbitMQ declares the queue when SEND arrives, and refuses a forbidden SEND then,
+    before any COMMIT."""
     producer, name = client(rabbitmq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t", receipt="begin")
@@ -196,7 +197,7 @@ def test_rabbitmq_closes_the_connection_on_a_forbidden_send_and_stores_nothing(
 def test_rabbitmq_commits_the_rest_when_a_destination_was_malformed(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """The ERROR names no receipt, and connection and transaction stay open."""
+    """The ERROR names no receipt. The connection and the transaction stay open."""
     producer, name = client(rabbitmq), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -328,8 +329,8 @@ def test_activemq_lets_later_receipts_overtake_those_of_a_full_queue(
 def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The receipt of COMMIT does not cover that SEND. A client must wait for every
-    receipt of the transaction before it commits."""
+    """The receipt of COMMIT does not cover a SEND that waits for a full queue. A client
+    must wait for every receipt of the transaction before it commits."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -355,8 +356,8 @@ def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
 def test_activemq_answers_a_barrier_while_a_send_with_receipt_waits(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The answer proves that earlier frames without a receipt were handled. It proves
-    nothing about frames with a receipt."""
+    """The answer to a barrier proves that earlier frames without a receipt were
+    handled. It proves nothing about frames with a receipt."""
     filler, producer = client(activemq), client(activemq)
     full, other = queue(CRAMPED), queue()
     for _ in range(TOO_MANY):
@@ -377,8 +378,8 @@ def test_activemq_answers_a_barrier_while_a_send_with_receipt_waits(
 def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The relay relies on this: when the receipt of COMMIT arrives, the whole batch is
-    stored."""
+    """When the receipt of COMMIT arrives, the whole batch is stored. The relay relies
+    on this."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -466,8 +467,8 @@ def test_rabbitmq_sends_receipts_in_order_over_one_queue(
 def test_rabbitmq_makes_a_queue_exclusive_for_a_send_that_says_persistent_false(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """Other connections cannot use this queue. So our client sends volatile messages
-    without the header `persistent`."""
+    """Other connections cannot use an exclusive queue. So our client sends volatile
+    messages without the header `persistent`."""
     name, first, second = queue(), client(rabbitmq), client(rabbitmq)
     send(first, name, b"x", receipt="declared")
     read_to(first, "declared")
@@ -507,8 +508,9 @@ def test_rabbitmq_receipts_a_subscribe_it_has_just_refused(
 def test_rabbitmq_confirms_messages_to_a_deleted_queue(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """RabbitMQ declares a queue only once for each connection. So never delete a queue
-    while a relay runs."""
+    """RabbitMQ declares a queue only once for each connection. After the queue is
+    deleted, messages to it are confirmed and lost. So never delete a queue while a
+    relay runs."""
     producer, name = client(rabbitmq), queue()
     send(producer, name, b"before", receipt="before")
     read_to(producer, "before")
@@ -566,8 +568,8 @@ def returned(channel: amqp.Channel, *names: str) -> str:
 
 
 def deliveries(channel: amqp.Channel, name: str, grave: str) -> int:
-    """Return how often a message is delivered before it is dead-lettered. The count
-    stops at 30."""
+    """Return how often a message is delivered before it is dead-lettered, or 30 if that
+    does not happen."""
     for number in range(30):
         came: list[str] = []
 

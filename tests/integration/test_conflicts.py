@@ -28,7 +28,7 @@ ONCE = RedeliveryPolicy(max_redeliveries=0, initial_delay=0.0)
 @pytest.mark.parametrize("batch", [1, 5])
 def test_contention_buries_no_message(batch: int) -> None:
     """Four threads update one row in serializable transactions. Each message has one
-    attempt, and would succeed if it ran alone."""
+    attempt, and would succeed if it ran alone. No message is buried."""
     total = 20
     Order.objects.create(number="1", total=0)
     runs: list[int] = []
@@ -59,8 +59,8 @@ def test_contention_buries_no_message(batch: int) -> None:
 
 
 def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
-    """A trigger raises a conflict at each repetition. After some repetitions, the
-    attempt must fail."""
+    """A handler's transaction loses a conflict each time. After ten repetitions, the
+    attempt counts as failed."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

@@ -1,5 +1,5 @@
-"""One message at one stage has its effects once. Copies are dropped, and the ids of
-sent messages are derived."""
+"""A message has its effects at a stage once. Copies are dropped, and a stage derives
+the ids of the messages that it sends."""
 
 from __future__ import annotations
 
@@ -210,8 +210,8 @@ def test_messages_stored_in_a_savepoint_that_rolls_back_do_not_leave() -> None:
 
 
 def test_a_re_executed_stage_sends_the_same_ids() -> None:
-    """The next inbox recognizes the messages of the second execution as duplicates, and
-    drops them."""
+    """Both executions of a stage send messages with the same ids, so the next inbox
+    drops the second ones as duplicates."""
     sent: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:

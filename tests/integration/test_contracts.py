@@ -1,4 +1,4 @@
-"""The contract file is valid, and breaking changes of it are found."""
+"""The contract file is valid, and `check` reports breaking changes."""
 
 from __future__ import annotations
 

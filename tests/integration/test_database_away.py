@@ -184,7 +184,8 @@ def test_a_message_that_failed_while_a_crash_forgot_its_record_is_not_dropped(
 def test_a_server_that_was_made_read_only_is_waited_for(
     transaction: Any, broker: ScriptedBroker
 ) -> None:
-    """The server's connections stay open. Only its errors show that it is read-only."""
+    """The server becomes read-only. Its connections stay open, so only its errors show
+    this. The stage waits, and then processes its messages."""
     with (
         declared(effect, transaction=transaction) as stage,
         running(stage, concurrency=2),
@@ -257,8 +258,8 @@ def declare() -> None:
 def test_lock_timeout_keeps_the_delivery_and_blocks_no_stage(
     broker: ScriptedBroker,
 ) -> None:
-    """Another session has locked the message's row. This is not an outage, but the
-    message cannot be processed yet."""
+    """Another session has locked the message's row. This is not an outage: the stage
+    keeps the delivery, and processes other messages meanwhile."""
     other: Any = connections["default"].copy()
     with connection.cursor() as cursor:
         cursor.execute("ALTER ROLE CURRENT_USER SET lock_timeout = '50ms'")
@@ -312,8 +313,8 @@ def test_a_statements_time_out_is_a_failure_of_its_message() -> None:
 
 
 def test_a_slow_stage_acknowledges_each_message_at_once(broker: ScriptedBroker) -> None:
-    """RabbitMQ closes a consumer's channel if a delivery is not acknowledged in
-    time."""
+    """A slow stage acknowledges a message before it runs the next one. RabbitMQ would
+    close the channel if it waited too long for an acknowledgement."""
     go_on = threading.Event()
 
     def handler(message: Message) -> None:

@@ -200,7 +200,7 @@ def test_unburiable_message_is_kept_until_it_can_be_buried(
 
 
 def test_dead_outbox_row_must_have_an_error() -> None:
-    """A constraint of the database enforces this."""
+    """A constraint of the database refuses a dead row without an error."""
     with transaction.atomic():
         send_message("tests.next", None)
     row = OutboxMessage.objects.get()

@@ -118,7 +118,7 @@ def test_rows_of_a_killed_process_are_soon_free(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relay claims rows for a minute here. A dispatch after a commit claims them for
-    15 seconds."""
+    only 15 seconds, so the rows of a killed process are soon free."""
     seen: list[float] = []
     send_really = DatabaseSession.send
 

@@ -223,7 +223,8 @@ def fail_at_commit() -> None:
 @drawn
 @pytest.mark.usefixtures("deferred_key")
 def test_a_commit_that_fails_is_a_failed_attempt(options: dict[str, Any]) -> None:
-    """The dead letter shows the commit's error. Other messages are not affected."""
+    """The commit of a message's transaction fails. The dead letter shows the commit's
+    error. Other messages are not affected."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -252,8 +253,8 @@ def test_a_commit_that_fails_is_a_failed_attempt(options: dict[str, Any]) -> Non
 def test_a_connection_that_died_between_messages_is_replaced(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No attempt is counted, because the dead connection is noticed before the handler
-    runs."""
+    """The server ends the connection between two messages. The stage notices this
+    before the handler runs, so no attempt is counted."""
     monkeypatch.setitem(connections.databases["default"], "CONN_MAX_AGE", None)
     backends: list[int] = []
 

@@ -97,7 +97,8 @@ def all_wait() -> bool:
 
 
 def answer(client: RawClient, request: Frame, body: object) -> None:
-    """Answer a request: copy its two headers, and send the answer as JSON."""
+    """Answer a request: use its reply queue and its correlation id, and send the answer
+    as JSON."""
     # RabbitMQ would replace JMS's header.
     to = request.headers.get("reply-to") or f"/queue/{request['txmsg-reply-to']}"
     client.send(

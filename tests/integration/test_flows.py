@@ -1073,7 +1073,7 @@ def test_an_undo_of_other_requests_is_refused() -> None:
 
 def test_one_of_a_concurrent_answer_deadline_and_copies_continues_the_run() -> None:
     """Several threads process the answer, its copies and the time-out at the same time,
-    each in its own transaction."""
+    each in its own transaction. One of them continues the run."""
     runs = [place(str(number)) for number in range(8)]
     drain()
     for run in runs:

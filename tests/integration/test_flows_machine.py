@@ -535,7 +535,8 @@ class Works:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("worlds", [3, pytest.param(100, marks=pytest.mark.soak)])
 def test_whatever_happens_each_run_ends_once_and_is_undone_exactly(worlds: int) -> None:
-    """Each world takes about a second. TXMSG_FLOW_EXAMPLES overrides their number."""
+    """Each example takes about a second. TXMSG_FLOW_EXAMPLES sets the number of
+    examples."""
     with txmsg(BROKERS={"default": {"URL": "database://?poll=0.01"}}):
         run_state_machine_as_test(
             World,

@@ -49,7 +49,7 @@ def in_force(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def put_foreign(destination: str, body: bytes, **headers: str) -> None:
-    """Send a message with a raw client, because our client would add its id."""
+    """Send a message with a raw client, because our client would add a `txmsg-id`."""
     address = split_url(get_broker()._url)
     assert address.port is not None
     kind, _, name = destination.rpartition(":")
@@ -170,7 +170,7 @@ def test_unreadable_foreign_message_is_one_dead_letter(
     destination: str,
 ) -> None:
     """The message has no stable id, and its worker dies twice before the
-    acknowledgement."""
+    acknowledgement. There is still only one dead letter."""
     put_foreign(destination, b'{"cut off": ')
     with declared(effect, destination) as stage:
         for _ in range(2):

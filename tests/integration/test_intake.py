@@ -1,5 +1,5 @@
-"""If the broker gives up a message, the package stores a dead letter of it with the
-reason."""
+"""If the broker gives up on a message, the package stores a dead letter with the
+message and the reason."""
 
 from __future__ import annotations
 

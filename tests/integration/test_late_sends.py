@@ -82,7 +82,8 @@ def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception
 def test_hooks_of_a_stage_send_in_their_own_transactions(
     mode: Any, batch: int, drained: bool, key: str | None
 ) -> None:
-    """The hooks open transactions of their own. One hook registers another hook."""
+    """A stage's hooks send messages in transactions of their own. One hook registers
+    another hook. All messages are sent."""
     if batch > 1 and mode != "outbox":
         batch = 1
 

@@ -74,7 +74,8 @@ class Received:
         return mark
 
     def statements(self) -> list[str]:
-        """Return the statements since the last call, with connections as CONNECT."""
+        """Return the statements since the last call. A new connection counts as the
+        statement CONNECT."""
         end = self._mark()
         lines = self._server.log().rpartition(self._begin)[2].partition(end)[0]
         found = re.findall(

@@ -1,5 +1,5 @@
-"""A bulk operation redelivers one message first. If its cause was not repaired, this
-costs few attempts."""
+"""A bulk operation redelivers one message first. If the cause of its failure was not
+repaired, the operation costs few attempts."""
 
 from __future__ import annotations
 

@@ -419,7 +419,7 @@ def all_subscribed(number: int) -> bool:
 
 def test_a_follower_runs_when_its_rejected_predecessor_is_redelivered() -> None:
     """The broker has rejected the predecessor, and its follower is blocked. The
-    redelivered predecessor has its former place in the order."""
+    redelivered predecessor keeps its place in the order, and the follower runs."""
     with declared(effect, ordered="block") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
         zero, one, two = taken(stage.destination)

@@ -50,7 +50,7 @@ def ask(sql: str) -> None:
 
 
 def ended_backend() -> None:
-    """Let the server end the connection, like a restart."""
+    """Let the server end the connection, as a restart would."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()
@@ -87,7 +87,8 @@ def test_a_server_that_is_not_there_is_an_outage(postgres: services.PostgreSQL) 
 
 @pytest.mark.parametrize("name", ["sqlstate", "pgcode"])
 def test_psycopg_2_and_3_report_the_servers_code(name: str) -> None:
-    """psycopg and psycopg2 have the error's code in different attributes."""
+    """psycopg and psycopg2 have the server's error code in different attributes. The
+    package finds it in both."""
 
     def told(code: str) -> OperationalError:
         error, cause = OperationalError(), Exception()

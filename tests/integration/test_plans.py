@@ -348,8 +348,8 @@ def test_the_backlog_that_scales_pods_is_read_by_its_indexes() -> None:
 
 
 def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
-    """The health view reads only the first row of each place, however many rows a place
-    has."""
+    """The health view reads only the first row of each destination, however many rows a
+    destination has."""
     row = OutboxMessage.objects.filter(dispatched_at=None).latest("id")
     columns = [
         f'"{field.column}"'
@@ -380,7 +380,8 @@ def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
 def test_the_first_dead_letter_of_an_error_is_found_by_an_index(
     *, analyzed: bool
 ) -> None:
-    """A flood of one error is not read to find the first dead letter of each."""
+    """Most dead letters have the same error. The first dead letter of each error is
+    found without reading all of them."""
     DeadLetter.objects.all().delete()
     DeadLetter.objects.create(
         message_id=uuid.uuid4(), destination="q", fingerprint="f", exception="Old: x"
@@ -406,8 +407,8 @@ def test_the_first_dead_letter_of_an_error_is_found_by_an_index(
 
 @pytest.mark.parametrize("analyzed", [True, False])
 def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
-    """The search reads only the dead letters that it finds, even if it finds none or
-    the statistics are outdated."""
+    """A search reads only the dead letters that it finds, even if it finds none or the
+    server's statistics are outdated."""
     DeadLetter.objects.all().delete()
     DeadLetter.objects.create(
         message_id=uuid.uuid4(), destination="q", fingerprint="f", correlation_id="c"

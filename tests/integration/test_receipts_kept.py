@@ -42,7 +42,7 @@ def copies() -> Counter[str]:
 
 
 def terminate() -> None:
-    """End this connection at the server, like a restart or a failover."""
+    """End this connection at the server, as a restart or a failover would."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()
@@ -72,7 +72,7 @@ def after_the_receipts(
 
 
 def demote() -> None:
-    """Make this connection read-only, like a failover."""
+    """Make this connection read-only, as a failover would."""
     with connection.cursor() as cursor:
         cursor.execute("SET default_transaction_read_only = on")
 

@@ -124,8 +124,9 @@ def test_many_failing_messages_each_keep_to_their_policy(
 
 
 def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> None:
-    """The delays apply in each mode, wherever the message waits. The test checks only
-    lower bounds, because a busy machine may be late."""
+    """In each mode, a failed message waits for the delay of its stage's policy or of
+    the settings. The test checks only lower bounds, because a busy machine may be
+    late."""
     began: dict[str, list[float]] = {}
     told: dict[str, list[float]] = {}
 
@@ -247,7 +248,8 @@ def test_heart_beats_flow_while_a_blocking_stage_waits(
 def test_cut_connection_during_a_handler_loses_nothing(
     transaction_mode: Any, destination: str, broker: StompServer
 ) -> None:
-    """The stage connects again. In mode outbox there is always exactly one effect."""
+    """The connection is cut while a handler runs. The stage connects again, and the
+    message has one effect."""
     with Proxy(broker.port) as proxy:
         url = broker.url(port=proxy.port)
         cuts: list[int] = []
@@ -279,8 +281,9 @@ def test_cut_connection_during_a_handler_loses_nothing(
 def test_forbidden_destination_delays_no_other_message(
     destination: str, broker: StompServer
 ) -> None:
-    """The user may only send to destinations that begin with `allowed.` Messages to
-    other destinations wait without counting attempts, until another user sends them."""
+    """The broker's user may only send to destinations that begin with `allowed.`
+    Messages to other destinations wait without counting attempts, until another user
+    sends them."""
     good, bad = f"allowed.{destination}", destination
     limited = {"default": {"URL": broker.url(user="limited")}}
     relay = {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": 2}

@@ -239,8 +239,8 @@ def test_an_error_of_a_bodys_own_is_not_taken_for_a_wrong_argument() -> None:
 
 
 def test_without_a_transaction_when_that_is_allowed() -> None:
-    """send_messages() stores all messages or none. If one is refused, a relay must not
-    see the others."""
+    """Without an open transaction, send_messages() stores all messages or none. If one
+    is refused, a relay must not see the others."""
     twice = uuid.uuid4()
     with txmsg(REQUIRE_ATOMIC=False):
         send_message("orders", 1)

@@ -17,7 +17,8 @@ from tests.faults import wait_until
 
 
 class Line:
-    """A transport over a pair of sockets with small buffers, and the peer's socket."""
+    """A transport over a pair of sockets with small buffers. The test has the peer's
+    socket."""
 
     def __init__(self, send_timeout: float) -> None:
         near, self.far = socket.socketpair()

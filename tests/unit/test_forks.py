@@ -1,5 +1,5 @@
-"""A forked process must not share some things with its parent. The fork may be
-Python's, or bypass Python's fork hooks, as in uWSGI."""
+"""A forked process makes its own ids and objects, and belongs to no stage. The fork may
+be Python's, or bypass Python's fork hooks, as in uWSGI."""
 
 from __future__ import annotations
 

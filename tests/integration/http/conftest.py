@@ -1,5 +1,5 @@
-"""Fixtures for tests of the middleware in the test's own process, and of control
-messages."""
+"""Fixtures for tests of control messages, and of the middleware in the test's own
+process."""
 
 from __future__ import annotations
 

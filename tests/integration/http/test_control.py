@@ -375,7 +375,8 @@ def test_a_commit_after_the_tombstone_fails(arrivals, heard) -> None:
 @on_postgresql
 def test_the_commit_wins_against_the_tombstone(arrivals, heard) -> None:
     """The session has written its row and has not committed, so the receiver cannot
-    write a tombstone. It checks repeatedly until the session's rows are visible."""
+    write a tombstone. The receiver checks repeatedly until the session's rows are
+    visible."""
     http = txmsg(
         CONTROL_MESSAGE_ORACLE="delay",
         MAX_COMMIT_DURATION=0.1,

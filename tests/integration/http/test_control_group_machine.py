@@ -67,8 +67,8 @@ class Requests:
         self.do(getattr(session, how))
 
     def kill(self) -> None:
-        """Close the connection in the middle of a request, like the death of its
-        process."""
+        """Close the connection in the middle of a request, as if the process had
+        died."""
 
         def die() -> None:
             connection.connection and connection.connection.close()
@@ -128,8 +128,8 @@ class Groups(RuleBasedStateMachine):
         end=st.sampled_from(["commit", "wait, commit", "rollback", "kill", ""]),
     )
     def request(self, which: int, beside: bool, steps: list[str], end: str) -> None:
-        """Let a long request continue, and perhaps end. With `beside`, a short request
-        is handled first, and the long one may join its group."""
+        """Let a long request continue, and perhaps finish it. With `beside`, a short
+        request is handled first, and the long one may join its group."""
         actor = self.actors[which]
         if beside:
             self.store()

@@ -129,8 +129,8 @@ def test_it_stops_while_several_looks_are_due(monkeypatch) -> None:
 
 
 def test_an_outdated_control_message_is_dropped(monkeypatch) -> None:
-    """The database of the control message could never be queried. After a day the
-    message is dropped, even if it was sent again many times."""
+    """A control message is older than a day, and its session's outcome is still
+    unknown. The receiver drops the message instead of sending it again."""
     monkeypatch.setattr(control_thread, "HOLD", 0.0, raising=False)
     long_ago = dt.datetime.now(dt.timezone.utc) - dt.timedelta(days=2)
     old = ControlMessage(

@@ -63,8 +63,9 @@ def test_each_database_gets_its_control_messages_though_the_other_takes_them_fir
     name: str,
     other: str,
 ) -> None:
-    """Web processes die after the commit, before they dispatch messages. No relay
-    runs."""
+    """Web processes die after the commit and no relay runs, so their messages are
+    dispatched only because of control messages. The other database's receiver returns
+    these control messages to the shared queue."""
     own = connection.settings_dict
     here = f"postgres://{own['USER']}:{own['PASSWORD']}@{own['HOST']}:{own['PORT']}/"
     urls = {

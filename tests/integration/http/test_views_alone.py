@@ -1,5 +1,6 @@
-"""An exception of a view rolls back its transaction, even if outer code turns it into a
-response. The tests also check what a view costs that uses no database."""
+"""An exception in a view rolls back the view's transaction, even if outer code turns
+the exception into a response. The tests also check the cost of a view that uses no
+database."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def locked_elsewhere(request: HttpRequest) -> HttpResponse:
 
 
 def others_have_written(more_than: int, seconds: float) -> None:
-    """Wait for another process's next commit. Raises TimeoutError."""
+    """Wait until another process commits. Raises TimeoutError after `seconds`."""
     other, until = connections["default"].copy(), time.monotonic() + seconds
     try:
         with other.cursor() as cursor:

@@ -1,5 +1,5 @@
-"""A consumer receives and acknowledges messages one by one, buffers few of them, and
-survives malformed ones."""
+"""A consumer receives and acknowledges messages one by one, buffers only a few
+messages, and survives malformed ones."""
 
 from __future__ import annotations
 
