@@ -204,10 +204,10 @@ def next_request(connection: Connection, source: SourceSpec) -> str:
 def erasing(
     services: Sequence[SourceSpec], run: Run, found: set[str]
 ) -> Iterator[set[str]]:
-    """Keep a record of the messages to erase until the block succeeds. Yield their ids,
-    and those that earlier killed or failed runs with the same options have recorded.
-    Such a run may have deleted the rows that contain the key, so the messages cannot be
-    found by their key any more."""
+    """Until the block succeeds, keep a record of the messages to erase. Yield their
+    ids, and those that earlier killed or failed runs with the same options have
+    recorded. Such a run may have deleted the rows that contain the key, so the messages
+    cannot be found by their key any more."""
     with ExitStack() as stack:
         databases = [
             stack.enter_context(closing(connect_plain(source))) for source in services

@@ -66,9 +66,9 @@ class Sqlite:
 
 
 def connect_reading(path: str) -> sqlite3.Connection:
-    """Connect to an existing database file. Statements cannot change it, although the
-    file is opened for writing. Otherwise SQLite could not roll back the transaction of
-    a killed process."""
+    """Connect to an existing database file. Statements cannot change it. The file is
+    still opened for writing, because SQLite may have to roll back the transaction of a
+    killed process."""
     uri = f"{Path(path).absolute().as_uri()}?mode=rw"
     connection = sqlite3.connect(uri, uri=True, timeout=60)
     connection.execute("PRAGMA query_only = ON")

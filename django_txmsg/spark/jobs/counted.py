@@ -59,8 +59,8 @@ def usable(
 ) -> dict[Named, Sequence[Line]]:
     """Return the files that can be judged from their counts, with the counts that a run
     needs. In such a file, no message took longer than `late_after`. If `since` is
-    given, all of the file's messages were sent before it, or all of them later. Counts
-    from before `since` are left out."""
+    given, either all or none of the file's messages were sent before it. Counts from
+    before `since` are left out."""
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else (since - _EPOCH) // _MICROSECOND
     found: dict[Named, Sequence[Line]] = {}
