@@ -63,11 +63,11 @@ class Timekeeper(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether the loop needs no thread. That is so if no recurring message is
-        declared, and if none can be created at run time, which is possible only in the
-        outbox's database."""
-        aliases = {one.alias for one in recurring()}
-        return not aliases | {router.db_for_write(Schedule)} & set(self._using)
+        """Whether the loop needs no thread: its databases have no declared recurring
+        message, and none can be created there at run time, which is possible only in
+        the outbox's database."""
+        aliases = {one.alias for one in recurring()} | {router.db_for_write(Schedule)}
+        return aliases.isdisjoint(self._using)
 
     def _keep(self, using: str) -> float:
         """Store the messages of due ticks. Return the seconds until the next tick."""

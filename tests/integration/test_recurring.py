@@ -300,6 +300,8 @@ def test_a_message_is_stored_in_its_own_database() -> None:
     assert stored() == []
     assert stored("other") == at(1)
     assert not Schedule.objects.exists()
+    with keeping():  # in another database than this timekeeper's
+        assert Timekeeper(["other"]).idle
 
 
 @pytest.mark.django_db
