@@ -34,8 +34,8 @@ MAIL = "ops@example.com"
 
 class Receiver(ThreadingHTTPServer):
     """A webhook that records its calls. It answers each call with the next status in
-    `answers`, and with 204 after the last of them. For the status 0 it does not
-    answer."""
+    `answers`, and with 204 when there is none left. It does not answer if the status is
+    0."""
 
     daemon_threads = True
 
@@ -162,8 +162,8 @@ def test_a_refused_alert_is_delivered_later_and_its_end_only_after_it(
 
 
 class Refusing(BaseEmailBackend):
-    """A mail backend that raises its own type of exception, like those of mail
-    providers."""
+    """A mail backend that raises its own type of exception, as mail providers' backends
+    do."""
 
     def send_messages(self, email_messages: Any) -> int:
         raise LookupError("the provider refuses")

@@ -706,8 +706,8 @@ def test_headers_become_text_or_a_problem(
 def test_a_message_to_several_queues_goes_back_to_the_one_it_came_from(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """A message was copied to a second queue with the header CC. Each copy is sent back
-    only to its own queue, without this header: RabbitMQ refuses a CC that is text."""
+    """The header CC has copied a message to a second queue. Each copy is sent back
+    without this header, so it reaches only its own queue."""
     copied = f"{destination}.copied"
     session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
     session.subscribe(destination, prefetch=2)

@@ -1,5 +1,5 @@
-"""A batch runs in one transaction. A failing message does not affect the others. All
-messages that the batch sends are dispatched together."""
+"""A batch runs in one transaction. A failing message does not affect the other
+messages. All messages that the batch sends are dispatched together."""
 
 from __future__ import annotations
 
@@ -159,8 +159,9 @@ def test_an_operational_error_costs_only_its_member_an_attempt() -> None:
 
 
 def test_redelivered_messages_run_outside_of_a_batch() -> None:
-    """If a message kills its worker, the batch's other messages are affected only once.
-    The next attempt of each message runs outside the batch."""
+    """A message may kill the worker that runs its batch. The next attempt of each
+    message of the batch runs outside a batch, so the other messages are affected only
+    once."""
     together: list[int] = []
     attempts: list[list[int]] = []
 

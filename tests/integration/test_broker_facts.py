@@ -151,9 +151,9 @@ def test_activemq_refuses_the_commit_when_a_send_without_receipt_failed(
 def test_activemq_keeps_a_transaction_whose_commit_it_refused(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """After the refused COMMIT, ABORT fails because the transaction's name is unknown.
-    The messages that it acknowledged cannot be acknowledged again. Only the end of the
-    connection releases them."""
+    """After a refused COMMIT, ABORT fails because the transaction's name is unknown.
+    Messages that the transaction acknowledged cannot be acknowledged again. Only the
+    end of the connection releases them."""
     name = queue()
     send(client(activemq), name, b"one")
     consumer = client(activemq, LIMITED_USER)
@@ -197,7 +197,8 @@ def test_rabbitmq_closes_the_connection_on_a_forbidden_send_and_stores_nothing(
 def test_rabbitmq_commits_the_rest_when_a_destination_was_malformed(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """The ERROR names no receipt. The connection and the transaction stay open."""
+    """A SEND to a malformed destination gets an ERROR that names no receipt. The
+    connection and the transaction stay open, and COMMIT stores the other messages."""
     producer, name = client(rabbitmq), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -213,8 +214,8 @@ def test_rabbitmq_commits_the_rest_when_a_destination_was_malformed(
 def test_rabbitmq_confirms_a_commit_that_stored_half_of_the_transaction(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """RabbitMQ executes the frames one by one at the COMMIT, so the receipt of COMMIT
-    proves nothing."""
+    """At COMMIT, RabbitMQ executes the frames one by one, so the receipt of COMMIT does
+    not prove that all messages are stored."""
     producer, name = client(rabbitmq), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -498,7 +499,8 @@ def test_rabbitmq_confirms_unroutable_messages(
 def test_rabbitmq_receipts_a_subscribe_it_has_just_refused(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """The ERROR comes before the receipt, and the connection ends."""
+    """RabbitMQ refuses a SUBSCRIBE with an ERROR, and then sends its receipt and closes
+    the connection."""
     consumer = client(rabbitmq, LIMITED_USER)
     consumer.send("SUBSCRIBE", id="s", destination=FORBIDDEN, receipt="subscribed")
     assert [short(frame) for frame in consumer.drain(30)] == ["ERROR -", "subscribed"]
@@ -600,7 +602,8 @@ def test_a_quorum_queue_of_rabbitmq_4_drops_a_message_after_21_deliveries(
 def test_rabbitmq_4_3_delays_returned_messages_by_the_queues_rule(
     rabbitmq: RabbitMQ, channel: amqp.Channel
 ) -> None:
-    """The delay starts at the queue's `min` and grows up to its `max`."""
+    """A returned message is delivered after a delay, since RabbitMQ 4.3. The delay
+    starts at the queue's `min` and grows up to its `max`."""
     name = quorum_queue(
         channel,
         x_delayed_retry_type="all",

@@ -101,8 +101,8 @@ class Counted(DatabaseBroker):
 def test_lanes_hold_no_more_together_and_leave_nothing(
     sizes: list[int], most: int
 ) -> None:
-    """All lanes share one budget. Together they never send more bytes at a time than
-    the budget allows, and they send every message."""
+    """All lanes share one budget. Together the lanes never send more bytes at a time
+    than the budget allows, and they send every message."""
     Counted.most = 0
     with txmsg(BROKERS={"default": {"BACKEND": f"{__name__}.Counted"}}):
         store(*sizes)

@@ -206,7 +206,8 @@ def test_a_worker_killed_after_it_called_its_links_calls_them_with_the_same_ids(
     worker: Start, tmp_path: Path
 ) -> None:
     """A worker is killed after it has called its task's links. The second delivery of
-    the task calls them again, but each link is executed once, nested links included."""
+    the task calls the links again with the same ids, so each link is executed once,
+    nested links included."""
     links = [
         charge.s(2).set(link=charge.s(3)),
         chain(charge.s(4), charge.s(5)),

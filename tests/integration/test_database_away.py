@@ -313,8 +313,8 @@ def test_a_statements_time_out_is_a_failure_of_its_message() -> None:
 
 
 def test_a_slow_stage_acknowledges_each_message_at_once(broker: ScriptedBroker) -> None:
-    """A slow stage acknowledges a message before it runs the next one. RabbitMQ would
-    close the channel if it waited too long for an acknowledgement."""
+    """A slow stage acknowledges each message before it runs the next one. RabbitMQ
+    would close the channel after waiting too long for an acknowledgement."""
     go_on = threading.Event()
 
     def handler(message: Message) -> None:

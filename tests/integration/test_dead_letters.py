@@ -46,7 +46,7 @@ class Stubborn:
 
 
 def resolve(kind: str, **options: Any) -> BulkOperation:
-    """Apply an action to all dead letters, like the admin and the command."""
+    """Apply an action to all dead letters, as the admin and the command do."""
     return bulk.finish(bulk.start(kind, {}, **options))
 
 
@@ -331,7 +331,7 @@ def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> Non
 def test_redelivered_unreadable_message_dies_again_unless_fixed(
     headers: dict[str, str],
 ) -> None:
-    """An unreadable message is redelivered. If its problem was not fixed, the same dead
+    """An unreadable message is redelivered. If it is still unreadable, the same dead
     letter is opened again, and the message does not stay parked."""
     got: list[Message] = []
     body = b"1" if "txmsg-expires" in headers else b"{"

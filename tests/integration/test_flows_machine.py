@@ -144,7 +144,8 @@ class Inner(Flow[Work, Done | Refused], name="machine.inner", within=3 * MINUTE)
 
 @shelved
 class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
-    """A flow that sends one request for each fate and then waits for a signal.
+    """A flow that sends one request for each fate and then waits for a signal. A fate
+    says how a request ends (`FATES`).
 
     Every second request starts a sub-flow. The work is numbered in the order in which
     the undos are registered.

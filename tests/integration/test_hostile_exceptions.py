@@ -1,4 +1,4 @@
-"""A handler may raise an exception whose text cannot be read. Its message then fails as
+"""A handler may raise an exception whose text cannot be read. The message then fails as
 with any other exception: its policy decides whether it is redelivered or buried."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def late() -> int:
 
 
 def send_late(key: str | None) -> None:
-    """Send a message in a new transaction, like code outside of any transaction."""
+    """Send a message in a new transaction, as code outside any transaction does."""
     with transaction.atomic():
         Effect.objects.create(name="late")
         send_message(LATE, None, key=key)
@@ -161,8 +161,8 @@ def test_receiver_of_a_stages_signal_sends_once(
 def test_receiver_of_a_sessions_signal_sends_once(
     signal: Signal, key: str | None
 ) -> None:
-    """One of the signals is sent right before the commit. Its receiver's message must
-    be part of that commit."""
+    """The receiver of a session's signal sends one message. One of the signals is sent
+    right before the commit, so that its receiver's message is part of the commit."""
     with (
         received(signal, lambda: send_late(key)) as failed,
         outbox_session() as session,

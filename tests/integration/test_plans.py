@@ -221,8 +221,8 @@ def test_queued_messages_are_not_read_before_their_time() -> None:
 
 def test_a_claim_takes_no_more_than_its_limit_whatever_the_plan() -> None:
     """A claim with the limit 1 gets one row, even if the server uses a nested loop.
-    Such a plan could search for a free row several times, and find another one each
-    time."""
+    With such a plan, the server could search for a free row several times, and find
+    another one each time."""
     QueueMessage.objects.bulk_create(
         QueueMessage(queue="tests.q", body=b"x") for _ in range(50)
     )

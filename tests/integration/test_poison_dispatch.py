@@ -1,5 +1,5 @@
 """A broker closes the connection because of one message. That message becomes a dead
-letter, and all others are sent, in whatever way the outbox is relayed."""
+letter, and all others are sent. The outbox is relayed in each possible way."""
 
 from __future__ import annotations
 

@@ -236,9 +236,9 @@ def test_messages_that_wait_go_on_if_the_stage_has_no_rate_any_more() -> None:
 
 
 def test_a_changed_per_gives_waiting_messages_slots_of_their_new_lines() -> None:
-    """The option `per` of a stage changes while messages wait. They get new slots,
-    because slots are numbered for each key, and an old number could mean years of
-    waiting."""
+    """The option `per` of a stage changes while messages wait. The messages get new
+    slots, because slots are numbered for each key, and an old number could mean years
+    of waiting."""
     with declared(effect, rate="1/h") as one:
         send(one.destination, headers={"tenant": "a"})
         step(one)

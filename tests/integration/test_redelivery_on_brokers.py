@@ -69,8 +69,8 @@ def empty(destination: str) -> bool:
 def test_failing_message_gets_as_many_attempts_as_its_policy_allows(
     transaction_mode: Any, mode: Any, destination: str
 ) -> None:
-    """A message always fails. At each attempt the handler gets the same message, no
-    matter where it waited, and the last attempt buries it."""
+    """A message always fails. The handler gets the same message at each attempt, no
+    matter where the message waited. After the last attempt, the message is buried."""
     got: list[Message] = []
 
     def handler(message: Message) -> None:

@@ -1,6 +1,6 @@
-"""A worker's connections follow CONN_MAX_AGE and CONN_HEALTH_CHECKS, like a request's.
-No broken connection is used for a second message. The tests check this at the
-server."""
+"""A worker's database connections obey CONN_MAX_AGE and CONN_HEALTH_CHECKS, as in a
+request. A worker uses no broken connection for a second message. The tests check this
+at the server."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def effect(message: Message) -> None:
 
 
 def test_a_restart_of_another_database_costs_no_message(second: str) -> None:
-    """The other database's idle connections are ended. The next message opens new
-    ones."""
+    """The server ends the idle connections to another database. The next message opens
+    new ones."""
 
     def handler(message: Message) -> None:
         Effect.objects.using(second).exists()

@@ -260,8 +260,8 @@ def test_process_stopped_in_its_transaction_keeps_the_message(
 def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
     days: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the clock of the process jumps. Leases and due times use the database's
-    clock."""
+    """The clock of the process jumps, and the database's clock does not. Leases and due
+    times use the database's clock."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

@@ -25,7 +25,7 @@ def processed(stage: stages.Stage) -> int:
 
 
 def subscribed(stage: stages.Stage) -> None:
-    """Create the durable subscription of the stage, like an earlier consumer."""
+    """Create the durable subscription of the stage, as an earlier consumer would."""
     name = f"tests.{stage.name}"
     with get_broker().open(subscriber=name) as session:
         session.subscribe(stage.destination, prefetch=1, subscriber=name)

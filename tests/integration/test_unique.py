@@ -138,9 +138,9 @@ def test_reused_message_leaves_after_the_reusing_commit() -> None:
 def test_cancelling_a_reused_message_waits_for_the_transaction(
     change: str, commits: bool
 ) -> None:
-    """An open transaction reuses a message, and another one cancels or reschedules it.
-    The change waits for the open transaction. Otherwise no message might announce the
-    changes of that transaction."""
+    """A message is cancelled or rescheduled while an open transaction reuses it. The
+    change waits for that transaction. Otherwise no message might announce the
+    transaction's changes."""
     with transaction.atomic():
         first = send(1)
     changed: list[bool] = []

@@ -32,7 +32,7 @@ class Line:
         self.read = bytearray()
 
     def drain(self, pause: float, stop: threading.Event) -> None:
-        """Read a little data at a time, like a slow peer."""
+        """Read a little data at a time, as a slow peer does."""
         self.far.settimeout(0.2)
         while not stop.is_set():
             try:

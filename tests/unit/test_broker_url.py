@@ -80,7 +80,8 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     ],
 )  # fmt: skip
 def test_a_password_that_was_not_encoded_is_in_no_error(scheme: str, url: str) -> None:
-    """No part of the password is parsed as a host, a port or a virtual host."""
+    """A password contains a character that should have been encoded. No error shows a
+    part of the password."""
     broker = make_broker("tested", f"{scheme}://{url}")
     (wrong,) = broker.check()
     assert not any(part in wrong for part in ("Top", "123", "Secret1"))

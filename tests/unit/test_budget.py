@@ -74,7 +74,7 @@ def test_a_lane_that_waits_ends_when_it_is_stopped(stack) -> None:
 
 def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> None:
     """Two lanes have messages at the same time, so neither may claim the large body.
-    The lane that ends last claims again, now alone."""
+    The lane that finishes last claims once more, now alone."""
     budget = Budget(4)
     with ExitStack() as first:
         enter(budget, first)
@@ -92,8 +92,8 @@ def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> Non
 
 
 def test_a_lane_claims_again_if_another_lane_locked_a_large_row(stack) -> None:
-    """The claim of another lane has locked a large row without claiming it, which hid
-    the row from this lane. This lane must claim again."""
+    """Another lane has locked a large row without claiming it, which hid the row from
+    this lane. This lane must claim again."""
     budget, first = Budget(4), ExitStack()
     one = enter(budget, first)
     with ExitStack() as second:

@@ -52,7 +52,7 @@ def arrivals() -> Iterator[DatabaseSession]:
 
 
 def dispatch(using: str, session_id: uuid.UUID) -> None:
-    """Dispatch the rows of a session, like the function that the consumer passes to the
+    """Dispatch the rows of a session. The consumer passes such a function to the
     receiver."""
     lane = Lane(using, "default")
     while lane.dispatch(session_id=session_id):

@@ -23,8 +23,8 @@ def server(request: pytest.FixtureRequest) -> StompServer:
 
 
 def test_unreceived_control_message_expires(server, destination) -> None:
-    """If a service runs no consumer, only control messages within their time to live
-    remain."""
+    """No consumer receives a service's control messages. The broker removes each
+    message at the end of its time to live."""
     brokers = {"default": {"URL": server.url()}}
     with override_settings(TXMSG={"SERVICE": destination, "BROKERS": brokers}):
         sent = [

@@ -190,7 +190,7 @@ def two_databases(request: HttpRequest) -> HttpResponse:
 
 
 def api(request: HttpRequest) -> HttpResponse:
-    """Catch the view's exceptions inside of the middleware, like an API framework."""
+    """Catch the view's exceptions inside the middleware, as an API framework does."""
     try:
         place("half done")
         raise ValueError("amount is missing")

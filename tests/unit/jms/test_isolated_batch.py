@@ -1,5 +1,5 @@
-"""If a batch is sent message by message, only the message that the broker refused gets
-the error."""
+"""A batch can be sent message by message. Then only the message that the broker refused
+gets the error."""
 
 from __future__ import annotations
 
