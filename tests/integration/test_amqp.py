@@ -249,8 +249,8 @@ def test_returned_message_is_refused_alone_and_its_queue_redeclared(
     destination: str,
     isolate: bool,
 ) -> None:
-    """A queue was deleted, so RabbitMQ returns the batch's messages to it. Only these
-    messages are refused, and the next send declares the queue again."""
+    """A queue was deleted, so RabbitMQ returns the messages that a batch sends there.
+    Only these messages are refused, and the next send declares the queue again."""
     gone, stays = f"{destination}.gone", f"{destination}.stays"
     session = opened(rabbitmq_amqp.url())
     batch = [
@@ -357,8 +357,8 @@ def test_group_acknowledgement_skips_open_deliveries(
 def test_delivery_counted_or_dead_lettered_by_the_broker_is_a_redelivery(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """A message is rejected, and its dead-letter queue returns it to its quorum queue.
-    The next delivery is marked as a redelivery."""
+    """A quorum queue's message is rejected, and the dead-letter queue returns it to the
+    quorum queue. The next delivery is marked as a redelivery."""
     back = f"{destination}.back"
     bare.queue_declare(
         destination, durable=True, auto_delete=False,

@@ -406,9 +406,8 @@ def test_answers_and_copies_at_the_same_time_end_each_join_once(
 def test_two_last_answers_at_the_same_moment_end_the_join(
     commits: bool, enough: int | None
 ) -> None:
-    """Two transactions each process a last answer, and cannot see each other's. The
-    second transaction continues the run first. Then the first one commits, or rolls
-    back as after a kill."""
+    """Transactions A and B each process a last answer, and cannot see each other's. B
+    continues the run first. Then A commits, or rolls back as after a kill."""
     run = tour(2 if enough is None else 3, enough)
     answer(2)
     stage = stages.find(["tour.flow.steps"])[0]

@@ -296,9 +296,9 @@ def test_messages_arrive_once_after_a_kill_under_asgi(serve, consume) -> None:
 def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
     serve, consume, txmsg
 ) -> None:
-    """Three processes are suspended while they join a control group, each at another
-    step. They resume after the group has ended, and are killed after their commit.
-    Their messages are dispatched."""
+    """Three processes are suspended while they join a control group, each at a
+    different step. They resume after the group has ended, and are killed after their
+    commit. Their messages are dispatched."""
     consumer = consume()
     steps = ("before_the_insert", "after_the_insert", "before_the_commit")
     webs = {

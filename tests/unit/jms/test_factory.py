@@ -140,7 +140,7 @@ def test_encrypted_key_prompts_for_no_password(tmp_path: Path) -> None:
 def test_a_host_with_several_addresses_has_one_timeout_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each address of the host accepts no connection, because its backlog is full. One
+    """No address of the host accepts a connection, because each backlog is full. One
     timeout covers the tries at all addresses."""
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
