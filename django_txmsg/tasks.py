@@ -20,6 +20,7 @@ from .monitoring import retention
 from .monitoring.databases import with_tables
 from .monitoring.presence import Presence
 from .relaying.relay import Relay
+from .runtime.per_process import PerProcess
 from .scheduling.timekeeper import Timekeeper
 
 try:
@@ -30,6 +31,14 @@ except ModuleNotFoundError as error:
         'Run: pip install "django_txmsg[celery]"',
         name=error.name,
     ) from error
+
+
+def _presence(using: str, service: str) -> Presence:
+    # One worker row for all runs of a service: it becomes silent when beat stops.
+    return Presence("relay", using, name=f"celery: relay_outbox of {service}"[:255])
+
+
+_PRESENCE = PerProcess(_presence)
 
 
 @shared_task(name="django_txmsg.relay_outbox")  # type: ignore[untyped-decorator]  # Celery has no types
@@ -48,8 +57,7 @@ def relay_outbox(
     sent.
     """
     using = databases or with_tables()
-    # One worker row for all runs: it becomes silent when beat stops.
-    Presence("relay", router.db_for_write(Worker), name="celery: relay_outbox").beat(0)
+    _PRESENCE(router.db_for_write(Worker), conf.get().SERVICE).beat(0)
     relay = Relay(
         using,
         brokers or sorted(conf.get().BROKERS),

@@ -31,6 +31,9 @@ class Presence:
         self.name = name or f"{self.host}:{self.pid}:{uuid.uuid4().hex[:6]}"
         self._kind, self._using, self._stages = kind, using, list(stages)
         self._service = conf.get().SERVICE
+        self._version = conf.get().VERSION[:255]
+        #: Whether the audit has the version that began with this process.
+        self._announced = not self._version
 
     def beat(self, in_flight: int) -> None:
         """Write a heartbeat, with the number of messages in progress, the running
@@ -38,39 +41,43 @@ class Presence:
         workers = Worker.objects.using(self._using)
 
         def beat() -> None:
-            own = workers.filter(name=self.name)
             columns = {
                 "host": self.host,
                 "pid": self.pid,
+                "version": self._version,
                 "in_flight": in_flight,
                 "silent_after": silent_after(conf.get().CONSUME.HEARTBEAT),
                 "outages": outages.as_json(breaker.outages()),
                 "running": running.as_json(),
             }
+            own = workers.filter(name=self.name)
             if not own.update(heartbeat_at=Now(), **columns):
-                version = conf.get().VERSION[:255]
-                with transaction.atomic(using=self._using):
-                    workers.create(
-                        name=self.name,
-                        kind=self._kind,
-                        service=self._service,
-                        version=version,
-                        stages=self._stages,
-                        **columns,
-                    )
-                    if version:
-                        self._announce(version)
+                workers.create(
+                    name=self.name,
+                    kind=self._kind,
+                    service=self._service,
+                    stages=self._stages,
+                    **columns,
+                )
+            if not self._announced:
+                self._announce()
 
         self._quietly(beat)
 
-    def _announce(self, version: str) -> None:
+    def _announce(self) -> None:
         """Record in the audit that this version of the code has begun. Do nothing if
         the service's latest such entry names the same version."""
         entries = AuditEntry.objects.db_manager(self._using)
-        by, began = f"service: {self._service}"[:255], f"Version {version} began on "
-        known = entries.filter(deed=Deed.DEPLOY, by=by).order_by("-pk").first()
-        if known is None or not known.text.startswith(began):
-            entries.record(by, f"{began}{self.host}.", deed=Deed.DEPLOY, count=None)
+        by, began = f"service: {self._service}"[:255], f"Version {self._version} began "
+        with transaction.atomic(using=self._using):
+            # A lock: the service's processes may all start at once.
+            workers = Worker.objects.using(self._using).filter(service=self._service)
+            workers.update(service=self._service)
+            known = entries.filter(deed=Deed.DEPLOY, by=by).order_by("-pk").first()
+            if known is None or not known.text.startswith(f"{began}on "):
+                text = f"{began}on {self.host}."
+                entries.record(by, text, deed=Deed.DEPLOY, count=None)
+        self._announced = True
 
     def refuse_rivals(self) -> None:
         """Raise ConfigurationError if another service runs a stage of the same name in

@@ -15,7 +15,7 @@ from django.db import connections
 from django.test import Client
 
 from django_txmsg import tasks
-from django_txmsg.models import Worker
+from django_txmsg.models import AuditEntry, Worker
 from django_txmsg.models.worker import silent_after
 from django_txmsg.monitoring import alarms, status
 from django_txmsg.monitoring.presence import Presence
@@ -215,8 +215,31 @@ def test_a_relay_that_celery_runs_counts_as_live() -> None:
         tasks.relay_outbox()
 
     (worker,) = Worker.objects.all()
-    assert (worker.kind, worker.name) == ("relay", "celery: relay_outbox")
+    assert (worker.kind, worker.name) == ("relay", "celery: relay_outbox of tests")
     assert alarms.well(status.read())
+
+
+@pytest.mark.django_db(transaction=True)
+def test_celery_relays_of_two_services_in_one_database_both_count() -> None:
+    for service in ("shop", "mail"):
+        with txmsg(SERVICE=service):
+            tasks.relay_outbox()
+
+    assert status.read().attendance.relayed_services == {"shop", "mail"}
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_new_version_of_a_celery_relay_is_shown_and_recorded() -> None:
+    for version in ("1", "1", "2", "2"):
+        tasks._PRESENCE.clear()  # as in another process
+        with txmsg(VERSION=version):
+            tasks.relay_outbox()
+
+    assert Worker.objects.get().version == "2"
+    began = AuditEntry.objects.order_by("pk").values_list("text", flat=True)
+    assert [text.partition(" on ")[0] for text in began] == [
+        "Version 1 began", "Version 2 began",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

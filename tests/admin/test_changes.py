@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import html
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from django.db import OperationalError, connections
 from django.test import Client
 
-from django_txmsg.models import AuditEntry
+from django_txmsg.models import AuditEntry, Worker
 from django_txmsg.models.monitoring import Deed
 from django_txmsg.monitoring import changes
 from django_txmsg.monitoring.presence import Presence
@@ -137,6 +139,36 @@ def test_a_version_is_recorded_when_it_replaces_another() -> None:
         ("service: shop", "Version 1 began"),
         ("service: mail", "Version 1 began"),
     ]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_processes_that_start_at_once_record_their_version_once() -> None:
+    together = threading.Barrier(6)
+
+    def start() -> None:
+        try:
+            presence = Presence("consumer", "default", ["mail.send"])
+            together.wait(30)
+            presence.beat(0)
+        finally:
+            connections["default"].close()
+
+    with txmsg(VERSION="4f2a"), ThreadPoolExecutor(6) as threads:
+        list(threads.map(lambda _: start(), range(6)))
+
+    assert Worker.objects.count() == 6
+    assert AuditEntry.objects.filter(deed=Deed.DEPLOY).count() == 1
+
+
+def test_a_process_whose_row_was_deleted_does_not_begin_again() -> None:
+    with txmsg(VERSION="1", SERVICE="shop"):
+        old = Presence("consumer", "default", ["mail.send"])
+        old.beat(0)
+        begin("2")
+        Worker.objects.all().delete()
+        old.beat(0)
+
+    assert AuditEntry.objects.filter(deed=Deed.DEPLOY).count() == 2
 
 
 def test_a_version_that_begins_as_another_is_a_version_of_its_own() -> None:
