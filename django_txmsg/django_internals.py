@@ -36,8 +36,8 @@ def depth(connection: Any) -> int:
 
 
 def roll_back_blocks(connection: Any, above: int) -> bool:
-    """Roll back the atomic blocks that were entered and not left, except the outer
-    `above` ones. Returns whether there are any."""
+    """Roll back the atomic blocks that were entered and not left, except the outermost
+    `above` blocks. Returns whether any block was rolled back."""
     if len(connection.atomic_blocks) <= above:
         return False
     forgotten = connection.atomic_blocks[above:]
@@ -49,8 +49,8 @@ def roll_back_blocks(connection: Any, above: int) -> bool:
 
 
 def in_testcase(connection: Any) -> bool:
-    """Return whether a TestCase's block, which is certain to be rolled back, is
-    open."""
+    """Return whether a transaction of a TestCase is open. Such a transaction is always
+    rolled back."""
     return any(block._from_testcase for block in connection.atomic_blocks)
 
 
@@ -132,8 +132,8 @@ def refuses_durable(error: BaseException) -> bool:
 
 
 def hear_rollbacks(connection: Any, hear: Callable[[bool], None]) -> Callable[[], None]:
-    """Call `hear` each time when `set_rollback()` is called for the block that is
-    innermost now, with the same argument. Returns a function that ends this."""
+    """Call `hear` at each `set_rollback()` of the current innermost block, with the
+    same argument. Returns a function that ends these calls."""
     usual, level = connection.set_rollback, len(connection.atomic_blocks)
     before = connection.__dict__.get("set_rollback")
 
@@ -163,9 +163,8 @@ def under_savepoint(connection: Any, name: str) -> Iterator[None]:
 
 
 def last_hook(connection: Any) -> Callable[[], object] | None:
-    """Return the hook that was registered last, if it was registered under the
-    savepoints that are open now. If a rollback drops the next hook, it also drops this
-    hook."""
+    """Return the last registered hook, if it was registered under the currently open
+    savepoints. A rollback that drops the next hook then also drops this hook."""
     for savepoints, hook, *_ in connection.run_on_commit[-1:]:
         if connection.in_atomic_block and savepoints == set(connection.savepoint_ids):
             return hook  # type: ignore[no-any-return]  # Django has no types here
@@ -225,7 +224,8 @@ def settings_of(connection: Any) -> dict[str, Any]:
 
 
 def close_at(connection: Any) -> float | None:
-    """Return when CONN_MAX_AGE ends, by `time.monotonic()`, or None for never."""
+    """Return the time, by `time.monotonic()`, at which the connection reaches its
+    CONN_MAX_AGE, or None if it has no limit."""
     return connection.close_at  # type: ignore[no-any-return]  # Django has no types here
 
 
@@ -260,12 +260,13 @@ _FIRST = ("close_if_health_check_failed", "ensure_connection")
 
 
 class LateAtomic:
-    """`transaction.atomic(using=using)` that begins its transaction with the first use
-    of the database.
+    """`transaction.atomic(using=using)` that begins its transaction at the first use of
+    the database.
 
-    Inside another block, and with autocommit off, it is an ordinary `atomic()`.
-    `isolation` is its transaction's level. With `reading` it probably only reads, so
-    SQLite takes the write lock only for a write, whatever `transaction_mode` says.
+    Inside another block, or with autocommit off, it is an ordinary `atomic()`.
+    `isolation` is the isolation level of the transaction. `reading` means that the
+    block probably only reads. On SQLite such a block takes the write lock at its first
+    write, whatever `transaction_mode` says.
     """
 
     def __init__(
@@ -392,12 +393,16 @@ def wrap_views(
     wrap: Callable[[View, View, Callable[[str], View]], View],
     hear: Callable[[HttpRequest, Exception], None],
 ) -> None:
-    """Let every request handler run views wrapped by `wrap`. Exceptions of views and
-    their templates are first passed to `hear`. Call this once per process. `wrap` gets
-    a view, the same view inside the blocks of ATOMIC_REQUESTS, and a function that
-    returns this second view without the block of one database. The replaced methods are
-    the only ones of Django that run before every process_exception() and surround only
-    the view.
+    """Make every request handler call `wrap` for each view, and run the view that
+    `wrap` returns. Call this once per process.
+
+    `wrap` gets three arguments: the view, the view inside the blocks of
+    ATOMIC_REQUESTS, and a function that returns the view inside these blocks but one.
+    The argument of that function is the database whose block is left out.
+
+    `hear` is called with each exception of a view or of its template, before any
+    process_exception(). No other methods of Django run before every process_exception()
+    and surround only the view.
     """
     usual = BaseHandler.make_view_atomic
     usual_handler = BaseHandler.process_exception_by_middleware

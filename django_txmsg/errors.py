@@ -12,7 +12,7 @@ TxmsgError
 ├── BrokerError             the communication with a broker failed
 │   ├── BrokerUnavailable       nothing was sent; try again later
 │   ├── DispatchRejected        the broker refused this message for good
-│   ├── DestinationUnavailable  the destination takes no message now
+│   ├── DestinationUnavailable  the destination accepts no messages at present
 │   ├── DeliveryLost            another worker has taken the delivery
 │   ├── DispatchHeld            not sent: an earlier message of its key is not stored
 │   └── DispatchUnknown         no proof came; the message may have arrived
@@ -112,8 +112,8 @@ class DispatchRejected(BrokerError):
 
 
 class DestinationUnavailable(BrokerError):
-    """This destination takes no messages now: it is full or missing, or the user lacks
-    a permission. The text is the broker's.
+    """The destination currently accepts no messages: it is full or missing, or the user
+    lacks a permission. The error's text is the broker's.
 
     The destination is paused, and no attempt is counted. The message may not have been
     stored, so it is sent again later.

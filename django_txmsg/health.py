@@ -85,8 +85,8 @@ class Health:
 
 @probe
 def health(request: HttpRequest) -> JsonResponse:
-    """Answer with the overall state, the age of the oldest due message in each place,
-    and the number of live processes.
+    """Answer with the overall state, the age of the oldest due message of each kind
+    (outbox, redelivery, queue, deadline), and the number of live processes.
 
     With `?fail=late` or `?fail=degraded`, that state already gives a 503. With
     `?fail=never` no state gives a 503, for monitoring that reads the answer.
@@ -168,8 +168,8 @@ def look(*aliases: str) -> Health:
 def _oldest(
     using: str, now: dt.datetime, paused: Collection[str]
 ) -> dict[str, dt.timedelta]:
-    """Return how long the oldest due message of each place has been due. Reads only the
-    first row of each place."""
+    """Return the age of the oldest due message in the outbox, the inbox, the queues and
+    the deadlines. Reads only the first row of each destination, stage or queue."""
     rows = {
         "outbox": waiting.in_outbox(using, most=0),
         "redelivery": waiting.in_inbox(using, paused, most=0),

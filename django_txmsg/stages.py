@@ -340,8 +340,8 @@ def unregister(name: str) -> None:
 
 
 def provide(provider: Callable[[], Iterable[Stage]]) -> None:
-    """Register a function that returns stages which other settings than TXMSG declare.
-    The function is called each time the stages are listed."""
+    """Register a function that returns the stages declared by settings other than
+    TXMSG. The function is called each time the stages are listed."""
     if provider not in _providers:
         _providers.append(provider)
 

@@ -52,7 +52,7 @@ def relay_outbox(
     tick has come are stored first.
 
     `databases` defaults to those that the settings and the stages name. A broker that
-    is down, or a destination that takes no messages, is logged and listed under
+    is down, or a destination that accepts no messages, is logged and listed under
     "unavailable". Its messages wait for the next execution. All other messages are
     sent.
     """

@@ -1,7 +1,7 @@
 """`path("txmsg/", include("django_txmsg.urls"))`: health/ and metrics/.
 
-They need no authentication: restrict access at your proxy, or give each view an address
-and a guard of your own.
+The views require no authentication. Restrict access at your proxy, or give each view a
+separate address and a guard of your own.
 """
 
 from __future__ import annotations

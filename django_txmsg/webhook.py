@@ -130,7 +130,7 @@ class Webhook:
         return False
 
     def _post(self, body: bytes) -> bool:
-        """Post once. If that fails, returns whether another try may succeed."""
+        """Post once. Returns true if the post failed and another try may succeed."""
         headers = {"Content-Type": "application/json", "User-Agent": "django_txmsg"}
         if self._key:
             now = int(time.time())

@@ -35,7 +35,8 @@ app.conf.update(
 
 
 def die_once() -> None:
-    """If the file exists, delete it and kill this process once, or the whole worker."""
+    """Kill this process, or the whole worker, if the test has created the file that
+    requests this. Deletes the file first, so this happens once."""
     note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE", "/nowhere"))
     if note.exists():
         whole_worker = note.read_text() == "worker"

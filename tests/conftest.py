@@ -49,8 +49,8 @@ S = TypeVar("S", bound=services.Server)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Mark the tests that use the database, and deselect those for the other
-    database."""
+    """Mark the tests that use the database. Deselect the tests that run only on the
+    database that is not in use."""
     engine = settings.DATABASES["default"]["ENGINE"]
     other = "sqlite" if "postgresql" in engine else "postgresql"
     chosen, left_out = [], []
@@ -145,7 +145,7 @@ globals().update(
 
 @pytest.fixture(scope="module")
 def rabbitmq_amqp(rabbitmq: services.RabbitMQ) -> services.ByAmqp:
-    """The RabbitMQ server of the other tests, used over AMQP."""
+    """The shared RabbitMQ server, used over AMQP."""
     return services.ByAmqp(rabbitmq)
 
 

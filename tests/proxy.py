@@ -127,7 +127,7 @@ class Proxy:
         listener.close()
 
     def cut(self, *, reset: bool = True) -> None:
-        """Break every open connection. New ones are accepted."""
+        """Break every open connection. New connections are accepted."""
         with self._changed:
             cut = self._mark_cut(reset=reset)
             self._changed.wait_for(lambda: not cut & self._links, timeout=10)
@@ -138,8 +138,9 @@ class Proxy:
             self._budget[way] = count
 
     def cut_at(self, trip: int, way: str) -> None:
-        """Cut all connections once, at round trip `trip` from now. The cut comes before
-        the server gets the request, or before the client gets the answer."""
+        """Cut all connections once, during the round trip number `trip` from now. `way`
+        is REQUESTS to cut before the server gets the request, or ANSWERS to cut before
+        the client gets the answer."""
         with self._changed:
             self._cut_at = self.round_trips + trip, way
 

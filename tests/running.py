@@ -229,8 +229,8 @@ def put(
 @contextmanager
 def record_lost_at(statement: str) -> Iterator[None]:
     """Delete the only inbox row right before the first statement that begins with
-    `statement`. This simulates a server crash that loses the row and that a pooler
-    hides."""
+    `statement`. This simulates a crash of the server that loses the row, behind a
+    pooler that hides the crash from the client."""
     lost: list[str] = []
 
     def execute(run: Any, sql: str, *rest: Any) -> Any:

@@ -101,7 +101,7 @@ class OnceTask(TransactionalTask):
 
     @classmethod
     def careless(cls) -> list[str]:
-        """Return a text for each option because of which the task could be lost."""
+        """Return a text for each option that could cause the loss of the task."""
         return [
             f"the OnceTask {cls.name!r} has {option}=False: if its worker dies, the "
             "task is lost."
@@ -111,8 +111,8 @@ class OnceTask(TransactionalTask):
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        """Log each option because of which the task could be lost. Celery calls this
-        when it registers the task."""
+        """Log each option that could cause the loss of the task. Celery calls this when
+        it registers the task."""
         super().on_bound(app)
         for careless in cls.careless():
             log.error("%s", careless)

@@ -235,8 +235,8 @@ class _Once:
                     ignored.append(error)
 
         def finish(result: Any, late: bool) -> None:
-            """Store the result and the messages that a redelivery must return and
-            send."""
+            """Store the task's result, and the messages that it sends. A redelivery
+            returns this result, and sends these messages, without running the task."""
             if late:
                 self.inbox.finish([record.id])
             kept = written(

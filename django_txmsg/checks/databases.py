@@ -56,8 +56,8 @@ def size_of(pool: Any) -> int:
 
 
 def consumer(alias: str) -> int:
-    """Return the number of threads that can use a connection to this database at the
-    same time, in a consumer that runs all stages."""
+    """Return how many threads of a consumer that runs all stages can use a connection
+    to this database at the same time."""
     settings = conf.get()
     embedded = [name for name in settings.BROKERS if _works_in(name, alias)]
     need = 1 + 1 + 1  # its main thread, bulk operations, leases
@@ -74,8 +74,8 @@ def consumer(alias: str) -> int:
 
 
 def relay(alias: str) -> int:
-    """Return the number of threads that can use a connection to this database at the
-    same time, in a relay."""
+    """Return how many threads of a relay can use a connection to this database at the
+    same time."""
     settings = conf.get()
     lanes = settings.RELAY.LANES * len(settings.BROKERS)
     own = 1 + int(alias == _writes(Worker))  # leases, its heartbeat
@@ -83,8 +83,8 @@ def relay(alias: str) -> int:
 
 
 def run(alias: str) -> int:
-    """Return the number of threads that can use a connection to this database at the
-    same time, in `txmsg run`, which relays, consumes and prunes."""
+    """Return how many threads of `txmsg run`, which relays, consumes and prunes, can
+    use a connection to this database at the same time."""
     shared = 1 + _notifications(alias)  # leases
     return consumer(alias) + relay(alias) - shared + 1
 

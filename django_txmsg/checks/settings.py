@@ -31,13 +31,12 @@ UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
 
 
 def check() -> list[CheckMessage]:
-    """Return the errors because of which the settings cannot be checked further."""
+    """Return the errors that prevent any further check of the settings."""
     return [*_problems(), *_time_zone()]
 
 
 def check_values() -> list[CheckMessage]:
-    """Return the faults of settings that have the right type, but a value that cannot
-    be used."""
+    """Return the faults of settings whose value has the right type but is unusable."""
     return [
         *_other_name(),
         *_brokers(),

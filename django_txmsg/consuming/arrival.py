@@ -184,8 +184,8 @@ class Arrival:
         return record
 
     def count_again(self, error: BaseException) -> None:
-        """Make the next try count as another attempt. So if every try raises the error,
-        the message becomes a dead letter in the end."""
+        """Count the next try of this arrival as another attempt. So if every try raises
+        the error, the message becomes a dead letter in the end."""
         self.counted, self.error = False, error
 
     def runs(self, record: InboxRecord) -> bool:
@@ -299,8 +299,8 @@ class Mode(ABC):
         """Roll back the broker's transaction, if there is one."""
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """Return whether the stage failed because a destination of its broker takes no
-        messages now."""
+        """Return whether the stage failed because a destination of its broker currently
+        accepts no messages."""
         return False
 
     def locks_parked(self) -> bool:

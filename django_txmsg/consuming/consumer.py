@@ -213,7 +213,7 @@ class Consumer:
 
     def _begin(self) -> None:
         """Record in each stage's database whether the stage is ordered, and its rate.
-        This also releases messages that wait for an order or a rate which the stage no
+        Also release messages that wait because of an order or a rate that the stage no
         longer has. If the database is unavailable, the consumer tries again later."""
         for name, thread in list(self._new.items()):
             looking = database_health.retry(

@@ -182,7 +182,7 @@ class Deadline:
 
     def cancel(self) -> None:
         """Cancel the handler's running queries, and its coroutine. The Watch calls this
-        until `end()`."""
+        repeatedly until `end()` is called."""
         self.due = time.monotonic() + AGAIN
         with self._lock:
             if self._ended:

@@ -289,9 +289,9 @@ def _given_back(arrival: Arrival) -> Interrupted:
 
 def _adopt(arrival: Arrival) -> Outcome:
     """Give a message from another system a stable id before a stage processes it. The
-    message is sent back to its queue with the id and arrives again. If the queue takes
-    no messages now, the message is parked. If the broker rejects the message, it is
-    buried."""
+    message is sent back to its queue with the id and arrives again. If the queue
+    currently accepts no messages, the message is parked. If the broker rejects the
+    message, it is buried."""
     delivery = decoding.named(arrival.delivery)
     try:
         decoding.send_back(delivery, arrival.session)

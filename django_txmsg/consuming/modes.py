@@ -82,8 +82,8 @@ class Outbox(Mode):
         return employed
 
     def locks_parked(self) -> bool:
-        """Return True, except at a stage with blocking redelivery: while such a message
-        waits for its next attempt, no lock is held."""
+        """Return True, except at a stage with blocking redelivery: while a message of
+        such a stage waits for its next attempt, no lock is held."""
         return self.stage.policy.mode != "blocking"
 
 
@@ -176,8 +176,8 @@ class BrokerOnly(Mode):
         arrival.session.rollback()
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """Return whether a destination takes no messages now. This is not the message's
-        fault: the stage sends directly to the broker."""
+        """Return whether a destination currently accepts no messages. The stage sends
+        directly to the broker, so this is not the message's fault."""
         return isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:

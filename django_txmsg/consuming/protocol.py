@@ -181,8 +181,8 @@ def guarded(using: str) -> Iterator[None]:
 
 
 def _raise_hidden(connection: Any) -> None:
-    """If the database ran out of resources, raise that error, whatever the handler
-    raised instead, because the message is not at fault."""
+    """If the database ran out of resources, raise that error instead of the handler's
+    error: the message is not at fault."""
     cause = cause_of_rollback(connection)
     if must_roll_back(connection) and database_health.lacks_resources(cause):
         assert cause is not None

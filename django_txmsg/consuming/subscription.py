@@ -104,8 +104,8 @@ class Subscription:
         self._breaker.failed(error)
 
     def cannot_send(self, error: DestinationUnavailable) -> None:
-        """Close the session and pause, because a destination of the stage takes no
-        messages now."""
+        """Close the session and pause, because a destination of the stage currently
+        accepts no messages."""
         self.close()
         self.turned_away.failed(error)
 

@@ -166,8 +166,8 @@ class _Builder:
         return found
 
     def _older(self, body: BodyType) -> Contract:
-        """Return the schemas of a type's earlier versions that the committed contract
-        has."""
+        """Return the schemas of a type's earlier versions, as the committed contract
+        lists them."""
         known = self._known(body)
         version, schema = known.get(VERSION, 1), schema_of(known)
         older: Contract = dict(known.get(READERS, {}))
@@ -210,8 +210,8 @@ def _pointer(*names: str) -> str:
 
 
 def _rooted(schema: Any, within: str, was: str = "#") -> Any:
-    """Return the schema with other references: they begin with `within` instead of
-    `was`, so that they are valid in the whole document."""
+    """Return the schema with its references rewritten: they begin with `within` instead
+    of `was`, so that they are valid in the whole document."""
     if isinstance(schema, dict):
         return {
             key: within + value.removeprefix(was)

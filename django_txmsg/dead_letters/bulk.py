@@ -93,8 +93,8 @@ def most(operation: BulkOperation, back: int) -> int:
 
 
 def next_step(step: int, batch: list[DeadLetter], tally: Tally) -> dict[str, Any]:
-    """Return the columns to store after a batch: the messages for whose outcome the
-    operation waits, and the size of the next batch."""
+    """Return the columns to store after a batch: the messages whose outcome the next
+    batch waits for, and the size of that batch."""
     watched = [one.pk for one in batch if one.pk not in tally.skipped]
     if step > STEPS[-1]:
         return {"watched": []}

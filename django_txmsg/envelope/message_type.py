@@ -195,7 +195,7 @@ def upgraded(name: str, body: Any, version: int, to: int) -> Any:
 
 
 def last_break(name: str, version: int) -> int:
-    """Return the oldest version whose bodies need no upgrader to be read as
-    `version`."""
+    """Return the oldest version whose bodies can be read as `version` without an
+    upgrader."""
     breaks = [one for (of, one) in _upgraders if of == name and one < version]
     return max(breaks, default=0) + 1

@@ -257,7 +257,7 @@ def methods_of(
 ) -> tuple[dict[str, Step], dict[str, Step]]:
     """Return the steps and the signals of a flow by name, including former names.
 
-    Raises ConfigurationError.
+    Raises ConfigurationError if the declaration is invalid.
     """
     steps: dict[str, Step] = {}
     signals: dict[str, Step] = {}

@@ -278,7 +278,7 @@ class Channel:
 
 
 def _unproven(outcome: BrokerError | None) -> bool:
-    """Return whether this outcome leaves it unknown if the broker has stored the
+    """Return true if, after this outcome, the broker may or may not have stored the
     message."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)

@@ -40,8 +40,8 @@ def claim_sql(
       and may use `picked (id, due)`. `before` is a leading CTE.
     - If `rank` names a column, rows with a higher value come first.
 
-    The parameters are those of `before`, of `where`, of `bounds()`, and then of
-    `assign`, of `also` and of `returning`.
+    The parameters of the statement are those of `before`, `where`, `bounds()`,
+    `assign`, `also` and `returning`, in this order.
     """
     ranked, highest = (f", c.{rank}", f"{rank} DESC, ") if rank else ("", "")
     return f"""

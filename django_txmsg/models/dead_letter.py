@@ -220,8 +220,8 @@ class DeadLetterManager(SqlManager):
 
 
 class DeadLetter(models.Model):
-    """A message with its original headers and bytes, and the error because of which it
-    was buried.
+    """A buried message with its original headers and bytes, and the error that led to
+    its burial.
 
     `stage` is empty if the relay could not send the message.
     """

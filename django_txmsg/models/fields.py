@@ -137,8 +137,8 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
     waiting for the disk. Inside a transaction, and on SQLite, the CTE is empty and the
     condition is true.
 
-    Use them only for changes whose loss in a crash of the server causes a repetition,
-    but never loses a message.
+    A crash of the server may lose a change that was made this way. Use this only for
+    changes whose loss causes at most a repetition, and never loses a message.
     """
     if connection.vendor != "postgresql" or in_block(connection):
         return "", "TRUE"

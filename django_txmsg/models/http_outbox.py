@@ -63,7 +63,7 @@ class SessionManager(SqlManager):
                 cursor.execute(f"PRAGMA busy_timeout = {usual}")
 
     def given_up(self, since: dt.timedelta) -> int:
-        """Count the tombstones that were written within this time before now."""
+        """Count the tombstones that were written during the last `since`."""
         recent = self.filter(created_at__gte=Now() - since)
         return recent.filter(status=SessionStatus.TOMBSTONE).count()
 

@@ -195,8 +195,8 @@ class InboxManager(SqlManager):
 
     def recorded(self, stage: str, message: Message, mark: str) -> InboxRecord | None:
         """Return the record that `record_and_begin()` committed before it failed, or
-        None if it committed nothing. `mark` is the value of a session setting, which
-        that transaction set, so the setting has this value only if the transaction
+        None if it committed nothing. `mark` is the value that the transaction gave to a
+        session setting: the setting has this value only if the transaction
         committed."""
         return self._find(
             f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
@@ -561,8 +561,8 @@ def read_record(row: Sequence[Any]) -> InboxRecord:
 
 def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
     """Return the condition that this code can read a row, and the condition's
-    parameters. `reads` has the types and versions that the code reads. For code
-    that reads every message it is `None`, and the condition is empty."""
+    parameters. `reads` has the types and versions that the code reads, or is None if
+    the code reads every message. The condition is empty then."""
     if reads is None:
         return "", []
     one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"

@@ -214,8 +214,11 @@ class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 class AuditEntry(models.Model):
-    """One action of one operator. `by` is a user of the admin, or "command: USER". Or
-    the first start of a version: `by` is then "service: NAME"."""
+    """One action of one operator, or the first start of a version.
+
+    `by` is a user of the admin or "command: USER". For the start of a version, `by` is
+    "service: NAME".
+    """
 
     id = models.BigAutoField(primary_key=True)
     at = models.DateTimeField(db_default=Now())

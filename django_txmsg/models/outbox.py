@@ -80,13 +80,13 @@ class PendingManager(SqlManager):
         return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
 
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
-        """Clear these unique keys in rows that no longer need them.
+        """Clear these unique keys in rows that no longer need them. A row no longer
+        needs its key in any of these cases:
 
-        A row no longer needs its key if its message has expired. A row that holds its
-        key until the message is processed gives up the key if the message was processed
-        or buried here, or is the `cause` that this transaction is processing. The row
-        also gives up the key if the message was sent so long ago that the inbox may
-        have deleted its record.
+        - The message has expired.
+        - The row holds the key until the message is processed, and the message was
+          processed or buried here, or is the `cause` that this transaction processes.
+        - The message was sent so long ago that the inbox may have deleted its record.
         """
         connection, table = connections[self.db], self._table
         inbox_table = InboxMessage._meta.db_table

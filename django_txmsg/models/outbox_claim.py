@@ -236,7 +236,7 @@ class ClaimingManager(SqlManager):
 
     def release(self, ids: list[int], token: uuid.UUID, *, error: str = "") -> int:
         """Release rows without counting an attempt. Pass an `error` if the destination
-        takes no messages now; without an error, the broker did not answer."""
+        currently accepts no messages; without an error, the broker did not answer."""
         free, values = "lease_until = NULL, lease_token = NULL", []
         if error:
             free, values = f"{free}, last_error = %s", [error]

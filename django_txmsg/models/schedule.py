@@ -32,8 +32,8 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def go_on(self, row: Schedule, instant: dt.datetime, timing: str) -> None:
-        """Let the ticks continue after an instant, unless the row was changed after the
-        caller read it."""
+        """Count the ticks of a recurring message from `instant` on, unless the row was
+        changed after the caller read it."""
         self.filter(pk=row.pk, moves=row.moves).update(
             last_tick=instant, timing=timing, moves=row.moves + 1
         )

@@ -76,7 +76,7 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         }
 
     def ordered(self, stage: str) -> None:
-        """Record that a stage is ordered in this database since now, unless that is
+        """Record that a stage is ordered in this database from now on, unless that is
         recorded already."""
         if not self.filter(stage=stage, ordered_since__isnull=False).exists():
             self.get_or_create(stage=stage)

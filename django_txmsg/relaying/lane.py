@@ -194,9 +194,9 @@ class Lane:
     ) -> int:
         """Claim, send and settle one batch. Returns the number of claimed rows.
 
-        If a destination takes no messages now, the lane pauses the destination and
-        releases its rows. If the broker is unavailable, the lane releases all rows and
-        raises BrokerUnavailable.
+        If a destination currently accepts no messages, the lane pauses the destination
+        and releases its rows. If the broker is unavailable, the lane releases all rows
+        and raises BrokerUnavailable.
         """
         # Connect to the broker before the claim: an outage must not cause pointless
         # leases.
@@ -420,7 +420,7 @@ class Lane:
             rows, apart = found.again, True
 
     def _pause(self, found: Receipts) -> None:
-        """Pause the destinations that take no messages now, for all lanes."""
+        """Pause, for all lanes, the destinations that currently accept no messages."""
         stored = {row.destination for row in found.stored} if found.refused else ()
         for destination, error in found.unavailable.items():
             self._refused.add(destination)

@@ -1,5 +1,5 @@
-"""Hop 3's pauses: a destination that takes no messages now is paused, and trials end
-the pause.
+"""Hop 3's pauses: a destination that currently accepts no messages is paused, and
+trials end the pause.
 
 A full queue or a missing permission is a state of the destination, not a fault of a
 message. All lanes of this process that relay from one database to one broker exclude a
@@ -64,8 +64,8 @@ class Pauses:
 
     @property
     def errors(self) -> dict[str, BaseException]:
-        """For each paused destination, as "DESTINATION on BROKER", the error because of
-        which it is paused."""
+        """The paused destinations, as "DESTINATION on BROKER", each with the error that
+        caused its pause."""
         with self._lock:
             return {
                 one.breaker.name: one.breaker.error

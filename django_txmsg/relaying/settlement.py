@@ -54,15 +54,15 @@ class Receipts:
 
     @property
     def unavailable(self) -> dict[str, DestinationUnavailable]:
-        """The destinations that take no messages now, and the reasons."""
+        """The destinations that currently accept no messages, and the reasons."""
         return {row.destination: error for row, error in self.refused}
 
 
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Sort the rows by their outcomes. With `apart`, the rows were sent one by one. So
-    if the broker hung up, the fault is that of the row which was being sent."""
+    """Sort the rows by their outcomes. `apart` means that the rows were sent one by
+    one. Then, if the broker hung up, the row that was being sent is at fault."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()

@@ -144,8 +144,8 @@ def gave_up_waiting(error: BaseException) -> bool:
 
 
 def error(using: str) -> BaseException | None:
-    """Return the error because of which the database is unavailable, or None if this
-    process knows of no outage."""
+    """Return the error that made the database unavailable, or None if this process
+    knows of no outage."""
     return breaker(using).error
 
 
@@ -262,7 +262,7 @@ retry = PerProcess(Retry)
 
 
 class _Report:
-    """When the next line may be logged as a warning."""
+    """Remembers when the next line may be logged as a warning."""
 
     def __init__(self) -> None:
         self._lock, self.at = threading.Lock(), 0.0

@@ -64,8 +64,8 @@ class Wakeup:
         return has_listener(self.using)
 
     def due(self) -> bool:
-        """Return whether to query now. With a listener, that is once after each
-        wake-up. Without a listener, that is always."""
+        """Return whether to query now: with a listener, once after each wake-up;
+        without a listener, always."""
         rung = self._rung.is_set()
         if rung:  # else a ring right now would be lost
             self._rung.clear()

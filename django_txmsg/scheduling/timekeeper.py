@@ -63,9 +63,9 @@ class Timekeeper(TimeLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether the loop needs no thread: its databases have no declared recurring
-        message, and none can be created there at run time, which is possible only in
-        the outbox's database."""
+        """Whether the loop needs no thread. This is so if its databases have no
+        declared recurring message and the outbox's database is not among them. Only in
+        the outbox's database can a recurring message be created at run time."""
         aliases = {one.alias for one in recurring()} | {router.db_for_write(Schedule)}
         return aliases.isdisjoint(self._using)
 

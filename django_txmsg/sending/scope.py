@@ -99,8 +99,8 @@ class Block:
 
     @property
     def cause(self) -> BaseException | None:
-        """The error because of which the transaction must roll back, or the last error
-        of a statement."""
+        """The error that forces the transaction to roll back. If there is none, the
+        last error of a statement."""
         return cause_of_rollback(self._connection)
 
     def _hear(self, rollback: bool) -> None:

@@ -72,7 +72,7 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
 
 
 def as_sent(row: NewMessage, created_at: dt.datetime) -> Message:
-    """Return a row that was just stored as the Message for its sender."""
+    """Return the Message that the sender gets for a row that was just stored."""
     return Message(
         id=row.message_id,
         destination=row.destination,

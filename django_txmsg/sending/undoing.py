@@ -100,9 +100,9 @@ def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
 
 
 def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
-    """Close the dead letters of the requests and answers for which a run has waited
-    under `turn`, so that they are never processed. Call this in the transaction that
-    continues the run."""
+    """Close the dead letters among the requests and answers for which the run waited
+    under `turn`, so that no redelivery processes them. Call this in the transaction
+    that continues the run."""
     ticket = wire.ticket(run.run_id, turn)
     letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
     same = letters.filter(

@@ -1,5 +1,5 @@
-"""Orders are placed while everything is killed and fails, on each broker, behind
-PgBouncer.
+"""Orders are placed while processes and servers are killed or fail, on each broker,
+behind PgBouncer.
 
 `make soak` tests the brokers one after the other, for one hour in total or for
 TXMSG_SOAK_SECONDS. `make test` only restarts and suspends the pooler, for some seconds.

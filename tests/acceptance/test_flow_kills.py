@@ -177,7 +177,8 @@ class Market:
     """The processes of three services, each with a relay and a consumer."""
 
     def __init__(self, manage: Manage, url: str, database: str = "") -> None:
-        """The processes reach their broker and their database by these URLs."""
+        """Create a market whose processes use the broker and the database at these
+        URLs."""
         self._manage = manage
         self._database = {"TXMSG_TEST_DATABASE_URL": database} if database else {}
         self.settings: dict[str, Any] = {

@@ -43,8 +43,9 @@ def deadly() -> None:
 def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
     batch: int, manage: Manage, destination: str
 ) -> None:
-    """The batch's other messages are processed and lose no attempt. The batch itself
-    counts no attempt, because it is unknown which of its messages killed the worker."""
+    """A message kills its worker at each attempt. It is buried after the usual number
+    of attempts, and the other messages of its batch are processed. The attempt in a
+    batch is not counted, because it does not show which message killed the worker."""
     settings = {
         **IMPATIENT,
         "BROKERS": {"default": {"URL": "database://?poll=0.01&lease=1"}},
@@ -84,8 +85,9 @@ def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
 def test_message_of_one_attempt_survives_death_of_its_batch_worker(
     manage: Manage, destination: str
 ) -> None:
-    """The first message of a batch kills the worker before the other messages have
-    run."""
+    """A stage allows only one attempt. The first message of a batch kills the worker
+    before the other messages have run. Only the first message is buried; later workers
+    process the others."""
     settings = {
         **IMPATIENT,
         "BROKERS": {"default": {"URL": "database://?poll=0.01&lease=1"}},

@@ -1,5 +1,6 @@
 """Redelivery mode "broker": a worker is killed after it has sent the copy of a failed
-message, and before it acknowledges the original."""
+message, and before it acknowledges the original. The message is processed once, or
+buried once after the usual number of attempts."""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ def test_copy_and_delivery_after_a_kill_are_processed_once(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The inbox has counted the attempt, so there is no additional attempt and no
-    second effect."""
+    """A worker is killed between sending the copy and acknowledging the original, so
+    both arrive. The inbox counts only one attempt for the two, and the handler takes
+    effect once."""
     server: StompServer = request.getfixturevalue(broker)
     settings = {**IMPATIENT, "BROKERS": {"default": {"URL": server.url()}}}
     once, always = f"{destination}.once", f"{destination}.always"

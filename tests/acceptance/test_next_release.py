@@ -55,7 +55,9 @@ def grown() -> Iterator[None]:
 
 @pytest.mark.usefixtures("grown")
 def test_this_release_works_on_the_tables_of_the_next(destination: str) -> None:
-    """Store, dispatch, receive, fail, bury, redeliver and prune."""
+    """On the tables of the next release, this release stores, dispatches, receives,
+    fails, buries, redelivers and prunes messages. The new columns keep their
+    defaults."""
     broken = [True]
 
     def handler(message: Message) -> None:

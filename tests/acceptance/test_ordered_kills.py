@@ -174,7 +174,8 @@ def test_killed_broker_keeps_the_order_of_each_key(
 def test_read_only_database_keeps_the_order_of_each_key(
     fault: Callable[[], None], times: int, manage: Manage, destination: str
 ) -> None:
-    """A failover, or a proxy, makes the server read-only."""
+    """The server becomes read-only or ends all connections, as in a failover, while
+    messages are on their way. Each key is still processed in order."""
     traffic = Traffic(manage, "database://?poll=0.05&lease=5", destination)
     through(traffic, fault, times)
 

@@ -81,8 +81,8 @@ def code(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
-    """Return a function that starts a command with that code. The command keeps its
-    state files in a directory of the test."""
+    """Return a function that starts a command with the service's code. The command
+    keeps its state files in a directory of the test."""
 
     def start(*arguments: str, **more: object) -> ManageProcess:
         return manage(

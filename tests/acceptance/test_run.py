@@ -69,7 +69,7 @@ def code(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
-    """Return a function that starts `txmsg run` with that code."""
+    """Return a function that starts `txmsg run` with the service's code."""
 
     def start(*options: str) -> ManageProcess:
         process = manage(
@@ -136,7 +136,8 @@ def test_run_leaves_the_lines_to_a_log_that_is_printed(
     "command", ["txmsg run", "txmsg run --reload", "relay", "consume"]
 )
 def test_closed_output_drains_the_process(command: str, code: Path) -> None:
-    """The output is closed by `| head`, or by closing the terminal."""
+    """The output is closed on the other side, as by `| head` or a closed terminal. The
+    process goes on working, and SIGTERM still drains it."""
     read, write = os.pipe()
     settings = {**IMPATIENT, "BROKERS": BROKERS}
     process = subprocess.Popen(
@@ -284,8 +285,9 @@ def test_killed_in_a_handler_its_messages_are_processed_once(world: World) -> No
 
 @pytest.mark.postgresql
 def test_messages_of_a_stopped_process_are_processed_once(world: World) -> None:
-    """SIGSTOP comes while the process handles messages, at a moment when it has no open
-    transaction."""
+    """A process is suspended by SIGSTOP while it handles messages, at a moment when it
+    has no open transaction. Other processes take over its messages. After it resumes,
+    each message has been processed once."""
     world.dispatch(1)
     world.start("run")
     wait_until(Effect.objects.exists, message=lambda: world.process.output)

@@ -128,8 +128,8 @@ def test_a_worker_that_was_stopped_says_so(command: str, world: World) -> None:
 def test_a_second_signal_stops_at_once(
     number: signal.Signals, command: str, world: World
 ) -> None:
-    """On SQLite, the heartbeat in the main thread waits for a lock that the handler
-    has. The process stops even then."""
+    """On SQLite, the handler holds a lock for which the heartbeat in the main thread
+    waits. A second signal still stops the process at once."""
     world.script["hold_at"] = 2
     world.dispatch()
     world.start(command, CONSUME={"POLL_INTERVAL": 0.05, "HEARTBEAT": 0.05})

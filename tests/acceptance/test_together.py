@@ -163,5 +163,6 @@ def unfinished() -> list[str]:
 
 
 def parent_said(parent: ManageProcess) -> Callable[[], str]:
-    """Return a function for the message of a failure."""
+    """Return a function that returns the unfinished messages and the parent's last
+    output, for the message of a failure."""
     return lambda: f"{unfinished()}\n{parent.output[-3000:]}"

@@ -1,10 +1,10 @@
 """Ten processes that run the schedule and are killed at random. `test_ticks.py` runs
 it.
 
-`python -m tests.acceptance.ticking PROCESSES TICKS SEED`. The processes are forked from
-one that has Django set up, so that many can be killed in little time. Their clock is
-faked: a minute takes `PACE` seconds. The database is real. Prints the first and the
-last instant: every tick between them was due.
+`python -m tests.acceptance.ticking PROCESSES TICKS SEED`. The processes are forks of a
+process that has already set up Django, so that many can be killed in little time. Their
+clock is faked: a minute takes `PACE` seconds. The database is real. Prints the first
+and the last instant: every tick between them was due.
 """
 
 from __future__ import annotations

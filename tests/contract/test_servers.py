@@ -147,7 +147,7 @@ def test_a_server_with_another_authority_is_not_trusted(
 
 def test_a_server_of_another_name_is_not_trusted(served: Party) -> None:
     """The client trusts the authority, but the server's certificate is only for
-    localhost and 127.0.0.1."""
+    localhost and 127.0.0.1. A connection to another address is refused."""
     server = server_of(served)
     with Proxy(server.tls_port, host="127.0.0.2") as proxy:
         url = server.url(tls=True, port=proxy.port).replace("@127.0.0.1", "@127.0.0.2")
@@ -263,7 +263,8 @@ def test_heartbeats_keep_idle_connections_alive(
     opened: Open,
     destination: str,
 ) -> None:
-    """The connection is idle for longer than the server keeps it without heartbeats."""
+    """A connection is idle for longer than the server would keep it without heartbeats.
+    The connection still sends and receives afterwards."""
     servers = (activemq, rabbitmq, rabbitmq_amqp)
     sessions = [opened(server.url(heartbeat="3")) for server in servers]
     for session in sessions:
