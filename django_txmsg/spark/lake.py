@@ -33,8 +33,8 @@ class Lake:
         if self.files.get_file_info(path).type == fs.FileType.File:
             with self.files.open_input_stream(path) as stream:
                 try:
-                    version = json.loads(stream.read())["version"]
-                except (ValueError, KeyError) as error:
+                    version = int(json.loads(stream.read())["version"])
+                except (ValueError, KeyError, TypeError) as error:
                     raise EnvironmentFault(
                         f"{self.spec.uri}: {MARKER} is damaged ({error})."
                     ) from error

@@ -7,6 +7,7 @@ file beside the database.
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -83,7 +84,16 @@ def _alone(
     """Hold a lock while the block runs. Raises `refused` at once if another process
     holds it. With `shared`, any number of processes may hold it together."""
     if spec.vendor == "sqlite":
-        with Path(f"{spec.path}.{file}.lock").open("w") as lock:
+        path = f"{os.path.realpath(spec.path)}.{file}.lock"
+        try:
+            # For reading: another user may own the file.
+            lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"The lock file {path} cannot be opened ({error.strerror}): let this "
+                "user create and read it."
+            ) from error
+        with open(lock):
             try:
                 kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
                 fcntl.flock(lock, kind | fcntl.LOCK_NB)
@@ -91,17 +101,16 @@ def _alone(
                 raise refused from None
             yield
         return
-    key, suffix = f"django_txmsg/{key}", "_shared" if shared else ""
-    if not connection.value(
-        f"SELECT pg_try_advisory_lock{suffix}(hashtextextended(%s, 0))", key
-    ):
+    suffix = "_shared" if shared else ""
+    # Of these tables: another schema of the database may have those of a service, too.
+    number = "hashtextextended(%s, 'django_txmsg_outboxmessage'::regclass::bigint)"
+    key = f"django_txmsg/{key}"
+    if not connection.value(f"SELECT pg_try_advisory_lock{suffix}({number})", key):
         raise refused
     try:
         yield
     finally:
-        connection.forget(
-            f"SELECT pg_advisory_unlock{suffix}(hashtextextended(%s, 0))", key
-        )
+        connection.forget(f"SELECT pg_advisory_unlock{suffix}({number})", key)
 
 
 @contextmanager

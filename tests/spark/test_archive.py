@@ -419,6 +419,15 @@ def test_a_newer_lake_is_left_alone(spark, log: Log, lake: LakeSpec) -> None:
     assert log.count() == 2
 
 
+@pytest.mark.parametrize("text", ["", "[]", "7", "{}", '{"version": null}'])
+def test_a_damaged_marker_of_a_lake_is_reported(text: str, lake: LakeSpec) -> None:
+    place = Lake(lake, create=True)
+    Path(place.root, "_txmsg.json").write_text(text)
+
+    with pytest.raises(EnvironmentFault, match="is damaged"):
+        Lake(lake)
+
+
 @pytest.mark.matrix
 def test_a_batch_on_its_way_into_one_lake_does_not_go_to_another(
     spark, log: Log, lake: LakeSpec, tmp_path: Path

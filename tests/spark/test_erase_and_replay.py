@@ -3,13 +3,17 @@ again."""
 
 from __future__ import annotations
 
+import os
 import uuid
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from django_txmsg.spark.connection import connect_plain
-from django_txmsg.spark.lock import Taken, erasure, storing
+from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.lock import Taken, archiving, erasure, storing
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.archives import archive
@@ -67,3 +71,56 @@ def test_no_replay_runs_beside_an_erasure(
             with pytest.raises(Taken, match="replay"):
                 run(spec, "erase", "--key", "a")
     assert run(spec, "erase", "--key", "a")["messages"] == 0
+
+
+def test_services_in_two_schemas_of_a_database_do_not_exclude_each_other(
+    pg_log: Log,
+) -> None:
+    pg_log.execute("CREATE SCHEMA billing")
+    pg_log.execute(
+        "CREATE TABLE billing.django_txmsg_outboxmessage"
+        " (LIKE django_txmsg_outboxmessage)"
+    )
+    other = replace(
+        pg_log.spec, url=f"{pg_log.spec.url}?options=-csearch_path%3Dbilling"
+    )
+    same = replace(pg_log.spec, url=f"{pg_log.spec.url}?options=-csearch_path%3Dpublic")
+    with (
+        closing(connect_plain(pg_log.spec)) as connection,
+        closing(connect_plain(other)) as billing,
+        closing(connect_plain(same)) as again,
+        erasure(connection, pg_log.spec),
+    ):
+        with erasure(billing, other):
+            pass
+        with pytest.raises(Taken), erasure(again, same):
+            pass
+
+
+def test_an_sqlite_database_has_one_lock_whatever_its_address(make_log) -> None:
+    log: Log = make_log("sqlite")
+    link = Path(f"{log.spec.path}-link")
+    link.symlink_to(log.spec.path)
+    linked = replace(log.spec, url=f"sqlite:///{link}")
+    with closing(connect_plain(log.spec)) as connection:
+        with (
+            erasure(connection, log.spec),
+            pytest.raises(Taken),
+            storing(connection, linked),
+        ):
+            pass
+        # The lock is free, although its file is left.
+        with storing(connection, linked), storing(connection, log.spec):
+            pass
+
+
+def test_a_lock_file_that_cannot_be_opened_is_named(make_log) -> None:
+    log: Log = make_log("sqlite")
+    file = Path(f"{log.spec.path}.outbox-archive.lock")
+    os.symlink("nowhere/lock", file)
+    with (
+        closing(connect_plain(log.spec)) as connection,
+        pytest.raises(EnvironmentFault, match=rf"lock file .*{file.name} cannot"),
+        archiving(connection, log.spec, "outbox"),
+    ):
+        pass

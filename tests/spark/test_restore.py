@@ -141,6 +141,8 @@ def assert_no_job_runs(spec: JobSpec, why: str) -> None:
         ["replay", "--where", "id = 1"],
         ["erase", "--key", "k"],
         ["verify"],
+        ["show", "k"],
+        ["listeners"],
         ["sweep", "--orphans-older-than", "0s", "--replaced-older-than", "0s"],
     ):
         with pytest.raises(EnvironmentFault, match=rf"lost batches.*{why}.*Mount it"):

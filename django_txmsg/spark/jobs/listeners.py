@@ -18,6 +18,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame
 
 from ... import wire
+from ..batchlog import is_mounted
 from ..errors import UsageError
 from ..lake import Lake
 from ..lakefile import rows_of
@@ -257,6 +258,7 @@ _NAMES = EXPECTED.fieldNames()
 def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """List the listeners in the lake, or record that a stage no longer listens. Raises
     UsageError if the stage is not a listener."""
+    is_mounted(spec)
     found = kept_listeners(Lake(spec.lake_spec()))
     if given.retire is None:
         lines = [

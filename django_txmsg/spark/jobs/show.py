@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
+from ..batchlog import is_mounted
 from ..databases import open_database
 from ..errors import spoilt
-from ..lake import Lake, NoLake
+from ..lake import Lake
 from ..lakelog import PARTITIONS
 from ..runs import Run
 from ..schemas import TABLES, Table, arrow_schema
@@ -62,12 +63,13 @@ _HEAVY = ("body", "headers", "traceback", "state", "answer", "caller", "baggage"
 
 def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Return a summary of the events of the messages with this id, key or correlation
-    id."""
+    id. Raises EnvironmentFault if the lake does not have all archived rows."""
+    lake = Lake(spec.lake) if spec.lake is not None and is_mounted(spec) else None
     steps = sorted(
         (
             step
             for table in TABLES.values()
-            for place, row in _rows(spec, table, given.term)
+            for place, row in _rows(spec, lake, table, given.term)
             for step in _steps(table, place, row)
         ),
         key=lambda step: (step["at"], step["message_id"]),
@@ -88,20 +90,17 @@ def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 
 
 def _rows(
-    spec: JobSpec, table: Table, term: str
+    spec: JobSpec, lake: Lake | None, table: Table, term: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     seen = set()
     for source in (one.reading() for one in spec.services):
         for row in _live(source, table, term):
             seen.add((row["service"], row["id"], row["message_id"]))
             yield "database", row
-    if spec.lake is None:
-        return
-    with suppress(NoLake):
-        for row in _archived(Lake(spec.lake), table, term):
-            # A row is in both while its batch is on the way.
-            if (row["service"], row["id"], row["message_id"]) not in seen:
-                yield "lake", row
+    for row in _archived(lake, table, term) if lake is not None else ():
+        # A row is in both while its batch is on the way.
+        if (row["service"], row["id"], row["message_id"]) not in seen:
+            yield "lake", row
 
 
 def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any]]:
