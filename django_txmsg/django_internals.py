@@ -189,8 +189,8 @@ def raw(connection: Any) -> Any:
 
 
 def can_listen(connection: Any) -> bool:
-    """Return whether the open connection is psycopg 3's, regardless of where parameters
-    are bound."""
+    """Return whether the open connection belongs to psycopg 3, which may bind
+    parameters on the client or on the server."""
     return hasattr(connection.connection, "pgconn")
 
 

@@ -48,7 +48,7 @@ STATES = ("ok", "late", "degraded", "stuck")
 
 @dataclass(frozen=True)
 class Health:
-    """How long messages have been due in each place, how many relays and consumers are
+    """How long messages of each kind have been due, how many relays and consumers are
     alive, and further numbers."""
 
     oldest: dict[str, dt.timedelta]

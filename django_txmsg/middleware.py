@@ -179,8 +179,9 @@ def _note(request: HttpRequest, error: Exception) -> None:
 
 
 def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> View:
-    """Return the view with the session's transaction in place of its block of
-    ATOMIC_REQUESTS on the same database. The blocks on other databases stay."""
+    """Return the view inside the session's transaction. That transaction replaces the
+    block of ATOMIC_REQUESTS on the same database. The blocks on other databases
+    stay."""
     if iscoroutinefunction(view):
         return atomic
 

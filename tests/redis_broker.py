@@ -215,7 +215,8 @@ def asked() -> Iterator[None]:
     """Translate the errors of a request to the server.
 
     Raises BrokerUnavailable if the server does not answer. Raises
-    DestinationUnavailable if the stream may not be written, or if the server is full.
+    DestinationUnavailable if the user may not write to the stream, or if the server is
+    full.
     """
     try:
         yield

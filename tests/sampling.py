@@ -9,8 +9,9 @@ import pytest
 
 
 def sample(cases: Iterable[Any], *, every: int | None = None) -> Iterator[Any]:
-    """Yield the cases of a parametrized test. `make test` runs the first case, or with
-    `every` one case in `every`. The other cases get the marker `matrix`."""
+    """Yield the cases of a parametrized test. `make test` runs only the first case.
+    With `every=3`, it runs every third case. The other cases get the marker
+    `matrix`."""
     for number, case in enumerate(cases):
         if number % every if every else number:
             values = case if isinstance(case, tuple) else (case,)

@@ -1,7 +1,7 @@
 """The embedded broker with queues of limited length, like the policy of a broker.
 
 `ROOM` is the number of messages that a destination still accepts. Further messages are
-refused, like by a full queue. Later messages of the same key wait.
+refused, as by a full queue. Later messages of the same key wait.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ def _redelivery_window(policy: RedeliveryPolicy) -> float:
 
 
 def check_schedule() -> list[CheckMessage]:
-    """Return the recurring messages that could not be stored."""
+    """Return an error for each recurring message that cannot be stored."""
     return [error for one in recurring() for error in _recurring(one)]
 
 

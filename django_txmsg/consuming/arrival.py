@@ -281,12 +281,13 @@ class Mode(ABC):
         return None
 
     def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a message whose row could not be taken. By default,
-        another worker has settled the message."""
+        """Return the outcome of a message whose row could not be taken. The default
+        outcome is a duplicate: another worker has settled the message."""
         return Duplicate()
 
     def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
-        """Do the mode's last step in a transaction that settles these messages."""
+        """Run the mode's last step for these messages, in the transaction that settles
+        them."""
 
     def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
         """Record a failed message, in the transaction that parks or buries it."""

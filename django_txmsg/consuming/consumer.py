@@ -317,7 +317,7 @@ class Consumer:
             log.info("stage %r: its rate is now %s", name, rate)
 
     def _stop_messages(self) -> None:
-        """Stop the messages in progress that an operator wants to stop."""
+        """Stop the messages in progress for which an operator has requested a stop."""
         timed = {one.using for one in self.threads if one.stage.timeout is not None}
         for using in timed:
             rows = StopRequest.objects.db_manager(using)
@@ -365,7 +365,8 @@ class Consumer:
 
 
 def _record_options(stage: Stage) -> bool:
-    """Record whether a stage is ordered, and its rate. Returns True."""
+    """Record whether a stage is ordered, and its rate. Returns True, because None from
+    `Retry.run()` means a failure."""
     ordering.begin([stage])
     lines = RateLine.objects.db_manager(stage.definition.using)
     if stage.rate is None:

@@ -144,7 +144,7 @@ class Deadline:
         return self._stopped is not None or time.monotonic() >= self._until
 
     def stop(self, why: str) -> None:
-        """End the execution now."""
+        """End the execution now, as if its deadline had passed. `why` is the reason."""
         self._stopped, self.due = why, time.monotonic()
 
     def error(self) -> StageTimedOut | StageStopped:
@@ -224,7 +224,7 @@ class Watch:
                 self._changed.notify()
 
     def stop(self, stage: str, message_id: uuid.UUID, why: str) -> bool:
-        """Make a message's deadline pass now. Returns whether the message has a
+        """Stop a message by ending its deadline now. Returns whether the message has a
         deadline."""
         with self._changed:
             found = [

@@ -104,8 +104,8 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
 
 
 def _versions(message: Contract, version: int) -> Iterator[tuple[int, Contract]]:
-    """Yield the versions of a message whose schema is in the contract, each with the
-    schema, the newest first."""
+    """Yield the versions of a message for which the contract has a schema, each with
+    that schema, the newest version first."""
     schema = schema_of(message)
     if schema is not None:
         yield version, schema

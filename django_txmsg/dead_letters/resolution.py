@@ -139,7 +139,8 @@ def _known(
 
 def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
     """Return the stages that park their messages in this database: stages that this
-    service declares for it, and stages of live processes that run other code."""
+    service declares for the database, and stages of live processes that run other
+    code."""
     declared = {one.name: one.definition.using for one in all_stages()}
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):

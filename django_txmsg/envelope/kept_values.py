@@ -29,7 +29,7 @@ Comparison = Callable[[Any, Any], Found]
 
 class FieldName(str):
     """A step of a path: the name of a class's field. An error's text may contain this
-    name. It must not contain a key of a dict, because a key may be personal data."""
+    name, but no key of a dict, because a key may be personal data."""
 
     __slots__ = ()
 

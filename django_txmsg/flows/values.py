@@ -174,5 +174,5 @@ Next = Union[Out, Continuation]  # noqa: UP007 - mypy takes no TypeVar before `|
 
 
 def deadline_id(turn: uuid.UUID) -> uuid.UUID:
-    """Return the id of the message that reports the passed deadline of a turn."""
+    """Return the id of the message which reports that a turn's deadline has passed."""
     return uuid.uuid5(turn, "deadline")

@@ -222,7 +222,7 @@ class OutboxSession:
 
 
 class _Rollback(Exception):
-    """Passed to Atomic to make the transaction roll back."""
+    """The exception that is passed to Atomic so that the transaction rolls back."""
 
 
 _ROLLBACK = _Rollback()

@@ -66,6 +66,6 @@ def bounds(
     limit: int, max_bytes: int | None = None, *, alone: int = UNLIMITED
 ) -> Sequence[Any]:
     """Return the parameters that limit how many rows, and how many bytes (by default
-    MAX_BYTES), a claim takes. If the first message is larger than that, it is claimed
-    alone, unless it is also larger than `alone`."""
+    MAX_BYTES), a claim takes. If the first message has more bytes, it is claimed alone,
+    unless it is also larger than `alone`."""
     return [limit, MAX_BYTES if max_bytes is None else max_bytes, alone]

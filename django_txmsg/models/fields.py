@@ -133,8 +133,8 @@ def text_sql(connection: Any, column: str) -> str:
 
 
 def no_wait_sql(connection: Any) -> tuple[str, str]:
-    """Return a CTE and a condition. A statement that contains both commits without
-    waiting for the disk. Inside a transaction, and on SQLite, the CTE is empty and the
+    """Return a CTE and a condition. The commit of a statement that contains them does
+    not wait for the disk. Inside a transaction, and on SQLite, the CTE is empty and the
     condition is true.
 
     A crash of the server may lose a change that was made this way. Use this only for

@@ -132,9 +132,10 @@ def turn_sql(
     *,
     dead_too: bool = True,
 ) -> tuple[str, list[Any]]:
-    """Return a condition for the statement that takes a message, and the condition's
-    parameters: the message's predecessor has released it, and no other transaction has
-    locked the message's key. Without a `turn`, the condition is empty.
+    """Return a condition, with its parameters, for the statement that takes a message.
+    The condition is that the message's predecessor has released the message, and that
+    no other transaction has locked the message's key. Without a `turn`, the condition
+    is empty.
 
     The predecessor is checked first, so that a message that must wait does not lock its
     key. Without `dead_too`, only a processed predecessor counts. That is the usual

@@ -152,8 +152,8 @@ class StoringManager(SqlManager):
         return Stored(stored, xid, read_instant(locked_at))
 
     def there(self, ids: Collection[int]) -> list[tuple[int, uuid.UUID, str]]:
-        """Return the rows with these primary keys that exist: primary key, message id
-        and destination, in the order of the primary keys."""
+        """Return the existing rows with these primary keys, in the order of the keys.
+        Each row has its primary key, message id and destination."""
         connection, table = connections[self.db], self._table
         having, keys = ids_sql(connection, "id", ids)
         rows = self._rows(

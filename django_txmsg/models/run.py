@@ -71,7 +71,7 @@ class RunManager(SqlManager):
 
     def locked(self, run_id: uuid.UUID) -> Run | None:
         """Return a run, locked until the transaction ends, or None if the run does not
-        exist. SQLite needs no lock, because only one transaction writes."""
+        exist. SQLite needs no lock, because only one transaction writes at a time."""
         return self._locked("run_id = %s", run_id)
 
     def take(self, run_id: uuid.UUID, turn: uuid.UUID) -> Run | None:

@@ -36,8 +36,7 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         return self._notified(paused)
 
     def resume(self, stage: str) -> bool:
-        """Let the stage's consumers go on. Returns False if the stage was not
-        paused."""
+        """Resume a paused stage. Returns False if the stage was not paused."""
         resumed = self.filter(stage=stage, paused_at__isnull=False).update(
             paused_at=None, paused_by="", paused_why=""
         )
@@ -226,8 +225,8 @@ class RateLineManager(SqlManager):
         waiting.update(due_at=Now(), slot=None, key="")
 
     def move_overdue(self, stage: str, key: str) -> None:
-        """Reschedule messages that wait for a slot of a line whose slots have become
-        later. Changes only messages whose row is already due, and at most MOVED
+        """Reschedule waiting messages of a line, after the slots of the line have
+        become later. Changes only messages whose row is already due, and at most MOVED
         messages."""
         connection = connections[self.db]
         table, now = InboxMessage._meta.db_table, began_sql(connection)

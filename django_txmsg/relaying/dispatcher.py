@@ -72,7 +72,7 @@ class Dispatcher:
             log.debug("dispatcher is behind; %d rows wait for the relay", len(ids))
 
     def stop(self, timeout: float) -> None:
-        """Dispatch the waiting messages, and end the thread. Wait for that for at most
+        """Dispatch the waiting messages, and end the thread. Waits for at most
         `timeout` seconds."""
         self._stopping.set()
         try:

@@ -121,8 +121,8 @@ log = logging.getLogger("django_txmsg.relay")
 
 
 class Settlement:
-    """Settles the rows of one claim. Every statement checks the claim's token. So it
-    never changes a row whose lease has ended, because another relay may have claimed
+    """Settles the rows of one claim. Every statement checks the claim's token. So the
+    settlement never changes a row whose lease has ended: another relay may have claimed
     that row."""
 
     def __init__(

@@ -244,8 +244,8 @@ class Retry:
 
     def run(self, work: Callable[[], Result]) -> Result | None:
         """Call a function that is not urgent, and return its result. Returns None if
-        the database refuses its statements, or if the pause after a refusal has not
-        ended."""
+        the database refuses the function's statements, or if the pause after a refusal
+        has not ended."""
         while self.ready:
             try:
                 result = work()

@@ -100,8 +100,8 @@ def _rows() -> Any:
 
 
 def read(rows: Iterable[Schedule]) -> dict[str, Recurring]:
-    """Return the recurring messages of those rows that were created at run time, by
-    name. Log and skip a row that this code cannot read."""
+    """Return, by name, the recurring messages of these rows that were created at run
+    time. Log and skip a row that this code cannot read."""
     declared = {one.name for one in recurring()}
     found: dict[str, Recurring] = {}
     for row in rows:

@@ -3,7 +3,7 @@
 A partial unique index of the outbox reserves the key from the row's INSERT until a
 relay claims the row, or until the message is cancelled or expires. With
 `unique_until="processed"` a dispatched row keeps its key. The next transaction that
-wants the key queries the inbox whether the message was processed, so relays and
+wants the key checks in the inbox whether the message was processed, so relays and
 consumers do no extra work.
 
 A transaction that wants a key waits for any open transaction that has stored a message

@@ -1,4 +1,4 @@
-"""Hooks for the processes that tests kill: each stops at one step.
+"""Hooks that stop a process at one step, so that a test can kill the process there.
 
 Environment variables control the process. CRASH_STAGES is a JSON list of stages, and
 CRASH_POINT is the step. CRASH_GO is a path: when that file exists, the process

@@ -1,5 +1,5 @@
-"""The suite fails for a broker that breaks a promise: one faulty broker for each
-promise, and the test that finds it."""
+"""The suite fails for a broker that breaks a promise. For each promise there is a
+faulty broker, and the test that must find the fault."""
 
 from __future__ import annotations
 
