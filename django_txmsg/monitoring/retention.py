@@ -247,7 +247,14 @@ def _old_tail(cutoff: dt.datetime) -> Q:
 
 def _old_line(cutoff: dt.datetime) -> Q:
     last = F("origin") + F("taken") * F("period")
-    return Q(LessThan(last, Value(cutoff.timestamp())))
+    # A new line would count from 0, and their slots would be due far in the future.
+    waiting = InboxMessage.objects.filter(
+        stage=OuterRef("stage"),
+        key=OuterRef("key"),
+        slot__isnull=False,
+        due_at__isnull=False,
+    )
+    return Q(LessThan(last, Value(cutoff.timestamp()))) & ~Q(Exists(waiting))
 
 
 def _same_message() -> Q:

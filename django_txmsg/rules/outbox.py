@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import inbox
 from .dead_letters import is_open
 from .rule import Rule
 
@@ -26,9 +27,17 @@ DEAD = Rule("{dead_at} IS NOT NULL AND {cancelled_at} IS NULL")
 #: index.)
 CANCELLED = Rule("{dead_at} IS NOT NULL AND {cancelled_at} IS NOT NULL")
 
+#: It holds its unique key, because a stage here has received it and not ended it.
+_HOLDS = Rule(
+    "{unique_key} IS NOT NULL AND EXISTS (SELECT 1 FROM django_txmsg_inboxmessage i"  # noqa: S608 - constants only
+    f" WHERE i.message_id = {{message_id}} AND {inbox.OPEN.sql('i')})"
+)
+
 #: It may be deleted or archived. Worded so that no index matches: callers page by the
 #: primary key, and a planner that chose a BRIN index would read all of it for each
 #: page.
-SETTLED = Rule("COALESCE({dispatched_at}, {dead_at}) < {cutoff}") & (
-    Rule("{dead_at} IS NULL") | ~is_open("''")
+SETTLED = (
+    Rule("COALESCE({dispatched_at}, {dead_at}) < {cutoff}")
+    & (Rule("{dead_at} IS NULL") | ~is_open("''"))
+    & ~_HOLDS
 )

@@ -287,6 +287,28 @@ def test_an_unused_line_is_pruned() -> None:
     assert not RateLine.objects.exists()
 
 
+def test_a_message_whose_slot_is_older_than_the_retention_runs_after_a_pause() -> None:
+    """A stage was paused for longer than `RETENTION["INBOX"]`. When it is resumed, a
+    new message arrives before the message that waits for a slot."""
+    with declared(effect, rate="1/m") as one:
+        for _ in range(2):
+            put(one.destination)
+        step(one, times=2)
+        RateLine.objects.update(taken=F("taken") + 9000, origin=F("origin") - 9e3 * 60)
+        InboxMessage.objects.filter(slot__isnull=False).update(slot=F("slot") + 9000)
+        pause = dt.timedelta(days=15)
+        RateLine.objects.update(origin=F("origin") - pause.total_seconds())
+        InboxMessage.objects.filter(due_at__isnull=False).update(
+            due_at=F("due_at") - pause
+        )
+        call_command("prune_messages")
+        put(one.destination)
+        step(one, parked=False)
+        step(one)
+    assert not [row for row in waiting() if seconds_until(row) > 120]
+    assert Effect.objects.count() == 3
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -129,6 +129,23 @@ def test_a_message_that_the_inbox_has_forgotten_frees_its_key() -> None:
         assert send() != first
 
 
+def test_a_message_that_waits_in_the_inbox_keeps_its_key_after_pruning() -> None:
+    def fails_once(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            raise ValueError
+
+    with declared(fails_once, PLACE) as stage:
+        first = send()
+        ship()
+        step(stage)
+        OutboxMessage.objects.update(created_at=ago(days=8), dispatched_at=ago(days=8))
+        call_command("prune_messages", stdout=StringIO())
+        assert send() == first
+        step(stage)
+        call_command("prune_messages", stdout=StringIO())
+        assert not OutboxMessage.objects.exists()
+
+
 def test_a_key_of_a_message_that_left_keeps_ordinary_ones_out_too() -> None:
     with declared(nothing, PLACE) as stage:
         first = send()
