@@ -56,7 +56,7 @@ def batch(
     declared = Batches._declaration
     insist_on_one_transaction(declared.using, declared.steps_name)
     given = list(messages)
-    if any(one.get("unique") or one.get("expires") for one in given):
+    if any(one.get("unique") or one.get("expires") is not None for one in given):
         raise InvalidMessage(
             "A message of a flow batch has neither unique=, since one that is pending "
             "already answers to no batch, nor expires=, since an expired one never "

@@ -668,7 +668,12 @@ def test_a_batch_is_stored_only_with_its_transaction(
         batch(mails("Ada"), then="mailed")
         transaction.set_rollback(True)
     with transaction.atomic():
-        for wrong in ({"unique": "a"}, {"expires": HOUR}, {"nonsense": 1}):
+        for wrong in (
+            {"unique": "a"},
+            {"expires": HOUR},
+            {"expires": dt.timedelta(0)},
+            {"nonsense": 1},
+        ):
             with pytest.raises(InvalidMessage):
                 batch([{**mails("Ada")[0], **wrong}], then="mailed")
     drain()
