@@ -80,8 +80,8 @@ def read_ticket(text: str) -> tuple[uuid.UUID, uuid.UUID]:
 
 
 def holds_back(ticket: str) -> bool:
-    """Return whether the ticket's request belongs to a gather that sends another
-    request after the answer to this request."""
+    """Return whether the answer to the ticket's request releases another request of the
+    same gather."""
     return "-" in ticket.partition("/")[2]
 
 

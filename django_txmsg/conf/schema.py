@@ -113,7 +113,7 @@ class HttpSettings:
 
 @dataclass(frozen=True)
 class RetentionSettings:
-    """How many days settled rows are kept. None keeps them for ever."""
+    """How many days settled rows are kept. The value None keeps them for ever."""
 
     OUTBOX: float | None = 7
     INBOX: float | None = 14

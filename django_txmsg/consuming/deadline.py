@@ -261,9 +261,9 @@ class Watch:
 
 
 def _is_limited(connection: Any) -> bool:
-    """Return whether a setting made for this transaction would end with it. That is so
-    on PostgreSQL, inside a transaction. In a TestCase the setting would stay, because
-    the test's transaction goes on."""
+    """Return whether a setting made for the open transaction ends with that
+    transaction. This is so on PostgreSQL, inside a transaction. In a TestCase the
+    setting would stay, because the test's transaction goes on."""
     transaction = in_block(connection) and not in_testcase(connection)
     return transaction and connection.vendor == "postgresql"
 

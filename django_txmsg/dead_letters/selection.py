@@ -167,7 +167,7 @@ class Shown:
         return f"{self.count}.{self.up_to}.{self.as_of}"
 
     def before(self, filters: Mapping[str, Any]) -> str:
-        """Return a time before which all shown dead letters have died."""
+        """Return a time that is later than the death of every shown dead letter."""
         given = filters.get("before", self.as_of)
         return min((self.as_of, str(given)), key=_instant)
 

@@ -146,8 +146,8 @@ class Batch(models.Model):
         return branch.values_list("request_id", flat=True).get() if written else None
 
     def may_have_ended(self) -> bool:
-        """Return whether the batch will have ended once all transactions that are now
-        writing an answer have committed.
+        """Return whether the batch has ended if all transactions that are now writing
+        an answer commit.
 
         Rows that other transactions have locked count as answered, because those
         transactions either write an answer or make the same check. So the transaction

@@ -31,8 +31,8 @@ class BulkState(models.TextChoices):
 
 
 class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions that an operator can request. Each method returns whether the
-    state has changed."""
+    """The changes of state that an operator can request. Each method returns whether
+    the state has changed."""
 
     def pause(self, pk: int) -> bool:
         """Stop after the current batch."""

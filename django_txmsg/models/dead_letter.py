@@ -26,7 +26,7 @@ from .fields import Later, MessageKey, SqlManager, given_sql, now_sql, read_uuid
 
 
 class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of operators' notes. Only this class changes notes."""
+    """Changes operators' notes. No other class changes them."""
 
     def keep(
         self,

@@ -116,7 +116,7 @@ class InboxState(models.TextChoices):
 
 
 class InboxManager(SqlManager):
-    """The transitions of received messages."""
+    """Changes the states of received messages."""
 
     def record(
         self,
@@ -341,7 +341,8 @@ class InboxManager(SqlManager):
     ) -> Parked | None:
         """Claim one due parked message of a stage, and count the attempt.
 
-        `reads` are the types and versions that this code reads; None reads all.
+        `reads` are the types and versions that this code reads, or None if it reads
+        all.
         """
         readable, versions = _readable("c.", reads)
         connection = connections[self.db]

@@ -211,7 +211,7 @@ def held_sql(
 
 
 class OrderManager(SqlManager):
-    """The transitions of messages that wait for their turn."""
+    """Changes the states of messages that wait for their turn."""
 
     def has_come(self, turn: Turn) -> bool:
         """Return whether the message's predecessor has released it."""

@@ -31,7 +31,7 @@ class Joint:
 
 
 class KeyTailManager(SqlManager):
-    """The only transition of a key's tail."""
+    """Changes key tails. A tail only ever advances."""
 
     def advance(
         self, broker: str, ends: Mapping[Chain, uuid.UUID], longest: int

@@ -27,8 +27,8 @@ KEPT = dt.timedelta(days=90)
 
 
 class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of an alert. If several processes try the same transition, only
-    one succeeds."""
+    """Changes the states of alerts. If several processes try the same change, only one
+    succeeds."""
 
     def begin(self, service: str, name: str, kind: str, text: str) -> bool:
         """Open an alert. Returns False if the alert is open already. Also deletes

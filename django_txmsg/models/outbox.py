@@ -172,7 +172,7 @@ class PendingManager(SqlManager):
 
 
 class OutboxManager(StoringManager, ClaimingManager, PendingManager):
-    """The transitions of the outbox's rows."""
+    """Stores outbox rows, and changes their states."""
 
 
 class OutboxMessage(models.Model):

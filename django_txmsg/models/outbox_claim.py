@@ -64,8 +64,7 @@ class Claimed(NamedTuple):
 
 
 class ClaimingManager(SqlManager):
-    """The transitions of pending rows. Each transition is one statement for many
-    rows."""
+    """Changes the states of pending rows, many rows with each statement."""
 
     def claim(
         self,
@@ -313,7 +312,8 @@ def _ours_sql(services: Sequence[str] | None) -> tuple[str, list[str]]:
 
 def _leads_sql(table: str, row: str, ours: str, stays: str) -> str:
     """Return the condition that a row may be sent: the row has no key, or no earlier
-    pending row `e` of its key meets the condition `stays`."""
+    row of its key must be sent first. Only earlier pending rows `e` that meet the
+    condition `stays` must be sent first."""
     return f"""
         ({row}.key = '' OR NOT EXISTS (
             SELECT 1 FROM {table} e

@@ -67,7 +67,7 @@ def _readers() -> dict[str, Callable[[Any], Any] | None]:
 
 
 class RunManager(SqlManager):
-    """The transitions of runs."""
+    """Changes the states of runs."""
 
     def locked(self, run_id: uuid.UUID) -> Run | None:
         """Return a run, locked until the transaction ends, or None if the run does not

@@ -16,7 +16,7 @@ from django.db.models.functions import Now
 
 
 class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of a recurring message."""
+    """Changes the states of recurring messages."""
 
     def begin(self, rows: Iterable[Schedule]) -> None:
         """Add the rows that do not exist yet."""

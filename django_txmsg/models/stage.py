@@ -24,7 +24,7 @@ from .inbox import InboxMessage
 
 
 class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of a stage."""
+    """Changes the states of stages: paused, full, ordered, or with a changed rate."""
 
     def pause(self, stage: str, *, by: str = "", why: str = "") -> bool:
         """Pause a stage, so that its consumers take no new messages. Returns False if
@@ -153,7 +153,7 @@ _ORIGIN = "{now} - ({now} - l.origin) / l.period * %s"
 
 
 class RateLineManager(SqlManager):
-    """The transitions of lines of slots. Each transition commits by itself."""
+    """Changes the slots of stages with a rate. Each change is committed separately."""
 
     def place(
         self,

@@ -13,7 +13,7 @@ from .fields import SqlManager, now_sql, prepared
 
 
 class TaskRunManager(SqlManager):
-    """The two transitions of a task's run."""
+    """Records when a task begins, and what it returns."""
 
     def begin(self, message_id: uuid.UUID, worker: str) -> TaskRun | None:
         """Record that `worker` begins a task. Call this outside any transaction.

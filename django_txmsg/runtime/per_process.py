@@ -17,8 +17,8 @@ Made = TypeVar("Made")
 
 
 class PerProcess(Generic[Made]):
-    """Objects by key. `make(*key)` creates the object of a key when the object is first
-    used."""
+    """The objects of this process, by key. `make(*key)` creates the object of a key at
+    its first use."""
 
     def __init__(self, make: Callable[..., Made]) -> None:
         self._make = make

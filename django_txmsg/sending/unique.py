@@ -84,7 +84,7 @@ def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
 def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
     """Find rows in the same call that have the same unique key. Returns, for each
     message that is not stored, its id and the id of the message that is stored instead.
-    Raises AlreadyPending."""
+    Raises AlreadyPending if such a row has `on_conflict="error"`."""
     first: dict[str, NewMessage] = {}
     holders: dict[uuid.UUID, uuid.UUID] = {}
     for row in rows:

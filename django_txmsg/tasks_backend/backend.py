@@ -315,8 +315,8 @@ class TransactionalBackend(BaseTaskBackend):
 
 
 def _of_project() -> set[str]:
-    """Return the packages of the installed apps and of the settings, which each process
-    of the project imports."""
+    """Return the packages that each process of the project imports: those of the
+    installed apps and of the settings."""
     names = [app.name for app in apps.get_app_configs()]
     names.append(os.environ.get("DJANGO_SETTINGS_MODULE", ""))
     return {name.partition(".")[0] for name in names}

@@ -1,4 +1,5 @@
-"""A rolling deployment that changes a message type, and its roll-back."""
+"""A rolling deployment that changes a message type, and its roll-back. Each message is
+processed once, by code that can read it."""
 
 from __future__ import annotations
 

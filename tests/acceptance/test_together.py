@@ -1,5 +1,6 @@
-"""Order per key, rates, replaced messages and several child processes in one service,
-while the children and the parent are killed."""
+"""One service uses ordered keys, a rate, replaced messages and several child processes,
+while the children and the parent are killed. Each message is processed once, and in
+order where its stage is ordered."""
 
 from __future__ import annotations
 
