@@ -35,7 +35,7 @@ from ..runtime.claimed_bytes import Share
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
 from ..runtime.notifications import notify
-from .base import Broker, Delivery, Outgoing, Session, one_by_one
+from .base import Broker, Delivery, Outgoing, Session, acknowledges_now, one_by_one
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
@@ -141,6 +141,9 @@ class DatabaseSession(Session):
         self._durable = True
         self._prefetch = 1
         self._buffer: deque[Delivery] = deque()
+        #: Acknowledged deliveries whose rows are not deleted yet.
+        self._acked: list[Delivery] = []
+        self._acked_at = time.monotonic()
         #: The size of each held message, by its primary key.
         self._held: dict[int, int] = {}
         self._share: Share | None = None
@@ -216,7 +219,12 @@ class DatabaseSession(Session):
         return self._buffer.popleft()
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        self._query(lambda: self._delete(deliveries))
+        # In groups while it has more claimed deliveries, as with the other brokers.
+        self._acked += deliveries
+        count, since = len(self._acked), self._acked_at
+        now = acknowledges_now(count, prefetch=self._prefetch, since=since)
+        if now or not self._buffer:
+            self._delete_acked()
 
     def enlist(self, outgoing: Outgoing) -> None:
         self._enlisted.append(outgoing)
@@ -248,6 +256,8 @@ class DatabaseSession(Session):
         self._query(ask)
 
     def close(self) -> None:
+        with contextlib.suppress(BrokerUnavailable):
+            self._delete_acked()
         self._closed.set()
         if self._wakeup is not None:
             self._wakeup.ring()
@@ -345,6 +355,11 @@ class DatabaseSession(Session):
                 )
             )
         return found
+
+    def _delete_acked(self) -> None:
+        acked, self._acked, self._acked_at = self._acked, [], time.monotonic()
+        if acked:
+            self._query(lambda: self._delete(acked))
 
     def _delete(self, deliveries: Sequence[Delivery]) -> int:
         if not deliveries:

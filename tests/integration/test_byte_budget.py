@@ -204,6 +204,33 @@ def test_a_closed_session_gives_its_room_to_the_others(
     assert other.receive(5) is not None
 
 
+def test_acknowledged_rows_are_deleted_in_groups_and_when_the_session_closes(
+    sessions: Callable[[], DatabaseSession],
+) -> None:
+    """A session with further claimed deliveries does not delete a row at each
+    acknowledgement. It deletes the rest before it closes, and after its last claimed
+    delivery."""
+    queue(*[1] * 6)
+    session = sessions()
+    session._pace = 0.001  # so that it claims all of them
+    for _ in range(2):
+        found = session.receive(0)
+        assert found is not None
+        session.ack([found])
+    assert QueueMessage.objects.count() == 6
+    session.close()
+    assert QueueMessage.objects.count() == 4
+
+    session = sessions()
+    session._pace = 0.001
+    for left in (4, 4, 4, 0):
+        found = session.receive(0)
+        assert found is not None
+        assert not QueueMessage.objects.filter(lease_token=None).exists()
+        session.ack([found])
+        assert QueueMessage.objects.count() == left
+
+
 def test_a_batch_holds_no_more_than_the_share_of_its_session(
     sessions: Callable[[], DatabaseSession],
 ) -> None:
