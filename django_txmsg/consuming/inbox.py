@@ -1,9 +1,10 @@
 """Hop 7 for one arrival: process the message, and return its outcome.
 
 The steps are: record → begin → run the stage, which stores the messages that it sends →
-finish → dispatch → settle. For a duplicate, only the messages that its first processing
-stored are dispatched. `protocol.py` has the steps from record to finish. The consumer
-settles the delivery by its outcome. This module decides what follows if a step fails.
+finish → dispatch → settle. For a duplicate, the stage does not run, and only stored
+messages of the first processing are dispatched. `protocol.py` has the steps from record
+to finish. The consumer settles the delivery by its outcome. This module decides what
+follows if a step fails.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ class Summary:
     died.
 
     `forgotten` counts dead letters that are older than the inbox's retention. If a
-    stage has processed such a message since, the inbox no longer knows that, and a
-    redelivery would process the message again. `in_doubt` counts undos of flows;
-    discarding such an undo confirms it.
+    stage has processed such a message since, the inbox may have deleted the record of
+    that, and a redelivery would process the message again. `in_doubt` counts undos of
+    flows; discarding such an undo confirms it.
     """
 
     count: int = 0

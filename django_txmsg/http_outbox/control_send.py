@@ -1,7 +1,7 @@
 """Step 3 of an HTTP request: a session sends a control message before it commits.
 
-The message asks the session's own service to check whether the session's messages were
-dispatched. If the process dies right after the commit, the receiver
+The session's own service receives the message, and checks whether the session's
+messages were dispatched. If the process dies right after the commit, the receiver
 (`control_receive.py`) dispatches them.
 """
 

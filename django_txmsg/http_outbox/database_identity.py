@@ -130,7 +130,7 @@ def transaction_id(connection: Any) -> str:
 def ask(using: str, mark: str) -> Verdict:
     """Return the outcome of the transaction with this id.
 
-    The outcome is UNKNOWN if the server does not know the id: the id is very old, or
+    The outcome is UNKNOWN if the server has no record of the id: the id is very old, or
     the server is a standby that was promoted before the transaction reached it.
     """
     try:

@@ -267,11 +267,12 @@ class OrderManager(SqlManager):
         aside: bool = False,
     ) -> bool:
         """Park a message whose turn has not come, and subtract `uncounted` attempts.
-        With `aside`, the turn has come, but another transaction has locked the key.
+        `aside` means that the turn has come, but another transaction has locked the
+        key.
 
         Returns whether the message can be claimed at once after all. Call this outside
         any transaction: between the two statements of this method, other transactions
-        may commit, and the second statement must see that.
+        may commit, and the second statement must see their changes.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)

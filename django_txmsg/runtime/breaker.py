@@ -142,7 +142,7 @@ _breakers: PerProcess[Members[Breaker]] = PerProcess(Members)
 
 
 def outages() -> list[Outage]:
-    """Return the current outages that this process knows: of brokers, paused
+    """Return the outages that this process has recorded: of brokers, paused
     destinations, refused subscriptions and databases. Each resource is listed once, the
     longest outage first."""
     found: dict[tuple[str, str], Outage] = {}

@@ -144,8 +144,8 @@ def gave_up_waiting(error: BaseException) -> bool:
 
 
 def error(using: str) -> BaseException | None:
-    """Return the error that made the database unavailable, or None if this process
-    knows of no outage."""
+    """Return the error that made the database unavailable, or None if this process has
+    recorded no outage."""
     return breaker(using).error
 
 
@@ -169,8 +169,8 @@ def note(using: str, error: BaseException) -> bool:
 
 def usable(using: str) -> bool:
     """Return whether the database can be used. Queries the database only if this
-    process knows of an outage. During an outage, only one thread at a time probes the
-    database; for other threads this returns False at once."""
+    process has recorded an outage. During an outage, only one thread at a time probes
+    the database; for other threads this returns False at once."""
     shared = breaker(using)
     if shared.error is None:
         return True

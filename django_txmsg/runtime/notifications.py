@@ -45,12 +45,12 @@ def outbox(broker: str) -> str:
 
 
 def later(delay: float) -> str:
-    """Return the topic that tells a listener to query again in `delay` seconds."""
+    """Return the topic that makes a listener query again in `delay` seconds."""
     return f"+{delay:.3f}"
 
 
 class Wakeup:
-    """Tells one thread when to query for a topic. The first query is due at once."""
+    """Decides when one thread queries for a topic. The first query is due at once."""
 
     def __init__(self, using: str, topic: str) -> None:
         self.using, self.topic = using, topic
@@ -72,7 +72,7 @@ class Wakeup:
         return rung or not self.has_listener
 
     def ring(self) -> None:
-        """Tell the thread to query once more, because there may be more rows."""
+        """Make the thread query once more, because there may be more rows."""
         self._rung.set()
 
     def wait(self, timeout: float) -> bool:

@@ -40,7 +40,7 @@ class Dead:
 @message_type("txmsg.Buried")
 @dataclass(frozen=True)
 class Buried:
-    """Tells a gather that one of its requests is a dead letter, so that the gather
+    """Reports to a gather that one of its requests is a dead letter, so that the gather
     sends its next request. This is not the answer: an operator may still redeliver the
     dead letter."""
 

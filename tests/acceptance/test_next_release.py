@@ -1,5 +1,5 @@
 """This release works beside the next one: on tables that the next release has extended,
-and with messages whose headers only the next release knows."""
+and with messages that have headers of the next release."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def return_object() -> Any:
 
 @task
 def return_number(text: str) -> Any:
-    """Return a number that JSON cannot express, inside a list."""
+    """Return a list with a number that JSON cannot express."""
     return {"rates": [1.0, float(text)]}
 
 
