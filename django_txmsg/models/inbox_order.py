@@ -132,15 +132,13 @@ def turn_sql(
     *,
     dead_too: bool = True,
 ) -> tuple[str, list[Any]]:
-    """Return a condition, with its parameters, for the statement that takes a message.
-    The condition is that the message's predecessor has released the message, and that
-    no other transaction has locked the message's key. Without a `turn`, the condition
-    is empty.
+    """Return a condition, with its parameters, for the statement that takes a message:
+    the message's predecessor has released it, and no other transaction has locked the
+    message's key. Without a `turn`, the condition is empty.
 
     The predecessor is checked first, so that a message that must wait does not lock its
     key. Without `dead_too`, only a processed predecessor counts. That is the usual
-    case, and the full condition takes PostgreSQL longer to plan than the rest of the
-    statement takes to run.
+    case, and planning the full condition takes longer than running the statement.
     """
     if turn is None:
         return "", []
