@@ -20,7 +20,7 @@ from .batchlog import LostBatches, is_mounted
 from .connection import Connection, connect_plain
 from .databases.sqlite import read_instant, read_json
 from .errors import PipelineError, UsageError, VerificationRefused
-from .lock import alive
+from .lock import Taken, alive
 from .results import Results
 from .schemas import struct_of
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden
@@ -63,6 +63,8 @@ class Run:
     counts: dict[str, Any] = field(default_factory=dict)
     findings: bool = False
     refused: bool = False
+    put_off: bool = False
+    """Whether another job's lock stopped a requested run, so that it must run later."""
     error: str = ""
     makes_lake: bool = True
     """Whether its results create a lake if there is none."""
@@ -78,6 +80,8 @@ class Run:
         """The state with which the run would end now."""
         if self.refused:
             return "refused"
+        if self.put_off:
+            return "requested"
         if self.error:
             return "failed"
         return "findings" if self.findings else "clean"
@@ -85,7 +89,8 @@ class Run:
     @property
     def exit_code(self) -> int:
         """The exit code of the process."""
-        return {"clean": 0, "findings": 1, "failed": 3, "refused": 4}[self.state]
+        codes = {"clean": 0, "findings": 1, "requested": 3, "failed": 3, "refused": 4}
+        return codes[self.state]
 
     def results(self, lake: LakeSpec, service: str) -> Results:
         """Return a writer for the results of this run."""
@@ -108,14 +113,14 @@ def recorded(
             _insert(source, run, lake)
         else:
             _take(source, run, lake)
-        with _finished(spec, run):
+        with _finished(spec, run, requested=request is not None):
             if spec.lake is not None and job in _OF_THE_LAKE:
                 run.makes_lake = not is_mounted(spec)
             yield run
 
 
 @contextmanager
-def _finished(spec: JobSpec, run: Run) -> Iterator[None]:
+def _finished(spec: JobSpec, run: Run, *, requested: bool) -> Iterator[None]:
     source = spec.service()
     try:
         yield
@@ -126,6 +131,7 @@ def _finished(spec: JobSpec, run: Run) -> Iterator[None]:
         run.error = f"{type(error).__name__}: {error}"[:8000]
         if isinstance(error, PipelineError):
             run.error = str(error)
+        run.put_off = requested and isinstance(error, Taken)
         run.error = hidden(run.error)
         raise
     finally:
@@ -159,8 +165,8 @@ def _take(source: SourceSpec, run: Run, lake: str) -> None:
     """Begin a requested run, even if an earlier try has failed or was killed."""
     with closing(connect_plain(source)) as connection:
         taken = connection.execute(
-            f"UPDATE {_RUNS} SET state = 'running', lake = %s, started_at = %s"
-            " WHERE id = %s AND service = %s AND job = %s AND state <> 'clean'",
+            f"UPDATE {_RUNS} SET state = 'running', lake = %s, started_at = %s,"
+            " finished_at = NULL WHERE id = %s AND service = %s AND job = %s AND state <> 'clean'",
             lake,
             connection.given(run.started_at),
             connection.given(uuid.UUID(run.id)),
@@ -272,7 +278,7 @@ def _note(
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
     """Store the record in the lake. If there is no lake, a dry run or a failed run does
     not create one. If the lake lacks archived batches, the record is not stored."""
-    changes = "dry_run" not in run.options and run.state not in ("failed", "refused")
+    changes = "dry_run" not in run.options and not run.error
     try:
         run.makes_lake = not is_mounted(spec)
     except LostBatches:

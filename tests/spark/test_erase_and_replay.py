@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from contextlib import closing
 from dataclasses import replace
@@ -13,13 +14,17 @@ import pytest
 
 from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.jobs.follow import Follower
 from django_txmsg.spark.lock import Taken, archiving, erasure, storing
+from django_txmsg.spark.runs import next_request
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.archives import archive
 from tests.spark.conftest import everywhere
+from tests.spark.kill_follow import OPTIONS
 from tests.spark.log import Log
 from tests.spark.running import end, run, start
+from tests.spark.test_outgoing import request_replay
 
 
 def test_a_message_is_not_erased_while_a_replay_is_about_to_store_it(
@@ -71,6 +76,48 @@ def test_no_replay_runs_beside_an_erasure(
             with pytest.raises(Taken, match="replay"):
                 run(spec, "erase", "--key", "a")
     assert run(spec, "erase", "--key", "a")["messages"] == 0
+
+
+@everywhere
+def test_a_requested_replay_waits_for_the_end_of_an_erasure(
+    spark: object, log: Log, lake: LakeSpec
+) -> None:
+    message = uuid.uuid4()
+    log.send([{"message_id": message}])
+    request = request_replay(log, message)
+    spec = JobSpec((log.spec,), lake)
+    with closing(connect_plain(log.spec)) as connection:
+
+        def record() -> tuple[str, str]:
+            [row] = connection.rows(
+                "SELECT state, error FROM django_txmsg_pipelinerun WHERE id = %s",
+                connection.given(uuid.UUID(request)),
+            )
+            return row
+
+        with erasure(connection, log.spec):
+            with pytest.raises(Taken, match="erasure"):
+                run(spec, "replay", "--request", request)
+            state, error = record()
+            assert state == "requested"
+            assert "An erasure of messages of 'shop' is running" in error
+            stop = threading.Event()
+            follower = Follower(spec, OPTIONS, None, stop, say=print)
+
+            def went_on() -> bool:
+                return bool(follower.run) and follower.run.counts.get("rounds", 0) > 1
+
+            rounds = threading.Thread(target=follower.work)
+            rounds.start()
+            try:
+                wait_until(went_on)
+                assert not follower.beside.job
+            finally:
+                stop.set()
+                rounds.join()
+        assert next_request(connection, log.spec) == request
+        assert run(spec, "replay", "--request", request)["chosen"] == 1
+        assert record() == ("clean", "")
 
 
 def test_services_in_two_schemas_of_a_database_do_not_exclude_each_other(

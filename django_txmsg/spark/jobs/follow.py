@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..alerts import Alert, Alerts, Telling
 from ..connection import Connection, connect_plain
 from ..errors import UsageError
 from ..lake import Lake
-from ..lock import Archiving, Taken, following
+from ..lock import Archiving, Taken, following, storing
 from ..progress import Step, no_step
 from ..runs import Run, next_request, progressed, recorded
 from ..schemas import TABLES
@@ -387,7 +387,9 @@ class Follower:
         ):
             self.beside.start("verify")
         elif request := next_request(connection, self.source):
-            self.beside.start("replay", "--request", request)
+            # While an erasure runs, the request waits.
+            with suppress(Taken), storing(connection, self.source):
+                self.beside.start("replay", "--request", request)
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
         """If the job in the Spark process has ended, report its error, if any. For
