@@ -82,8 +82,8 @@ class Outbox(Mode):
         return employed
 
     def locks_parked(self) -> bool:
-        """Return True, except at a stage with blocking redelivery: while a message of
-        such a stage waits for its next attempt, no lock is held."""
+        """Return whether the row of a parked message stays locked. At a stage with
+        blocking redelivery it does not: between two attempts no lock is held."""
         return self.stage.policy.mode != "blocking"
 
 

@@ -115,18 +115,19 @@ class CompletionFuture(Future["Message"]):
     """
 
     def __init__(self, session: object) -> None:
-        """`session` is the session of the send."""
+        """`session` is the session that sends the message."""
         super().__init__()
         self._session = session
         self._withdraw: Callable[[], bool] = lambda: False
 
     def on_completion(self, message: Message) -> None:
-        """Set the future's result. The future is the listener of its send."""
+        """Set this future's result. The future is the completion listener of the sent
+        message."""
         if self.set_running_or_notify_cancel():
             self.set_result(message)
 
     def on_exception(self, message: Message, error: MessagingError) -> None:
-        """Set the future's exception. The future is the listener of its send."""
+        """Set this future's exception."""
         if self.set_running_or_notify_cancel():
             self.set_exception(error)
 

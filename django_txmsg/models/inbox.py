@@ -416,9 +416,9 @@ class InboxManager(SqlManager):
         )
 
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
-        """Count another attempt of a message that its worker keeps, for blocking
-        redelivery. Returns the attempt's number, or 0 if another worker has claimed the
-        message."""
+        """Count another attempt of a message whose worker keeps the message between
+        two attempts (blocking redelivery). Returns the attempt's number, or 0 if
+        another worker has claimed the message."""
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
         row = self._row(

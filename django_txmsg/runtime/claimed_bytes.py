@@ -52,11 +52,11 @@ class Share:
 
     @contextmanager
     def claim(self, limit: int, wait: float) -> Iterator[Room]:
-        """Yield the limit for a claim inside the block. `limit` is the limit of the
-        whole process, in bytes. Waits up to `wait` seconds for another session's claim
-        to end.
+        """Yield how many bytes the block may claim. `limit` is the largest number for
+        the whole process. Waits up to `wait` seconds for another session's claim to
+        end.
 
-        The block must add the bytes that it has claimed to `held`.
+        The block must increase `held` by the number of bytes that it has claimed.
         """
         claims = _claims()
         alone = not self.held and claims.large.acquire(timeout=wait)

@@ -159,8 +159,8 @@ def handler(message: Message) -> None:
 
 
 def refused_often(threads: Any) -> Callable[[], bool]:
-    """Return a condition that is true once the database has refused a thread's
-    statements more often than a message has attempts."""
+    """Return a condition. It becomes true when the database has refused more statements
+    of a thread than a message may have attempts."""
 
     def said() -> bool:
         return any(one._undecided._failures >= MANY for one in threads)

@@ -59,9 +59,9 @@ def processed() -> bool:
 def test_a_handler_longer_than_every_lease_runs_once(
     mode: Any, redelivery: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second attempt takes longer than every lease, and two other threads could
-    take the message. It runs only once, whether the message was parked or its thread
-    kept it."""
+    """The second attempt takes longer than every lease, while two other threads look
+    for messages. No thread starts a third attempt, neither of a parked message nor of a
+    message that its thread keeps."""
     monkeypatch.setattr(stage_thread, "LEASE", LEASE)
     runs: list[int] = []
 

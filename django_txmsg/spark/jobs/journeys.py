@@ -482,9 +482,9 @@ class Marks:
 
 
 def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
-    """Return the marks of the messages in these rows. Returns None if there are too
-    many to send to every task. With `found=False`, the caller knows that there are no
-    rows, so none are read."""
+    """Return the marks of the messages in `rows`, or None if there are too many marks
+    to send to every task. Pass `found=False` if `rows` is known to be empty; then no
+    rows are read."""
     if not found:
         return Marks(rows.sparkSession.createDataFrame([], "mark long"), 0)
     frame = rows.select(mark().alias("mark")).distinct().localCheckpoint()

@@ -186,7 +186,7 @@ def resolutions(letters: DataFrame) -> DataFrame:
 def steps(
     sent: DataFrame, received: DataFrame, letters: DataFrame | None = None
 ) -> DataFrame:
-    """Return JOURNEY: the steps of all these rows."""
+    """Return the steps of all these rows, with the schema JOURNEY."""
     both = departures(sent).unionByName(arrivals(received))
     return both if letters is None else both.unionByName(resolutions(letters))
 
