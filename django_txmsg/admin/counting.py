@@ -26,17 +26,22 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
     """Divides a list into pages, and counts rows only up to CAP. A single query finds
     the rows' ids, because a filter without an index may read most of the table."""
 
+    @property
+    def cap(self) -> int:
+        """Most rows on all pages together."""
+        return CAP
+
     @cached_property
     def ids(self) -> list[Any]:
-        """The primary keys of the first CAP + 1 rows, in the list's order."""
+        """The primary keys of the first `cap` + 1 rows, in the list's order."""
         # Newest first: the oldest rows may not be in memory.
         rows: Any = self.object_list
-        return list(rows.values_list("pk", flat=True)[: CAP + 1])
+        return list(rows.values_list("pk", flat=True)[: self.cap + 1])
 
     @cached_property
     def count(self) -> int:
-        """The number of rows, or CAP + 1 if there are more than CAP."""
-        return len(self.ids)
+        """The number of rows on all pages together."""
+        return min(len(self.ids), self.cap)
 
     def page(self, number: Any) -> Page:  # type: ignore[type-arg]  # as above
         """Return a page. Its rows are read by their primary keys."""
@@ -45,6 +50,12 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
         rows: Any = self.object_list
         shown = rows.filter(pk__in=self.ids[begins : begins + self.per_page])
         return Page(shown, number, self)
+
+
+class WholePaginator(CappedPaginator):
+    """Divides a list that has no link to older rows, so its pages have all rows."""
+
+    cap = 1_000_000
 
 
 class CappedList(ChangeList):
@@ -93,11 +104,10 @@ class CappedList(ChangeList):
         """Set the number of results, and the link to older rows if there are more than
         CAP."""
         super().get_results(request)
+        self.result_count = len(self.paginator.ids)
         if (self.show_all and self.can_show_all) or not self.multi_page:
             rows: Any = self.queryset
             self.result_list = rows.filter(pk__in=self.paginator.ids)
-        if self.result_count > CAP:
-            self.full_result_count = self.result_count
         if self.result_count > CAP and self.model_admin.ordering == ("-id",):
             last = self.paginator.ids[CAP - 1]
             self.older = self.get_query_string({OLDER: str(last)})

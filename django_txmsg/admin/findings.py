@@ -24,6 +24,7 @@ from . import display
 from .addresses import MESSAGE
 from .audit import audit, audited
 from .base import ReadOnlyAdmin, find, given
+from .counting import WholePaginator
 from .filters import read_time
 
 
@@ -41,6 +42,7 @@ class FindingAdmin(ReadOnlyAdmin):
     search_fields = ("message_id",)
     search_help_text = "Exact message id or destination"
     ordering = ("-found_at", "id")
+    paginator = WholePaginator
     actions = ("acknowledge", "reopen", "replay")
     fields = (
         "verdict", "message", "destination", "sender", "consumer", "sent", "age",

@@ -10,6 +10,7 @@ from django.utils import timezone
 from ..spark.models import ArchiveMark, PipelineAlert, PipelineRun, RunState
 from . import display
 from .base import ReadOnlyAdmin
+from .counting import WholePaginator
 
 
 @admin.register(PipelineRun)
@@ -19,6 +20,7 @@ class PipelineRunAdmin(ReadOnlyAdmin):
     list_display = ("job", "outcome", "service", "row_count", "took", "begun", "run_by")
     list_filter = ("job", "state")
     ordering = ("-started_at",)
+    paginator = WholePaginator
     fields = (
         "job", "outcome", "service", "run_by", "lake", "row_count", "took", "begun",
         "chosen", "counted", "error",

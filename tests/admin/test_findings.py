@@ -16,6 +16,8 @@ from django.db.models.signals import pre_save
 from django.test import Client, override_settings
 from django.utils import timezone
 
+from django_txmsg.admin import counting
+from django_txmsg.admin.findings import FindingAdmin
 from django_txmsg.models import AuditEntry
 from django_txmsg.spark.models import Finding, PipelineRun
 
@@ -80,6 +82,20 @@ def test_findings_are_acknowledged_with_a_note_and_opened_again(
     client.post(URL, {"action": "reopen", "index": 0, **chosen})
     assert not Finding.objects.exclude(acknowledged_at=None).exists()
     assert LogEntry.objects.count() == 4
+
+
+def test_more_findings_than_lists_count_are_all_reached_and_counted(
+    findings: list[Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "CAP", 1)
+    monkeypatch.setattr(FindingAdmin, "list_per_page", 1)
+    client = log_in("view_finding", "acknowledge_finding")
+    pages = [client.get(f"{URL}?p={number}") for number in (1, 2, 3)]
+
+    rows = {row.pk for page in pages for row in page.context["cl"].result_list}
+    assert rows == {one.pk for one in findings}
+    # The action "Open again" changes so many without another question.
+    assert "Select all 3 findings" in pages[0].content.decode()
 
 
 def test_view_permission_alone_cannot_acknowledge(findings: list[Finding]) -> None:
