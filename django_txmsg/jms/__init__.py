@@ -1,4 +1,4 @@
-"""A client for STOMP brokers with the API of Jakarta Messaging. It needs no Django.
+"""A STOMP client with the API of Jakarta Messaging. It works without Django.
 
 Hops 4 and 6 of a message: the relay sends through this client, and the consumer
 receives through it. ::

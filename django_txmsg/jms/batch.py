@@ -8,8 +8,8 @@ accepted all frames. Then COMMIT asks for a receipt. If ActiveMQ refuses the
 transaction, it stores none of the messages. The client then sends each message
 separately, so that only the bad message is rejected.
 
-RabbitMQ confirms each message when it has stored the message. So every frame to
-RabbitMQ asks for a receipt, and the client waits for many receipts at once.
+RabbitMQ confirms each message after storing it. So every frame to RabbitMQ asks for a
+receipt, and the client waits for many receipts at once.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class Receipts:
 
     def __init__(self, outcomes: Outcomes, missing: int) -> None:
         """``outcomes`` is the list that ``take`` fills. ``missing`` is the number of
-        outcomes for which the sender waits."""
+        messages that have no outcome yet."""
         self._outcomes = outcomes
         self._missing = missing
         self.complete = threading.Event()
 
     def take(self, index: int, outcome: MessagingError | None) -> None:
-        """Record the outcome of one message. The last outcome wakes the sender."""
+        """Record the outcome of one message. After the last outcome, wake the
+        sender."""
         self._outcomes[index] = outcome
         self._missing -= 1
         if not self._missing:
@@ -71,8 +72,8 @@ class _OfMany(Pending):
     def __init__(
         self, what: str, timeout: float, receipts: Receipts, index: int
     ) -> None:
-        """``receipts`` gets the outcome. ``index`` is the position of the message in
-        the batch."""
+        """``receipts`` collects the outcome. ``index`` is the position of the message
+        in the batch."""
         super().__init__(what, timeout)
         self._receipts = receipts
         self._index = index
@@ -135,8 +136,8 @@ def send(
 def _waves(
     part: list[tuple[int, Encoded]], keys: Sequence[str]
 ) -> list[list[tuple[int, Encoded]]]:
-    """Split the messages into waves, so that no wave has two messages of one key. The
-    second message of a key may be sent only when the first is known to be stored."""
+    """Split the messages into waves. No wave has two messages of one key, because the
+    second may be sent only when the first is known to be stored."""
     waves: list[list[tuple[int, Encoded]]] = []
     met: dict[str, int] = {}
     for item in part:
@@ -153,8 +154,8 @@ def _waves(
 def _unspoilt(
     items: list[tuple[int, Encoded]], keys: Sequence[str], outcomes: Outcomes
 ) -> list[tuple[int, Encoded]]:
-    """Return the messages without a failed predecessor of the same key. Mark the other
-    messages as held back."""
+    """Return the messages that have no failed predecessor of the same key. Mark all
+    others as held back."""
     if not any(keys) or not any(outcomes):
         return items
     failed: dict[str, int] = {}
@@ -229,9 +230,9 @@ def _ended(
     outcomes: Outcomes,
     timeout: float,
 ) -> bool:
-    """Send the messages in one transaction, and record the outcomes. Return False if
-    the broker rolled the transaction back. The caller must then send each message with
-    a receipt."""
+    """Send the messages in one transaction, record the outcomes, and return True.
+    Return False if the broker rolled the transaction back. The caller must then send
+    each message with a receipt."""
     link = transaction.link
     line = transaction_line(transaction.name)
     data = b"".join([one.frame_with(line) for _, one in part])

@@ -41,7 +41,7 @@ class Whole:
     """
 
     def __init__(self, lose: Callable[[str], None]) -> None:
-        """`lose` disconnects the link. Its argument is the reason."""
+        """To disconnect the link, the section calls `lose` with the reason."""
         self._lose = lose
 
     def __enter__(self) -> None:
@@ -57,7 +57,7 @@ class Whole:
             self.broken_by(error)
 
     def broken_by(self, error: BaseException) -> None:
-        """Disconnect the link, unless the exception is a ``MessagingError``. A
-        ``MessagingError`` leaves the link in a known state."""
+        """Disconnect the link after an exception. Do nothing after a
+        ``MessagingError``, which leaves the link in a known state."""
         if not isinstance(error, MessagingError):
             self._lose(f"a send was interrupted by {error!r}")

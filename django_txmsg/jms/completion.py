@@ -1,12 +1,13 @@
 """Reports the outcome of an asynchronous send to its sender.
 
-Hop 4 of a message. The listener or the future of each accepted send is called once, in
-the order of the session's sends. A session runs one callback at a time. The callback
-runs on a pool thread, and not on a thread of the sender or of the connection.
+Hop 4 of a message. A sender passes a listener, or gets a future. For each message that
+a session has accepted, the session calls the listener or the future once, in the order
+of sending. A session runs one callback at a time. The callback runs on a pool thread,
+and not on a thread of the sender or of the connection.
 
-While a callback runs, its thread is marked with the link, session and producer of the
-send. If the callback calls a method of these objects that would wait for the callback
-itself, the method raises an error.
+While a callback runs, its thread is marked with the link, the session and the producer
+that sent the message. If the callback calls a method of these objects that would wait
+for the callback itself, the method raises an error.
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ _this_thread = _Scope()
 
 
 def run_for(scope: tuple[object, ...]) -> tuple[object, ...]:
-    """Mark this thread as running a callback of these objects (link, session,
-    producer). Return the objects of the previous mark."""
+    """Mark this thread as running a callback of the objects in `scope`: a link, a
+    session and a producer. Return the previous scope."""
     before = _this_thread.scope
     _this_thread.scope = scope
     return before
 
 
 def is_running_for(thing: object) -> bool:
-    """Return whether this thread runs a callback of the object."""
+    """Return True if this thread is running a callback of the object."""
     scope = _this_thread.scope
     return bool(scope) and any(one is thing for one in scope)
 
 
 def refuse_own(thing: object, what: str) -> None:
-    """Raise ``IllegalStateError`` if this thread runs a callback of the object."""
+    """Raise ``IllegalStateError`` if this thread is running a callback of the
+    object."""
     if is_running_for(thing):
         raise IllegalStateError(
             f"A completion callback cannot {what}: it would wait for itself. Do it "
@@ -62,12 +64,12 @@ class CompletionListener(Protocol):
         """Called when the broker has confirmed the message."""
 
     def on_exception(self, message: Message, error: MessagingError) -> None:
-        """Called when the message was refused, or when it is unknown whether the
-        message is stored."""
+        """Called when the broker has refused the message, or when it is unknown whether
+        the broker has stored the message."""
 
 
 class _Callables:
-    """A completion listener that calls the callables of a pair."""
+    """A completion listener made of two callables."""
 
     def __init__(
         self,
@@ -108,8 +110,8 @@ def as_listener(listener: object) -> CompletionListener:
 
 
 class CompletionFuture(Future["Message"]):
-    """The outcome of ``producer.submit``. ``result()`` and ``await`` both return the
-    message.
+    """The outcome of a message that ``producer.submit`` sends. ``result()`` and
+    ``await`` both return the message.
 
     ``cancel()`` succeeds only while the frame has not been written.
     """
@@ -121,24 +123,25 @@ class CompletionFuture(Future["Message"]):
         self._withdraw: Callable[[], bool] = lambda: False
 
     def on_completion(self, message: Message) -> None:
-        """Set this future's result. The future is the completion listener of the sent
-        message."""
+        """Set the future's result. Called when the broker has confirmed the message."""
         if self.set_running_or_notify_cancel():
             self.set_result(message)
 
     def on_exception(self, message: Message, error: MessagingError) -> None:
-        """Set this future's exception."""
+        """Set the future's exception. Called when the message was refused or its
+        outcome is unknown."""
         if self.set_running_or_notify_cancel():
             self.set_exception(error)
 
     def on_withdrawn(self) -> None:
-        """Mark the future as cancelled, and wake the threads that wait for it."""
+        """Mark the future as cancelled, and wake the threads that wait for it. Called
+        when the message was cancelled."""
         super().cancel()
         self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Cancel the send if its frame has not been written yet. Return whether the
-        send is cancelled."""
+        """Cancel the message if its frame has not been written yet. Return True if the
+        message is cancelled."""
         if self.cancelled():
             return True
         return self._withdraw() and super().cancel()
@@ -151,13 +154,15 @@ class CompletionFuture(Future["Message"]):
             )
 
     def result(self, timeout: float | None = None) -> Message:
-        """Wait for the outcome. Returns the message, or raises the send's error."""
+        """Wait for the outcome, and return the message. If the message was not stored,
+        or its outcome is unknown, raise the error."""
         self._refuse_own_callback()
         with pool.waiting():
             return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the outcome. Returns the send's error, or None."""
+        """Wait for the outcome. Return the error that ``result`` would raise, or
+        None."""
         self._refuse_own_callback()
         with pool.waiting():
             return super().exception(timeout)

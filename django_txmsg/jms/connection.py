@@ -58,8 +58,8 @@ class Connection(Liveness):
         *,
         max_in_flight: int | None = None,
     ) -> Session:
-        """Open a session. A session keeps its sends in order, limits the number of
-        sends without an outcome, and has one transaction at a time."""
+        """Open a session. A session sends messages in order and limits the messages
+        without an outcome. It has one transaction at a time."""
         self.check_usable()
         session = Session(
             self,
@@ -79,11 +79,11 @@ class Connection(Liveness):
                 self._sessions.remove(session)
 
     def close(self) -> None:
-        """Let outstanding sends complete, then disconnect from the broker.
+        """Wait for outstanding sends and their callbacks, then disconnect from the
+        broker.
 
-        Waits until every send has its outcome and every callback has returned. A send
-        gets an outcome by its deadline at the latest. Raises ``IllegalStateError``
-        inside a callback of this connection.
+        Every send has an outcome by its deadline at the latest. Raises
+        ``IllegalStateError`` inside a callback of this connection.
         """
         link = self.link
         if link.inherited:
@@ -157,7 +157,7 @@ class ContextProducer:
         return self._deliver(priority=priority)
 
     def set_time_to_live(self, time_to_live: timedelta) -> ContextProducer:
-        """Set how long the broker keeps a message. The default, ``timedelta(0)``, sets
+        """Set how long the broker keeps a message. ``timedelta(0)``, the default, sets
         no limit."""
         return self._deliver(time_to_live=time_to_live)
 
@@ -269,9 +269,10 @@ class ConnectionFactory:
     def create_connection(
         self, user: str | None = None, password: str | None = None
     ) -> Connection:
-        """Connect to the first host that accepts the connection. Raises
-        ``ConnectionFailedError`` with the reason of every host if no host accepts.
-        Raises ``ValueError`` if the user or password contains a line break.
+        """Connect to the first host that accepts the connection.
+
+        Raises ``ConnectionFailedError`` if no host accepts. Its text has the reason for
+        every host. Raises ``ValueError`` if the user or password contains a line break.
         """
         options = self.options
         if user is not None:

@@ -32,7 +32,7 @@ logger = logging.getLogger("django_txmsg.jms.consumer")
 
 
 class AckMode(Enum):
-    """Whether the application or the consumer acknowledges a received message."""
+    """Who acknowledges a received message: the application or the consumer."""
 
     #: By ``session.acknowledge(message)``, one by one, once its outcome is stored.
     INDIVIDUAL = "client-individual"
@@ -54,9 +54,11 @@ class MessageConsumer(Closing):
         on_received: Callable[[Message], None],
         on_closed: Callable[[MessageConsumer], None],
     ) -> None:
-        """Validate the options. The method ``subscribe`` contacts the broker later.
-        ``on_received`` and ``on_closed`` notify the session of received messages and of
-        the consumer's end."""
+        """Check the options, without contacting the broker; ``subscribe`` does that.
+
+        The consumer calls ``on_received`` for each received message, and ``on_closed``
+        when it is closed.
+        """
         if prefetch < 1:
             raise ValueError(
                 "prefetch is at least 1: with 0 a broker delivers nothing."
@@ -109,7 +111,8 @@ class MessageConsumer(Closing):
             raise
 
     def deliver(self, frame: Frame) -> None:
-        """Buffer a delivery. The reader thread calls this and holds the lock."""
+        """Add a delivery to the buffer. The reader thread calls this with the lock
+        held."""
         self._buffer.append(
             Message.received(frame, self.subscription_id, self.destination)
         )
@@ -154,8 +157,8 @@ class MessageConsumer(Closing):
     def settle(self, message: Message) -> None:
         """Record that a message is being acknowledged.
 
-        Raises ``IllegalStateError`` if the message was acknowledged before, or was
-        taken back into the buffer.
+        Raises ``IllegalStateError`` if the message is already acknowledged, if it was
+        put back into the buffer, or if the consumer is closed.
         """
         with self.arrived:
             if self._closed:
@@ -170,8 +173,8 @@ class MessageConsumer(Closing):
             del self._unsettled[message.ack_id]
 
     def forget(self, message: Message) -> None:
-        """Stop counting a message as unacknowledged, because a committed transaction
-        has acknowledged it."""
+        """Stop counting a message as unacknowledged. Called when a committed
+        transaction has acknowledged the message."""
         with self.arrived:
             self._unsettled.pop(message.ack_id, None)
 
@@ -195,11 +198,11 @@ class MessageConsumer(Closing):
         return f"<MessageConsumer of {self.destination}>"
 
     def close(self, *, delete_subscription: bool = False) -> None:
-        """Accept no more deliveries. The broker delivers unacknowledged messages again.
+        """Accept no more deliveries. The broker redelivers unacknowledged messages:
+        ActiveMQ at once, RabbitMQ when the connection ends.
 
-        ActiveMQ redelivers at once. RabbitMQ redelivers when the connection ends. If
-        the broker does not confirm the end of the subscription, the consumer only logs
-        the failure, because the subscription ends with the connection. An error is
+        If the broker does not confirm the end of the subscription, the consumer only
+        logs the failure, because the subscription ends with the connection. An error is
         raised only if a durable subscription could not be deleted.
         """
         try:

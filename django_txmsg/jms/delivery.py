@@ -79,7 +79,8 @@ class Encoded:
         self.size = len(head) + len(body) + 64
 
     def frame(self, receipt: bytes = b"", transaction: str = "") -> bytes:
-        """Return the whole SEND frame. An empty argument adds no header."""
+        """Return the whole SEND frame. Add a header for the receipt and for the
+        transaction, unless the argument is empty."""
         lines = b"receipt:%s\n" % receipt if receipt else b""
         if transaction:
             lines += transaction_line(transaction)

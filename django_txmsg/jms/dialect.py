@@ -98,13 +98,13 @@ class Dialect:
                 )
 
     def mode_header(self, *, persistent: bool) -> bytes:
-        """Return the SEND header that sets whether the broker keeps the message through
-        a restart."""
+        """Return the SEND header that tells the broker whether to keep the message
+        through a restart."""
         return b"persistent:true\n" if persistent else b"persistent:false\n"
 
     def blames_frame(self, broker_message: str) -> bool:
-        """Return whether an ERROR without a receipt id refuses a frame. If not, the
-        ERROR announces the end of the connection."""
+        """Return True if an ERROR without a receipt id means that the broker refuses a
+        frame. Return False if the ERROR announces the end of the connection."""
         return True
 
     def expiry_headers(self, now_ms: int, time_to_live_ms: int) -> dict[str, str]:
@@ -150,12 +150,13 @@ class Dialect:
 
     @property
     def durable_needs_client_id(self) -> bool:
-        """Return whether a durable subscription belongs to a connection's client id."""
+        """Return True if the broker identifies a durable subscription also by the
+        connection's client id."""
         return True
 
     @property
     def deletes_durable_while_in_use(self) -> bool:
-        """Return whether a single frame ends and deletes a durable subscription."""
+        """Return True if one frame both ends the subscription and deletes its queue."""
         return False
 
 
@@ -194,8 +195,8 @@ class RabbitMQDialect(Dialect):
     existing: tuple[str, ...] = ()
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Refuse the same headers as the base class, and headers that are too long for
-        AMQP. RabbitMQ accepts long headers over STOMP, but would then close the
+        """Refuse the headers that the base class refuses, and headers that are too long
+        for AMQP. RabbitMQ would accept long headers over STOMP, but would close the
         connection of every consumer that gets the message."""
         Dialect.check_headers(self, headers)
         for name, value in headers.items():
@@ -237,8 +238,8 @@ class RabbitMQDialect(Dialect):
         return b"persistent:true\n" if persistent else b""
 
     def blames_frame(self, broker_message: str) -> bool:
-        """Return whether the ERROR refuses a frame. If not, the ERROR announces that an
-        operator closes the connection."""
+        """Return True if the ERROR means that RabbitMQ refuses a frame. Return False if
+        an operator is closing the connection."""
         code = re.search(r"server_initiated_close,\s*(\d+)", broker_message)
         if code is not None:
             return code[1] in _CODES_OF_A_FRAME

@@ -30,8 +30,8 @@ class MessagingError(Exception):
 
 
 class IllegalStateError(MessagingError):
-    """The object cannot do this now. The object is closed, or a fork has copied the
-    object, or one of the object's own callbacks makes the call."""
+    """The object cannot do this now: it is closed, it was copied by a fork, or one of
+    its own callbacks makes the call."""
 
 
 class InvalidDestinationError(MessagingError):
@@ -74,7 +74,8 @@ class RequestRejectedError(MessagingError):
 
 
 class SendRejectedError(RequestRejectedError):
-    """The broker, or this client on its behalf, refused the message for good."""
+    """The broker has refused this message permanently, or this client has refused to
+    send it."""
 
 
 class RequestTimeoutError(MessagingError, TimeoutError):
@@ -86,11 +87,13 @@ class SendOutcomeUnknownError(MessagingError):
     """It is unknown whether the message is stored.
 
     Send the message again with the same message id. The receiver's inbox drops the
-    copy. ``written`` is false if the frame certainly never left this process.
-    ``broker_message`` is the text of the ERROR frame, if an ERROR frame ended the
-    connection. In that case the broker has probably refused one of the messages in
-    flight. Send these messages one at a time to find the refused message. ``silent`` is
-    true if the broker stopped reading or answering, without ending the connection.
+    copy.
+
+    ``written`` is false if the frame certainly never left this process. ``silent`` is
+    true if the broker stopped reading or answering, without ending the connection. If
+    an ERROR frame ended the connection, ``broker_message`` is its text. The broker has
+    then probably refused one of the messages in flight. Send these messages one at a
+    time to find the refused message.
     """
 
     def __init__(
@@ -122,8 +125,8 @@ class ConnectionLostError(SendOutcomeUnknownError, ConnectionError):
 
 
 class TransactionRolledBackError(MessagingError):
-    """The transaction is aborted. None of its sends and acknowledgements has
-    happened."""
+    """The transaction is aborted. Its messages are not sent, and its received messages
+    are not acknowledged."""
 
 
 class TransactionInDoubtError(MessagingError):

@@ -118,16 +118,17 @@ class _TooLong:
     __slots__ = ("_frame", "_kept", "_left")
 
     def __init__(self, frame: Frame, length: int | None) -> None:
-        """``length`` is the length of the body, or None if a NUL ends the body."""
+        """``length`` is the length of the body, or None if only a NUL marks the end of
+        the body."""
         self._frame = frame
         self._left = length
         self._kept = b""
 
     def take(self, data: bytes) -> int | None:
-        """Return the position in these bytes at which the frame ends, or None if the
-        frame is still incomplete.
+        """Read more bytes of the body. Return the position in these bytes at which the
+        frame ends, or None if the frame is still incomplete.
 
-        Raises ``ProtocolError``.
+        Raises ``ProtocolError`` if no NUL follows the body.
         """
         end = data.find(b"\x00") if self._left is None else self._left
         if len(self._kept) < KEPT_OF_TOO_LONG:
@@ -155,7 +156,8 @@ class FrameParser:
     )  # fmt: skip
 
     def __init__(self, max_body: int = MAX_BODY_BYTES) -> None:
-        """Start between two frames. A body longer than ``max_body`` bytes is cut."""
+        """Create a parser that expects the start of a frame. If a body is longer than
+        ``max_body`` bytes, the parser keeps only its beginning."""
         self._max_body = max_body
         self._tail = b""
         self._chunks: list[bytes] = []

@@ -49,8 +49,8 @@ class Owner(Protocol):
         """The COMMIT frame, or None if COMMIT is not queued yet."""
 
     def spoil(self, broker_message: str) -> None:
-        """Handle an ERROR frame that can only be about one of the transaction's
-        frames."""
+        """Record that the broker has refused a frame of the transaction, by an ERROR
+        frame without a receipt id."""
 
     def fail(self, error: MessagingError) -> None:
         """Record that one of the transaction's frames has failed."""
@@ -130,7 +130,7 @@ class Ledger:
         return b"%s%d" % (self._prefix, next(self._receipts))
 
     def reserve(self, entry: Pending, now: float) -> None:
-        """Add a frame that is about to be queued. Its time-out begins."""
+        """Add a frame that is about to be queued, and start its time-out."""
         self._sequence += 1
         entry.since = now
         entry.deadline = now + entry.timeout
@@ -149,8 +149,8 @@ class Ledger:
     def settle(
         self, entry: Pending, state: State, error: MessagingError | None
     ) -> bool:
-        """Set the outcome of a frame, and return True. If the frame already has an
-        outcome, return False. No other method sets outcomes."""
+        """Set the outcome of a frame, and return True. Return False if the frame
+        already has an outcome. Only this method sets outcomes."""
         if entry.state >= ACKED:
             return False
         self.open.pop(entry.receipt, None)
@@ -182,17 +182,18 @@ class Ledger:
         """Handle an ERROR frame. Return False if the caller must disconnect, because
         the ERROR refuses no known frame.
 
-        An ERROR with a receipt id rejects that frame. An unknown id is ignored.
+        An ERROR with a receipt id rejects the frame that asked for this receipt. An
+        unknown id is ignored.
 
         With ``names_receipts``, the broker leaves out the id only for a frame that
-        asked for no receipt. An ERROR without an id then fails every transaction that
-        has such frames.
+        asked for no receipt. An ERROR without an id then makes every transaction fail
+        that may have written this frame.
 
         Without ``names_receipts``, the broker may leave out the id for any frame. If
         only one frame is unanswered, the ERROR rejects this frame. If all unanswered
-        frames belong to one transaction, the ERROR fails this transaction. Otherwise
-        the ERROR refuses no known frame. ``blames`` is False if the ERROR is not about
-        a frame.
+        frames belong to one transaction, the ERROR makes this transaction fail.
+        Otherwise the ERROR refuses no known frame. Pass ``blames=False`` if the ERROR
+        is not about a frame.
         """
         if receipt:
             entry = self.open.get(receipt.encode())
@@ -222,7 +223,7 @@ class Ledger:
         )
 
     def _spoil(self, owners: list[Owner | None], broker_message: str) -> int:
-        """Make the transactions among the owners fail. Return the number of these
+        """Make each transaction among the owners fail. Return the number of these
         transactions."""
         spoilt = {id(owner): owner for owner in owners if owner is not None}
         for owner in spoilt.values():

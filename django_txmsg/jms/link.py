@@ -166,8 +166,8 @@ class Link:
 
     def refuse_inside(self) -> None:
         """Raise ``IllegalStateError`` in a signal handler that has interrupted a send
-        of the same thread. The interrupted send holds the lock, so a wait for the lock
-        would never end."""
+        on this thread. The interrupted send holds the lock, so the signal handler would
+        wait for the lock for ever."""
         if self.lock._is_owned() and not self.inherited:  # type: ignore[attr-defined]  # RLock's own
             raise IllegalStateError(
                 "A signal handler has interrupted this thread in the middle of a send, "
@@ -272,8 +272,8 @@ class Link:
             self.ledger.defer(time.monotonic())
 
     def on_lost(self, reason: str, *, silent: bool = False) -> None:
-        """Mark the link as lost. If the login is not complete, record the reason as a
-        refusal of the login."""
+        """Mark the link as lost. If the login is not complete, record the reason as the
+        reason why the login failed."""
         with self.lock:
             if self._connected.is_set():
                 self.lose(reason, silent=silent)
@@ -283,8 +283,8 @@ class Link:
         self._log()
 
     def tick(self) -> None:
-        """Settle frames whose deadline has passed. Disconnect if several frames in a
-        row were not answered in time."""
+        """Mark frames past their deadline as outcome unknown. Disconnect if several
+        frames in a row were not answered in time."""
         if self.pool.stranded:
             self.pool.start_thread()
         with self.lock:
@@ -296,8 +296,8 @@ class Link:
                 self.lose(f"{limit} frames in a row had no answer in time", silent=True)
 
     def lose(self, reason: str, *, silent: bool = False) -> None:
-        """Mark the link as lost, and disconnect. Later calls have no effect. ``silent``
-        means that the broker stopped reading or answering."""
+        """Mark the link as lost, and disconnect. Later calls have no effect. Pass
+        ``silent=True`` if the broker has stopped reading or answering."""
         with self.lock:
             if self.closed or self._refusal or self.error is not None:
                 return
@@ -332,9 +332,9 @@ class Link:
         deliver: Callable[[frames.Frame], None],
         arrived: threading.Condition,
     ) -> None:
-        """Pass the deliveries of a subscription to the method ``deliver``. The reader
-        thread calls ``deliver`` with the lock held, as long as the method's object
-        exists. ``arrived`` wakes the threads that wait for deliveries."""
+        """Pass the deliveries of a subscription to the method ``deliver``, as long as
+        the method's object exists. The reader thread calls ``deliver`` with the lock
+        held, and then wakes the threads that wait for ``arrived``."""
         with self.lock:
             self._routes[name] = WeakMethod(deliver), arrived
 
@@ -348,7 +348,7 @@ class Link:
         return f"{kind}{next(self._numbers)}"
 
     def seconds(self, timeout: float | None) -> float:
-        """Return the timeout in seconds; for ``None``, the connection's default.
+        """Return the timeout in seconds. For ``None``, return the connection's default.
 
         Raises ``ValueError`` for an invalid timeout.
         """
@@ -359,8 +359,8 @@ class Link:
         return timeout
 
     def put(self, data: bytes, pending: Pending, *, at_once: bool = False) -> None:
-        """Queue a frame that asks for a receipt. The caller holds the lock. With
-        ``at_once``, write the frame immediately if no other frame is queued."""
+        """Queue a frame that asks for a receipt. With ``at_once``, write the frame
+        immediately if no other frame is queued. The caller holds the lock."""
         self.ledger.reserve(pending, time.monotonic())
         put = self.writer.put_now if at_once else self.writer.put
         put(data, pending)
@@ -406,7 +406,7 @@ class Link:
     def put_barrier(self, pending: Pending) -> None:
         """Queue a barrier. The broker's answer to the barrier settles ``pending``.
 
-        The barrier is a transaction that is begun and aborted at once. The broker
+        The barrier is a transaction that is begun and immediately aborted. The broker
         handles the frames of one connection in order. So the barrier's receipt proves
         that the broker has handled all earlier frames.
         """
@@ -426,8 +426,8 @@ class Link:
             logger.debug("DISCONNECT was not answered: %s", error)
 
     def drop(self) -> None:
-        """End the threads. This method takes no lock, because a finalizer may call it
-        in any thread at any time."""
+        """End the threads. Take no lock, because a finalizer may call this method in
+        any thread at any time."""
         self._transport.drop()
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""The state of a connection: whether the connection works, and which broker it leads
-to.
+"""Whether a connection still works, and which kind of broker it leads to.
 
-Hops 4 and 6 of a message. A connection whose link is lost has failed for good. The
+Hops 4 and 6 of a message. A connection that has lost its link never works again. The
 connection then notifies its failure listeners, and the application opens a new
 connection with the factory.
 """
@@ -22,7 +21,8 @@ FailureListener = Callable[[MessagingError], object]
 
 
 class Liveness(Closing):
-    """The part of a connection that its sessions use."""
+    """The part of a connection that its sessions use: its link, its failure and its
+    end."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
         """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the
@@ -38,7 +38,7 @@ class Liveness(Closing):
 
     @property
     def dialect(self) -> Dialect:
-        """The dialect for the kind of broker."""
+        """The dialect of the broker that this connection leads to."""
         return self.link.dialect
 
     @property
@@ -106,8 +106,7 @@ class Liveness(Closing):
             self.link.pool.submit(partial(_tell, listener, error))
 
     def stop(self) -> None:
-        """Pause all consumers. Sends continue, and this method does not wait for
-        them."""
+        """Pause all consumers, without waiting for them. Sending is not affected."""
         self._deliver(on=False)
 
     def start(self) -> None:

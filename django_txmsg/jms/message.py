@@ -27,7 +27,7 @@ RESERVED_HEADERS = wire.OF_A_DELIVERY
 
 
 class DeliveryMode(Enum):
-    """Whether the broker keeps a message through a restart of the broker."""
+    """Says whether the broker keeps a message when the broker restarts."""
 
     PERSISTENT = "true"
     NON_PERSISTENT = "false"
@@ -139,15 +139,15 @@ class Message:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that the application has set. A received message returns all its
-        headers."""
+        """The headers that the application has set, or all headers of a received
+        message."""
         self._accessible()
         return self._headers
 
     @property
     def body(self) -> Any:
-        """The body. The body of a received message is decoded according to its content
-        type.
+        """The body. If the message was received, the body is decoded according to its
+        content type.
 
         Raises ``MessageFormatError`` if a received body does not match its content
         type. ``raw_body`` then still returns the bytes.

@@ -29,7 +29,7 @@ DEFAULT_PORTS = {"stomp": 61613, "stomp+ssl": 61614}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a connection. The URL's query can also set each option."""
+    """The options of a connection. Each option can also be set in the URL's query."""
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)

@@ -45,7 +45,7 @@ class CompletionPool:
         self.start_thread()
 
     def start_thread(self) -> bool:
-        """Ensure that a thread takes the first task. Return False if no thread can be
+        """Ensure that a thread runs the next task. Return False if no thread can be
         started."""
         with self._changed:
             if self._idle >= len(self._tasks):
@@ -119,11 +119,11 @@ def waiting() -> contextlib.AbstractContextManager[None]:
 
 
 def drain_at_exit(waiters: Callable[[], list[Callable[[float], int]]]) -> None:
-    """At the interpreter's exit, wait briefly for outstanding sends, then log the
+    """When the interpreter exits, wait briefly for outstanding sends. Then log the
     number of sends without an outcome.
 
-    ``waiters`` returns a function for each open connection. The function waits at most
-    until a monotonic time, and returns the number of sends without an outcome.
+    ``waiters`` returns one function for each open connection. Each function waits at
+    most until a monotonic time, and returns the number of sends without an outcome.
     """
 
     def drain() -> None:

@@ -28,7 +28,8 @@ _ON_LOOP = (
 
 
 class Policy(str, Enum):
-    """What happens to an asynchronous send in a transaction or on an event loop."""
+    """What to do with an asynchronous send inside ``transaction.atomic()`` or on an
+    event loop."""
 
     ALLOW = "allow"
     WARN = "warn"

@@ -1,8 +1,8 @@
 """The part of a session that sends. A session keeps its sends in order, limits the
 number of sends in flight, and has one transaction at a time.
 
-Hop 4 of a message. A send takes its room in the window, its place in the order of
-callbacks and its place in the writer's queue under one lock. So callbacks run in the
+Hop 4 of a message. With one lock held, the session reserves room in the window, a place
+in the order of callbacks, and a place in the writer's queue. So callbacks run in the
 order in which the frames are written.
 """
 
@@ -60,9 +60,9 @@ class SendingSession(Closing):
         self.check_open()
 
     def refuse_own(self, verb: str) -> None:
-        """Raise ``IllegalStateError`` in a callback of this session, in a signal
-        handler that has interrupted the session, and in a forked child. There, a wait
-        for the session would never end."""
+        """Raise ``IllegalStateError`` where waiting for the session would never end: in
+        a callback of this session, in a signal handler that has interrupted the
+        session, and in a forked child."""
         self.link.check_own()
         self.link.refuse_inside()
         if self._ending._is_owned():  # type: ignore[attr-defined]  # RLock's own

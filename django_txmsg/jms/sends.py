@@ -1,9 +1,9 @@
 """The sends of one session, in the order of their callbacks.
 
-Hop 4 of a message. A send takes its place in this order when its frame is queued. The
-send's callback runs when the outcomes of this send and of all earlier sends are known.
-The session owns no thread. A task in the connection's pool runs the callbacks that are
-due.
+Hop 4 of a message. The order of callbacks is the order in which frames are queued. A
+callback runs when the outcome of its own send and the outcomes of all earlier sends are
+known. The session owns no thread. A task in the connection's pool runs the callbacks
+that are due.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Window:
     """Limits the sends in flight. Callers hold the lock for every method except
     ``one_more``.
 
-    A send takes room when its frame is queued, and releases the room when it gets its
-    outcome. The number of sends whose listeners have not returned is limited too. So a
-    slow listener slows down the senders instead of filling the memory.
+    A send takes room when its frame is queued, and releases the room when its outcome
+    is known. A second limit applies to the sends whose listeners have not returned. So
+    a slow listener slows down the senders, and does not fill the memory.
     """
 
     def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
@@ -69,10 +69,11 @@ class Window:
     ) -> None:
         """Wait until there is room for a send of that size.
 
-        Raises ``WindowFullError``, or the error that ``check`` raises after a wait. A
-        callback must not wait for room, because room becomes free only after the
-        callback returns. So a send from a callback has a much higher limit, and fails
-        at once if this limit is reached.
+        Raises ``WindowFullError``, or the error that ``check`` raises after a wait.
+
+        A callback must not wait for room, because room becomes free only after the
+        callback returns. So a callback does not wait: it gets a much higher limit, and
+        ``WindowFullError`` at once if it reaches this limit.
         """
         if completion.is_running_for(self._link):
             most = max(16 * self._messages, _HARD_CAP)
@@ -102,8 +103,8 @@ class Window:
             check()
 
     def has_room(self, size: int, *, listened: bool) -> bool:
-        """Return whether the window has room for a send of that size. ``listened`` says
-        whether the send has a listener."""
+        """Return whether the window has room for a send of that size. Pass
+        ``listened=True`` if the send has a listener."""
         # A message larger than the window is sent alone.
         in_flight = self.in_flight
         if in_flight and (
@@ -190,7 +191,7 @@ class AsyncSend(Pending):
         size: int,
         scope: tuple[object, ...],
     ) -> None:
-        """``scope`` holds the objects for which the callback must not wait."""
+        """``scope`` holds the objects that the callback must not wait for."""
         super().__init__(what, timeout)
         self._sends = sends
         self._message = message
@@ -303,8 +304,8 @@ class Sends(Window):
     # -- waiting ------------------------------------------------------------------
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until the callbacks of all sends up to ``number`` have returned. The
-        default is the last send so far.
+        """Wait until the callbacks of all sends up to the send ``number`` have
+        returned. The default is the last send so far.
 
         Every send gets an outcome by its deadline at the latest. If a callback takes
         long to return, a warning names the callback, and the wait continues.
@@ -333,8 +334,8 @@ class Sends(Window):
         )
 
     def wait_until(self, give_up: float) -> int:
-        """Wait for all callbacks, at most until the moment ``give_up``. Return the
-        number of callbacks that have not returned."""
+        """Wait for all callbacks, at most until the monotonic time ``give_up``. Return
+        the number of callbacks that have not returned."""
         return self._wait(self.accepted, give_up - time.monotonic())
 
     def _wait(self, number: int, seconds: float) -> int:
@@ -354,8 +355,8 @@ class Sends(Window):
         return max(0, number - self.finished)
 
     def wait_for_outcomes(self) -> None:
-        """Wait until no send is in flight. The wait ends at the last send's deadline at
-        the latest, or when the connection is lost."""
+        """Wait until every send has its outcome. The wait ends at the deadline of the
+        last send at the latest, or when the connection is lost."""
         with self._link.lock:
             self.waiters += 1
             try:

@@ -1,5 +1,5 @@
-"""A session, which creates producers and consumers. One transaction contains its sends
-and acknowledgements.
+"""A session creates producers and consumers. If the session is transacted, its sends
+and acknowledgements belong to one transaction.
 
 Hops 4 and 6 of a message.
 """
@@ -72,12 +72,12 @@ class Session(SendingSession):
         selector: str | None = None,
         timeout: float | None = None,
     ) -> MessageConsumer:
-        """Subscribe, and return the consumer when the broker has confirmed the
-        subscription.
+        """Subscribe to a destination, and return the consumer after the broker has
+        confirmed the subscription.
 
         ``prefetch`` limits the unacknowledged deliveries. ``subscription`` names a
-        durable subscription to a topic, which collects messages while it has no
-        consumer.
+        durable subscription to a topic. A durable subscription collects messages while
+        it has no consumer.
         """
         self.check_usable()
         consumer = MessageConsumer(
@@ -112,7 +112,8 @@ class Session(SendingSession):
     ) -> list[MessagingError | None]:
         """Send many messages in the fastest way that this broker allows.
 
-        Returns one outcome per message, in order. The call does not raise these errors:
+        Returns one outcome per message, in order. An error below is an outcome, and is
+        not raised:
 
         - ``None``: the broker has stored the message;
         - ``SendRejectedError``: the broker refused the message for good;
@@ -120,9 +121,10 @@ class Session(SendingSession):
         - ``SendHeldBackError``: an earlier message of the same key is not stored, so
           this message was not sent.
 
-        ``keys`` has the key of each message; "" means no key. Messages of one key stay
-        in order. With ``isolate``, the call waits for each outcome before it sends the
-        next message, to find the message that breaks a connection.
+        ``keys`` contains the key of each message, or "" for a message without a key.
+        Messages of one key stay in order. With ``isolate``, the call sends a message
+        only after the previous outcome is known. The caller thus finds the message that
+        breaks a connection.
         """
         self.check_usable()
         if self.transacted:
@@ -147,10 +149,12 @@ class Session(SendingSession):
     ) -> None:
         """Acknowledge only this message.
 
-        Returns when the frame is queued. If the connection is lost before the broker
-        reads the frame, the broker redelivers the message. With ``wait``, request a
-        receipt and wait for the receipt. In a transacted session this call only checks
-        the message, because the commit acknowledges every received message.
+        The call returns when the frame is queued. If the connection is lost before the
+        broker reads the frame, the broker redelivers the message. With ``wait``, the
+        call waits for the broker's receipt.
+
+        In a transacted session this call only checks the message, because the commit
+        acknowledges every received message.
         """
         self.check_usable()
         consumer = self._consumers.get(message.subscription or "")
@@ -261,8 +265,8 @@ class Session(SendingSession):
         return self.link.seconds(timeout)
 
     def _end_transaction(self) -> Transaction:
-        """Return the transaction to commit or abort: the open transaction, or one whose
-        commit or abort was interrupted."""
+        """Return the transaction to commit or abort. This is the open transaction, or
+        an earlier one whose commit or abort was interrupted."""
         with self.link.lock:
             transaction = self._ends
             if transaction is None:

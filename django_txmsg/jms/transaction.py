@@ -27,7 +27,7 @@ _REASON_SECONDS = 0.5
 
 
 class Confirm(Pending):
-    """A send whose receipt comes only after COMMIT (RabbitMQ)."""
+    """A send for which RabbitMQ returns the receipt only after COMMIT."""
 
     __slots__ = ("_transaction",)
 
@@ -47,7 +47,7 @@ class Transaction:
     ``abort``."""
 
     def __init__(self, link: Link) -> None:
-        """Choose a unique name. BEGIN is written only with the first frame."""
+        """Choose a unique name. BEGIN is written together with the first frame."""
         self.link = link
         self.name = link.next_name("tx-")
         self.received: list[Message] = []
@@ -74,7 +74,8 @@ class Transaction:
         return not self._begun and not self.received
 
     def begin(self) -> None:
-        """Write BEGIN before the first frame. The caller holds the lock."""
+        """Queue BEGIN before the transaction's first frame. The caller holds the
+        lock."""
         if not self._begun:
             self._begun = True
             self.loose(frames.encode("BEGIN", {"transaction": self.name}))
@@ -91,8 +92,8 @@ class Transaction:
         self.error = self.error or error
 
     def spoil(self, broker_message: str) -> None:
-        """Handle an ERROR frame that can only be about one of the transaction's
-        frames."""
+        """Record that the broker has refused a frame of the transaction, by an ERROR
+        frame without a receipt id."""
         self.fail(
             SendRejectedError(
                 f"{self.link.description} refused a frame of transaction "
@@ -218,11 +219,11 @@ class Transaction:
         )
 
     def _wait_for_reason(self) -> None:
-        """Wait for ActiveMQ's ERROR about the refused SEND, which may arrive after the
-        answer to COMMIT.
+        """Wait for the ERROR in which ActiveMQ explains why it refused a SEND. This
+        ERROR may arrive after the answer to COMMIT.
 
-        This ERROR has no receipt id. If this transaction did not wait for the ERROR,
-        the client would attribute the ERROR to another transaction.
+        The ERROR has no receipt id. If this transaction did not wait for the ERROR, the
+        client would attribute the ERROR to another transaction.
         """
         give_up = time.monotonic() + _REASON_SECONDS
         with self.link.lock:
@@ -245,8 +246,8 @@ class Transaction:
             self.link.lose(f"it would keep transaction {self.name} open: {self.error}")
 
     def abort(self, timeout: float) -> None:
-        """Abort the transaction on the broker. If the connection is lost, the broker
-        aborts the transaction without a request."""
+        """Abort the transaction on the broker. If the connection is lost, no request is
+        necessary, because the broker then aborts the transaction."""
         if self._begun:
             try:
                 abort = self._request("ABORT", timeout)

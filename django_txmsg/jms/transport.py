@@ -47,8 +47,8 @@ _RETRY = (
 
 
 def _until(give_up: float) -> float:
-    """Return the seconds until the monotonic time ``give_up``. The result is at least
-    0.01, because 0 would make a socket non-blocking."""
+    """Return the seconds until the monotonic time ``give_up``, but at least 0.01,
+    because a time-out of 0 would make a socket non-blocking."""
     return max(0.01, give_up - time.monotonic())
 
 
@@ -57,14 +57,14 @@ class FrameListener(Protocol):
     and never raise."""
 
     def on_frames(self, frames: list[Frame | Receipt]) -> None:
-        """Handle the frames of one read, in order."""
+        """Handle the frames that one read has completed, in order."""
 
     def on_lost(self, reason: str, *, silent: bool = False) -> None:
-        """Handle the end of the connection, with its reason. ``silent`` means that the
-        broker stopped reading or answering."""
+        """Handle the end of the connection. ``reason`` says why it ended. ``silent`` is
+        true if the broker stopped reading or answering."""
 
     def on_progress(self) -> None:
-        """Called when the broker reads again, after a write had to wait."""
+        """Called when a write has had to wait and the broker reads again."""
 
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
@@ -205,8 +205,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
     ) -> None:
         """Write all the bytes.
 
-        If that fails, close the connection and raise ``OSError``. While the broker
-        reads nothing, call ``tick``, so that deadlines take effect.
+        While the broker reads nothing, call ``tick`` repeatedly, so that deadlines take
+        effect. If the write fails, close the connection and raise ``OSError``.
         """
         give_up = time.monotonic() + timeout
         view = memoryview(data)
@@ -243,11 +243,11 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 selector.close()
 
     def write_some(self, data: bytes) -> int:
-        """Write the bytes that the socket accepts without blocking, and return their
+        """Write as many bytes as the socket accepts without blocking, and return their
         number.
 
         Return 0 over TLS, where a write may have to wait for the reader. Return 0 also
-        if the write fails, because the next ``write`` reports the error.
+        if the write fails. The next ``write`` then reports the error.
         """
         if self._tls is not None or self._socket is None:
             return 0

@@ -99,8 +99,8 @@ class Writer:
         self._room.notify_all()
 
     def wait_for_room(self, limit: int, seconds: float) -> bool:
-        """Wait until at most ``limit`` bytes are queued. Return False if that takes
-        longer than ``seconds``. The caller holds the lock."""
+        """Wait until at most ``limit`` bytes are queued, and return True. Return False
+        after ``seconds``. The caller holds the lock."""
         give_up = time.monotonic() + seconds
         while self.queued_bytes > limit and not self._stopped:
             left = give_up - time.monotonic()
@@ -110,8 +110,8 @@ class Writer:
         return True
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread to end. Do nothing if the thread never ran, or if the
-        thread itself makes this call."""
+        """Wait for the thread to end. Do nothing if the thread never ran, or if it is
+        the calling thread."""
         if self._thread is not threading.current_thread() and self._thread.ident:
             self._thread.join(timeout)
 
