@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def register(spark: SparkSession) -> None:
-    """Register `format("txmsg")` with a Spark session, for reads, streams and
-    writes."""
+    """Register `format("txmsg")` with a Spark session. It can then be used for reads,
+    streams and writes."""
     from .source.datasource import TxmsgDataSource
 
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")

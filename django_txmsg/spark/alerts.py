@@ -92,9 +92,9 @@ class Alerts:
         self, name: str, value: float, bound: float, summary: str, *, hold: bool = False
     ) -> None:
         """Record a measured value. The alert fires while the value is above its bound.
-        If the alert fires again before the webhook has accepted its end, it counts as
-        the same alert. With `hold`, the alert ends only after the webhook has accepted
-        its beginning."""
+        If the value exceeds the bound again before the webhook has accepted the end of
+        the alert, the alert continues under the same id. Pass hold=True to keep the
+        alert firing until the webhook has accepted its beginning."""
         firing, now = value > bound, self._parameter(dt.datetime.now(UTC))
         self.connection.execute(
             f"INSERT INTO {_ALERTS} AS old (service, name, value, bound, firing, since,"
@@ -192,9 +192,9 @@ class Telling:
 
 
 def lag(connection: Connection, source: SourceSpec) -> float:
-    """Return how many seconds ago the oldest due message became due. This includes
-    pending messages and messages that wait for another attempt, but not messages that
-    are held back."""
+    """Return the seconds since the oldest due message became due. Pending messages
+    count, and so do messages that wait for another attempt. Messages that are held back
+    do not count."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [
@@ -258,9 +258,9 @@ def last_verify(connection: Connection, source: SourceSpec) -> LastRun | None:
 def lost(
     connection: Connection, source: SourceSpec, verdicts: Sequence[str]
 ) -> dict[str, int] | None:
-    """Return the number of findings with each of these verdicts that were added since
-    the last check. Acknowledged findings do not count. Returns None for the first
-    check."""
+    """Count the findings that were added since the last check, by verdict. Only
+    findings with one of `verdicts` count, and acknowledged findings do not. Returns
+    None at the first check."""
     # By the run's instant, not by its report: it may end while `follow` is not running.
     weighed = connection.value(
         "SELECT checked_at FROM django_txmsg_pipelinealert WHERE service = %s"

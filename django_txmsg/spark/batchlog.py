@@ -83,13 +83,13 @@ class BatchLog:
 
 
 class LostBatches(EnvironmentFault):
-    """The lake does not have all batches that a database has archived into it."""
+    """The lake lacks batches that were archived into it."""
 
 
 def lost(marks: Sequence[Mark], uri: str, log: BatchLog | None) -> list[Mark]:
     """Return the marks whose batches are missing from the log of the lake at `uri`.
-    `log` is None if there is no lake. Read the marks before the log, because an archive
-    may advance both."""
+    Pass None as `log` if there is no lake. Read the marks before the log, because an
+    archive may advance both in between."""
     if log is not None and any(one.lake_id == log.identity for one in marks):
         own = (one for one in marks if one.lake_id == log.identity)
         return [one for one in own if one.purged_through > log.last]
@@ -103,7 +103,8 @@ def lost_batches(
     uri: str,
     log: BatchLog | None,
 ) -> LostBatches:
-    """Return the error to raise if there are `lost` marks."""
+    """Return the error that reports these marks. Their batches are missing from the
+    lake."""
     why = "there is no lake"
     if log is not None:
         why = f"it ends with batch {log.last}"
@@ -119,8 +120,8 @@ def lost_batches(
 
 
 def is_mounted(spec: JobSpec) -> bool:
-    """Return whether a lake exists at the specified address. Raises LostBatches if it
-    does not have all batches that these services have archived into it."""
+    """Return whether a lake exists at the specified address. Raises LostBatches if the
+    lake lacks batches that these services have archived into it."""
     uri = spec.lake_spec().uri
     marks = [(source, *one) for source in spec.services for one in _marks(source)]
     lake = None

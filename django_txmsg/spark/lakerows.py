@@ -60,7 +60,7 @@ class LakeRows:
 
 
 def in_parts(named: Sequence[Named], parts: int) -> list[Named]:
-    """Return the files in another order. If the list is cut into `parts` slices of the
-    same length, the slices have about the same number of bytes."""
+    """Return the files in an order for `parts` tasks: if the list is cut into `parts`
+    slices of the same length, each slice has about the same number of bytes."""
     by_size = sorted(named, key=lambda one: -one.size)
     return [one for first in range(parts) for one in by_size[first::parts]]

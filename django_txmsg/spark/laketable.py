@@ -286,8 +286,8 @@ class LakeTable:
     @contextmanager
     def discarding(self, service: str, names: Sequence[str]) -> Iterator[None]:
         """If the block fails, delete the files that it has written, so that a full disk
-        has room again. These are a service's files whose names begin with one of
-        `names`, and that the log does not name."""
+        has room again. The deleted files are those of the service whose names begin
+        with one of `names`, except files that the log names."""
         try:
             yield
         except BaseException:

@@ -216,8 +216,8 @@ class StagedMessage(models.Model):
 
 class StoredRun(models.Model):
     """A replay, a send or a write that has stored its messages. The row is committed
-    together with the messages. It keeps the name reserved, even after the messages are
-    archived or pruned."""
+    together with the messages. The row reserves the name of the run, even after the
+    messages are archived or pruned."""
 
     name = models.CharField(max_length=64, primary_key=True)
     messages = models.BigIntegerField()

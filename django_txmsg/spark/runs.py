@@ -210,10 +210,10 @@ def next_request(connection: Connection, source: SourceSpec) -> str:
 def erasing(
     services: Sequence[SourceSpec], run: Run, found: set[str]
 ) -> Iterator[set[str]]:
-    """Until the block succeeds, keep a record of the messages to erase. Yield their
-    ids, and those that earlier killed or failed runs with the same options have
-    recorded. Such a run may have deleted the rows that contain the key, so the messages
-    cannot be found by their key any more."""
+    """Record the ids of the messages to erase, until the block succeeds. Yield these
+    ids, and also the ids that earlier runs with the same options have recorded before
+    they failed or were killed. Such a run may have deleted the rows that contain the
+    key, so the messages cannot be found by their key any more."""
     with ExitStack() as stack:
         databases = [
             stack.enter_context(closing(connect_plain(source))) for source in services

@@ -132,15 +132,15 @@ def _connected(
 
 
 def running() -> bool:
-    """Return whether a session is active in this process, or spark-submit or the
+    """Return True if a session is active in this process, or if spark-submit or the
     environment determines where Spark runs."""
     known = SparkSession.getActiveSession() is not None
     return known or _submitted() or bool(os.environ.get("SPARK_REMOTE"))
 
 
 def _submitted() -> bool:
-    """Return whether spark-submit started this process or the environment passes its
-    options."""
+    """Return True if spark-submit started this process, or if the environment contains
+    a master for spark-submit."""
     arguments = os.environ.get("PYSPARK_SUBMIT_ARGS", "")
     return "--master" in arguments or "PYSPARK_GATEWAY_PORT" in os.environ
 

@@ -35,8 +35,9 @@ _RUNS = "django_txmsg_storedrun"
 
 def remember(connection: Connection, name: str, messages: int, ids: str) -> bool:
     """Record that the run `name` stores these messages: their number, and the sum of
-    their ids. Returns whether the name is new. If it is not, the messages were stored
-    before, and must not be stored again even if they are archived or pruned by now.
+    their ids. Returns True if the name is new. Returns False if a run of this name has
+    already stored these messages. They must not be stored again then, even if they are
+    archived or pruned by now.
 
     Raises UsageError if the name belongs to other messages.
     """

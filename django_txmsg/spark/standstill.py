@@ -11,8 +11,8 @@ from .connection import Connection
 
 @dataclass(frozen=True)
 class Held:
-    """The number of rows that wait, the transaction that they wait for, and when it
-    began."""
+    """The number of rows that wait, the transaction that they wait for, and when that
+    transaction began."""
 
     rows: int
     since: dt.datetime | None = None
@@ -27,7 +27,7 @@ class Held:
     @property
     def seconds(self) -> float:
         """How long the transaction has been open, in seconds. Infinite if this role may
-        not see its beginning."""
+        not see when the transaction began."""
         if not self.rows:
             return 0.0
         if self.since is None:
@@ -36,10 +36,10 @@ class Held:
 
 
 def held(connection: Connection, rows: int) -> Held:
-    """Return the transaction for which `rows` rows wait: the oldest open transaction in
-    the PostgreSQL cluster that has written anything. Every role can see that such a
-    transaction exists. Returns Held(0) if there is none, because it has ended since the
-    rows were counted."""
+    """Return the transaction for which `rows` rows wait. It is the oldest open
+    transaction in the PostgreSQL cluster that has written anything. Every role can see
+    that such a transaction exists. Returns Held(0) if the transaction has ended since
+    the rows were counted."""
     if not rows:
         return Held(0)
     found = connection.rows(

@@ -20,8 +20,8 @@ from .spec import JobSpec
 
 
 def run_each(lines: Iterable[str], words: Sequence[str]) -> None:
-    """Run one job for each line. `words` are settings of Spark: `--conf KEY=VALUE`.
-    Raises EnvironmentFault if Spark does not start."""
+    """Run one job for each line of the standard input. `words` are settings of Spark:
+    `--conf KEY=VALUE`. Raises EnvironmentFault if Spark does not start."""
     parser = argparse.ArgumentParser(prog="follow")
     add_jobs(parser)
     given = parser.parse_args(["verify", *words])

@@ -44,13 +44,13 @@ class Database(Protocol):
         ...
 
     def sample(self, table: Table) -> list[int]:
-        """Return a sample of the ids in a table. Ranges with more rows have more ids in
-        the sample."""
+        """Return a sample of the ids in a table. The more rows an id range has, the
+        more of its ids are in the sample."""
         ...
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return an SQL literal for comparing a column with an instant. `upper` is true
-        for the operators < and <=."""
+        """Return an instant as an SQL literal that a column can be compared with. Pass
+        upper=True if the operator is < or <=."""
         ...
 
     def uuid(self, value: str) -> str:

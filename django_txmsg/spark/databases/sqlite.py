@@ -90,8 +90,8 @@ class SqliteReader:
 
 
 def instant_text(value: dt.datetime, *, upper: bool) -> str:
-    """Return an instant in Django's format, with all trailing zeros (`upper`) or
-    none."""
+    """Return an instant in Django's format. With `upper`, the text has all trailing
+    zeros, otherwise none."""
     naive = utc(value).replace(tzinfo=None)
     text = naive.isoformat(sep=" ", timespec="microseconds")
     return text if upper else text.rstrip("0").rstrip(".")

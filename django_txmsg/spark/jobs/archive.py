@@ -112,8 +112,9 @@ MAX_WAVE = 64
 
 
 class Archiver:
-    """Archives one table of one service. If `spark` is None, it runs in this process.
-    `on_step` is called between the steps, so that tests can kill the process there."""
+    """Archives one table of one service. Pass None as `spark` to archive in this
+    process. `on_step` is called between the steps, so that tests can kill the process
+    there."""
 
     def __init__(
         self,
@@ -460,8 +461,8 @@ def _engine(
 
 
 def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
-    """Return whether to delete one wave while writing the next one. By default, this is
-    true only if the writers run on other machines."""
+    """Return whether to delete the rows of one wave while the next wave is written. The
+    default is True if the writers run on other machines, and False otherwise."""
     if given.overlap is not None:
         return bool(given.overlap)
     return spark is not None and not on_one_machine(spark)
@@ -486,8 +487,8 @@ def _tell_held(
 def waiting(
     source: SourceSpec, table: Table, older_than: dt.timedelta
 ) -> tuple[int, Held]:
-    """Return the number of rows to archive, and the rows that wait for an open
-    transaction."""
+    """Return the number of rows that can be archived now, and the rows that must wait
+    for an open transaction."""
     with closing(Ledger(source, table)) as ledger:
         now, horizon = ledger.clock()
         cutoff = now - older_than

@@ -29,9 +29,9 @@ Listening = Sequence[tuple[str, int, int | None]]
 
 
 def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, Tally]]:
-    """Yield the files whose footers count all of their rows, each with its counts. The
-    largest files come first. The counts have at most LINES lines in total. Raises
-    EnvironmentFault for a missing or damaged file."""
+    """Yield each file whose footer counts all of its rows, with these counts. The
+    largest files come first. The yielded counts have at most LINES lines in total.
+    Raises EnvironmentFault if a file is missing or damaged."""
 
     def read(one: Named) -> Tally | None:
         path = f"{place.root}/{one.path}"
@@ -57,10 +57,10 @@ def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, T
 def usable(
     known: Mapping[Named, Tally], late_after: dt.timedelta, since: dt.datetime | None
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files that can be judged from their counts, with the counts that a run
-    needs. In such a file, no message took longer than `late_after`. If `since` is
-    given, either all or none of the file's messages were sent before it. Counts from
-    before `since` are left out."""
+    """Return the files whose messages can be judged from the counts, with the counts
+    that this run needs. No message of such a file took longer than `late_after`. If
+    `since` is given, either all messages of the file were sent before it, or none.
+    Counts of messages that were sent before `since` are left out."""
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else (since - _EPOCH) // _MICROSECOND
     found: dict[Named, Sequence[Line]] = {}
@@ -75,10 +75,10 @@ def usable(
 
 
 def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -> bool:
-    """Return whether the counted messages were received by exactly the stages that
+    """Return True if the counted messages were received by exactly the stages that
     listened to their topics. Returns False if a stage began or stopped listening while
-    these messages were sent: then only the rows show which ones it should have
-    received."""
+    these messages were sent, because the counts do not show which of them that stage
+    should have received."""
     for line in lines:
         if line.receivers is None:
             continue

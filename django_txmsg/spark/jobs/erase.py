@@ -67,8 +67,8 @@ def messages_named(
     source: SourceSpec, keys: Sequence[str], correlation_ids: Sequence[str]
 ) -> set[str]:
     """Return the ids of a database's messages that have one of these keys or
-    correlation ids. A matching run of a flow adds the id of the message that started
-    it."""
+    correlation ids. For a run of a flow with such a key or correlation id, the result
+    contains the id of the message that started the run."""
     found: set[str] = set()
     with closing(connect_plain(source)) as connection:
         header = _header(connection, wire.KEY)
@@ -131,8 +131,8 @@ def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> in
 
 
 def _let_go(connection: Connection, erased: str) -> None:
-    """Release the messages of an ordered stage that wait for an erased message. A
-    worker that is about to park such a message again loses its claim."""
+    """Release the messages of an ordered stage that wait for an erased message. If a
+    worker has claimed such a message to park it again, the worker loses the claim."""
     postgresql = connection.vendor == "postgresql"
     now = "now()" if postgresql else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
     headers = (
@@ -271,8 +271,8 @@ _REWRITTEN = struct_of(
 
 @dataclass(frozen=True)
 class EraseOptions:
-    """The values that identify the messages to erase. Raises UsageError if there is no
-    value. An empty value is refused, too, because it would match all messages without a
+    """The values that identify the messages to erase. Raises UsageError if no value is
+    given. An empty value is refused, too, because it would match all messages without a
     key."""
 
     message_ids: tuple[str, ...] = ()
@@ -296,8 +296,8 @@ class EraseOptions:
 
 @dataclass
 class Erased:
-    """The numbers of erased messages, and of deleted rows by table. In a dry run, those
-    that would be erased."""
+    """The number of erased messages, and the number of deleted rows by table. In a dry
+    run, nothing is erased: these are the numbers that would be."""
 
     messages: int
     database: dict[str, int]

@@ -93,8 +93,8 @@ SHOWN = 50
 
 
 def findings_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """List findings, acknowledge them, or reopen them. Raises UsageError if a change
-    selects no findings."""
+    """List findings, acknowledge them, or reopen them. Raises UsageError if findings
+    are to be changed, but no option says which."""
     noted = Noted(spec.service())
     which = Which(given.verdict, given.destination, tuple(given.message_id))
     changes = given.reopen or given.acknowledge is not None

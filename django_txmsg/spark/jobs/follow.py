@@ -68,7 +68,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Outage:
-    """Counts the outages of one resource."""
+    """Tracks the outages of one resource: their number, and the failed tries of the
+    current one."""
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self.what, self._say = what, say
@@ -392,8 +393,8 @@ class Follower:
                 self.beside.start("replay", "--request", request)
 
     def _ended(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """If the job in the Spark process has ended, report its error, if any. For
-        `reconcile`, also record the measured values."""
+        """Check whether the job in the Spark process has ended. If it has failed,
+        report its error. If it was `reconcile`, record the measured values."""
         facts = self.beside.poll()
         if facts is None:
             return
@@ -418,8 +419,8 @@ class Follower:
         return True
 
     def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
-        """Record the result of the last `verify` as a measured value. This may be a run
-        that an operator started."""
+        """Record the result of the last `verify` as a measured value. An operator may
+        have started that run."""
         last = alerts.last_verify(connection, self.source)
         if last is None:
             return

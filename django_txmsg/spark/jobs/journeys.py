@@ -90,7 +90,8 @@ Tables = Mapping[str, Looked]
 
 
 def batches(tables: Tables) -> dict[str, list[int]]:
-    """Return the last batches of each table, without the services' names."""
+    """Return the numbers of the last batches for each table: one number for each
+    service, in the order of the services' names."""
     return {
         name: [last for _, last in sorted(one.batches.items())]
         for name, one in tables.items()
@@ -98,9 +99,9 @@ def batches(tables: Tables) -> dict[str, list[int]]:
 
 
 def looked_at(log: WholeLog, name: str) -> Looked:
-    """Return the current state of an archived table. A service's last batch counts as 0
-    if a file of the service does not name its batches, or if the service's marks cannot
-    be read."""
+    """Return the current state of an archived table. The number of a service's last
+    batch is 0 if the log lists a file of the service without batch numbers, or if the
+    service's marks cannot be read."""
     delta, named = log.files_of(name)
     services = [one.service for one in log.live]
     if delta is None:
@@ -121,8 +122,8 @@ def looked_at(log: WholeLog, name: str) -> Looked:
 
 
 def log_entry(service: str, tables: Tables) -> dict[str, Any]:
-    """Return the metadata for a log entry. It records up to which batches the journeys
-    of a service are complete."""
+    """Return the metadata for a log entry. It records the last batches that the
+    journeys of a service contain."""
     noted = {name: asdict(one) for name, one in tables.items()}
     return {"version": VERSION, "service": service, "tables": noted}
 
@@ -155,7 +156,8 @@ def _newest_first(delta: DeltaTable) -> Iterator[dict[str, Any]]:
 
 
 def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
-    """Return whether the journeys built from the batches `known` still match the
+    """Return whether a run can use the journeys, must rebuild them, or must leave them
+    alone. `known` are the batches in the journeys, and `present` those in the
     archive."""
     if not known:
         return Standing.REBUILD
@@ -177,7 +179,7 @@ def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
 
 
 def _as_it_was(delta: DeltaTable, then: Looked) -> bool:
-    """Return whether the batches in `then` still have the same rows."""
+    """Return whether no row of the batches in `then` has changed in the archive."""
     count = delta.version() - then.version + 1
     entries = delta.history(count) if count > 0 else []
     if not entries or (entries[-1]["version"], entries[-1]["timestamp"]) != (
@@ -281,7 +283,8 @@ class Journeys:
 
     def _count(self, fresh: Sequence[Named]) -> None:
         """Read the counts from the footers of the files. `fresh` are the files that
-        have been added since the last call."""
+        were added since the last call: if earlier counts are known, only these are
+        read."""
         if self.large:
             known, named = self.known, set(self.named)
             looked = fresh if known else self.named
@@ -312,8 +315,8 @@ class Journeys:
 
     @property
     def large(self) -> bool:
-        """Whether the table has so many rows that it is faster to leave files
-        unchanged."""
+        """Whether the table has so many rows that a run should rewrite only the files
+        that must change, and leave all others unchanged."""
         rows = sum(one.rows for one in self.named)
         return bool(self.through) and rows >= self.many
 
@@ -451,9 +454,9 @@ class Journeys:
         return {one.service: known.get(one.service, 0) for one in self.log.live}
 
     def concerned(self, marks: Marks | None, crowd: int = 0) -> list[Named]:
-        """Return the files that may contain journeys of the marked messages. If a day
-        has at least `crowd` files of one kind (finished or open journeys), these are
-        returned, too."""
+        """Return the files that may contain journeys of the marked messages. A file is
+        of one of two kinds: it has either finished or open journeys. If a day has at
+        least `crowd` files of one kind, these files are returned, too."""
         if marks is None:
             return self.named
         hit = set()
@@ -494,7 +497,8 @@ def marks_of(rows: DataFrame, found: bool = True) -> Marks | None:
 
 def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
     """Return two frames: the rows of marked messages, and all other rows. Two messages
-    may have the same mark by chance, so the first frame may contain more messages."""
+    may have the same mark by chance, so the first frame may also contain rows of other
+    messages."""
     marked, names = rows.withColumn("mark", mark()), rows.columns
     return (
         marked.join(sf.broadcast(marks.frame), "mark", "left_semi").select(*names),

@@ -37,8 +37,8 @@ _MICROSECOND = dt.timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class Place:
-    """The messages of one sender to one destination that one service received, with
-    their transit times."""
+    """The messages of one sender to one destination that were received by one service,
+    with their transit times."""
 
     destination: str
     consumer: str
@@ -125,15 +125,17 @@ def listeners(
     declared: Sequence[Subscription],
     now: dt.datetime,
 ) -> Listeners:
-    """Return the stages that are expected to receive from topics, each with its
-    interval. `known` are the listeners that earlier runs recorded, `found` the
-    receivers in the logs, `declared` the stages that services declare now.
+    """Return the stages that are expected to receive from topics, each with the
+    interval in which it listens. `known` are the listeners that earlier runs recorded,
+    `found` the receivers in the logs, `declared` the stages that services declare now.
 
     A stage in the logs listens from its first message. A newly declared stage listens
-    from now, or from the beginning if no run has recorded a listener of its service
-    before. A stage that is no longer declared ends when the stage that replaces it
-    receives its first message, or now. If it was never recorded, it ended at its last
-    message.
+    from now. But if no run has recorded a listener of its service before, the stage
+    listens from the beginning, or from the end of the stage that it replaces.
+
+    A stage that is no longer declared stops listening now, or when the stage that
+    replaces it receives its first message. If no run has recorded the old stage, it
+    stopped at its last message.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):

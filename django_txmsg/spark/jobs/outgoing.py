@@ -197,13 +197,13 @@ def choose(
     picked: Sequence[DataFrame] = (),
 ) -> DataFrame:
     """Select messages from the lake and from the database. An archive may run at the
-    same time: the database's snapshot is taken before the lake is read, and a message
-    in both is selected once. Only messages whose ids are in every frame of `picked` are
-    selected.
+    same time: the snapshot of the database is taken before the lake is read, so no
+    message is missed. A message in both is selected once. If `picked` has frames, a
+    message is selected only if every frame contains its id.
 
-    Only messages that have ended are selected from the outbox. Rows that an earlier
-    replay stored are left out by default, because a replay of everything must not
-    repeat its own messages. Cancelled messages are left out, unless the filter names
+    Only messages that have ended are selected from the outbox. By default, rows that an
+    earlier replay stored are left out, because a replay of everything must not repeat
+    its own messages. Cancelled messages are left out, unless the filter names
     `cancelled`.
     """
     struct = table.lake_struct()
@@ -257,8 +257,9 @@ def choose(
 
 
 def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
-    """Verify the batches that contain the chosen archived messages. Their checksums
-    must equal those in the log. Raises VerificationRefused."""
+    """Verify the batches that contain the chosen archived messages. Raises
+    VerificationRefused if the lake does not match its log, for example if a batch has
+    another checksum."""
     if log.lake is None:
         return
     rows = chosen.where("batch_id IS NOT NULL").select("batch_id").distinct().collect()
@@ -429,8 +430,8 @@ def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 
 
 def _template(text: str) -> str:
-    """Return a template. The option contains the template as JSON, or the name of a
-    file with it."""
+    """Return the template that the option specifies: either as JSON, or as the name of
+    a file that contains JSON."""
     if text.lstrip().startswith(("{", "[")):
         return text
     try:

@@ -127,7 +127,7 @@ class WholeLog:
                 self.lake = Lake(self.spec.lake)
 
     def _marks(self, source: SourceSpec) -> dict[tuple[str, str, str], int]:
-        """Read the marks of a database. Call this before the snapshot is taken: then
+        """Read the marks of a database. Call this before the snapshot is taken, so that
         the snapshot contains no row of a settled batch."""
         with closing(connect_plain(source)) as connection, suppress(EnvironmentFault):
             return {
@@ -180,8 +180,9 @@ class WholeLog:
         return whole_log([live, archived], struct, twice=twice)
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
-        """Return the first and the last inbox row of each stage and destination in the
-        databases. Rows from the day `before` or later are left out."""
+        """Return the first and the last inbox row for each pair of stage and
+        destination in the databases. Rows from the day `before` or later are left
+        out."""
         described = TABLES["inbox"]
         ends = " UNION ALL ".join(
             f"SELECT {which}(id) FROM {described.relation} GROUP BY destination, stage"
@@ -198,7 +199,8 @@ class WholeLog:
         self, table: Table, struct: t.StructType, where: Callable[[Live], str]
     ) -> DataFrame:
         """Return a copy of rows in the databases. If there are at most FEW rows, this
-        process reads them, because Spark would start a Python process for each task."""
+        process reads them without Spark, which would start a Python process for each
+        task."""
         few: list[pa.RecordBatch] = []
         rows = 0
         for live in self.live:

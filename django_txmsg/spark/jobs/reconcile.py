@@ -2,8 +2,9 @@
 services.
 
 It also detects services whose clocks differ. If all messages from one service to
-another take about the same long time, their clocks differ. If the messages had waited
-for a consumer instead, earlier ones would have taken longer than later ones.
+another seem to take about the same long time, the clocks of the two services differ. If
+the messages had waited for a consumer instead, earlier messages would have taken longer
+than later ones.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ class Difference:
 
 
 def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Difference]:
-    """Return the differences between clocks, as seen from messages. `prompt` counts
-    messages that were processed promptly, from the footers of files. Services that
-    exchanged such messages have clocks that agree."""
+    """Compute the differences between the clocks of services from the transit times of
+    messages. `prompt` are counts of promptly processed messages, from the footers of
+    files. If two services exchanged such messages, their clocks agree."""
     pairs: dict[tuple[str, str], list[Place]] = {}
     for one in places:
         if one.messages and one.sender != one.receiver:
@@ -108,8 +109,8 @@ def differences(places: Iterable[Place], prompt: Sequence[Line]) -> list[Differe
 
 
 def _shows(place: Place, least: dt.timedelta) -> bool:
-    """Return whether messages took such similar times that `least` must be a difference
-    between clocks. `least` is the shortest time of a message."""
+    """Return True if the messages' transit times are so similar that the shortest one,
+    `least`, must be a difference between two clocks."""
     if place.messages < FEW:
         return False
     spread = dt.timedelta(microseconds=place.median_us) - least
@@ -177,8 +178,8 @@ class Reconciliation:
 
     @property
     def not_received(self) -> list[str]:
-        """The destinations that have lost messages, and from which no service of this
-        run has received anything."""
+        """The destinations with lost messages from which no service of this run has
+        received any message."""
         silent = {"never_received", "in_flight", "not_sent"}
         return sorted(
             name
@@ -319,9 +320,9 @@ def _tallied(
     by: Judgement,
     expected: Sequence[Listener],
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files that need not be read, with their counts. Such a file contains
-    no marked message, and its messages to topics were received by exactly the expected
-    listeners."""
+    """Return the files that need not be read, with the counts from their footers. Such
+    a file contains no marked message. Its messages to topics were received by exactly
+    the expected listeners."""
     if marks is None:
         return {}
     listening = by_topic(expected)
@@ -337,8 +338,9 @@ def _tallied(
 def _parts(
     rest: DataFrame, settled: DataFrame, marks: Marks
 ) -> tuple[DataFrame, DataFrame]:
-    """Return two frames: steps and journeys to merge, and journeys that stay unchanged.
-    The second frame has the journeys of messages to queues that have no new steps."""
+    """Return two frames. The first has the steps and journeys to merge. The second has
+    the journeys that stay unchanged: those of messages to queues, if there are no new
+    steps of the message."""
     topics = is_topic(sf.col("destination"))
     queues = settled.where(~sf.coalesce(topics, sf.lit(False)))
     concerned, whole = parted(queues, marks)
@@ -347,8 +349,8 @@ def _parts(
 
 
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
-    """Count new and unacknowledged findings, and add examples. The new findings come
-    first, then the worst."""
+    """Count the unacknowledged findings, and how many of them are new. Add examples:
+    the new findings first, and the worst first among the new and among the old ones."""
     new = sf.col("found_at") >= timestamp(now)
     unseen = findings.where("acknowledged_at IS NULL")
     counts = unseen.groupBy("verdict", new.alias("new")).count().collect()
@@ -373,7 +375,8 @@ def _order() -> tuple[Any, ...]:
 
 
 def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield unacknowledged findings, worst first, then acknowledged ones."""
+    """Yield acknowledged findings, and then unacknowledged findings, the worst first.
+    Yields at most MOST findings of each kind."""
     # As microseconds: a collected timestamp would be in this machine's time zone.
     instants = {name: sf.unix_micros(name) for name in ("sent_at", "found_at")}
     seen = sf.col("acknowledged_at").isNotNull()

@@ -1,5 +1,6 @@
 """Settles archived rows that may still be in the database, one by one. This is
-necessary after a difference, a killed run, or a restored backup.
+necessary if a row in the database differs from its copy in the lake, and after a killed
+run or a restored backup.
 
 There are three cases for an archived row above the mark:
 
@@ -38,9 +39,9 @@ def rewritten(
     keep: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda batch: batch,
 ) -> list[LakeFile]:
     """Write the rows that `keep` selects from files of one day into a new file. Return
-    the new file, or nothing if there are no rows. No log entry names it yet. Raises
-    VerificationRefused if the new file, when read back, differs from the written
-    rows."""
+    a list with the new file, or an empty list if no row was selected. The new file is
+    not in the log yet. Raises VerificationRefused if the new file, when read back,
+    differs from the written rows."""
     table = TABLES.get(place.name)
     files = DayFiles(
         place.files, place.root, group[0].service, group[0].day, name,
@@ -79,14 +80,15 @@ SLICE_BYTES = 8 << 20
 
 @dataclass
 class Settled:
-    """The result of settling: the number of rows deleted from the database, and the
-    rows that stay there because they differ."""
+    """The result of settling: the number of rows that were deleted from the database,
+    and the ids of rows that stay there because they differ from their copies in the
+    lake."""
 
     rows: int = 0
     different: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Return a text about the rows that differ from the lake's."""
+        """Return a text about the rows that differ from their copies in the lake."""
         ids = sorted(self.different)
         listed = ", ".join(map(str, ids[:20])) + (", …" if len(ids) > 20 else "")
         return (
@@ -203,7 +205,7 @@ def _cast(rows: pa.RecordBatch, columns: list[Column]) -> pa.RecordBatch:
 
 
 def checksum(batch: pa.RecordBatch, table: Table) -> int:
-    """Return the sum of the checksums of archived rows."""
+    """Return the sum of the checksums of these archived rows."""
     return sum(sum(row_hashes(*one)) for one in kept_rows(batch, table))
 
 

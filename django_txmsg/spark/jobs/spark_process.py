@@ -23,11 +23,11 @@ RUNS = 20
 
 class SparkProcess:
     """A process that runs one job after the other in the same Spark session. `settings`
-    are those of Spark.
+    are settings of Spark.
 
-    The process ends when a run fails. If the session had already been used by another
-    run, the run is tried again in a new process, because a Spark Connect server closes
-    idle sessions.
+    The process ends when a run fails. A Spark Connect server closes idle sessions, so
+    if the failed run was not the first in its session, the run is tried again in a new
+    process.
     """
 
     def __init__(self, spec: JobSpec, settings: Sequence[tuple[str, str]] = ()) -> None:
@@ -69,8 +69,8 @@ class SparkProcess:
         )  # fmt: skip
 
     def poll(self) -> dict[str, Any] | None:
-        """Return the result of the run if it has ended: the `job` with its facts, or
-        with an `error`. Returns None while it runs."""
+        """Return the result of the run if it has ended: the name of the `job`, and its
+        facts or an `error`. Returns None if the run has not ended."""
         if self._process is None or not self.job:
             return None
         code = self._process.poll()

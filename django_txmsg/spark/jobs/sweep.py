@@ -104,8 +104,8 @@ class SweepOptions:
 
 @dataclass
 class Swept:
-    """The numbers of removed and joined files of one table. In a dry run, those that
-    would be removed."""
+    """The numbers of removed and joined files of one table. In a dry run, nothing is
+    removed: these are the numbers that would be."""
 
     orphans: int = 0
     replaced: int = 0

@@ -36,8 +36,8 @@ class PushingReader(BatchReader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
         """Store the filters that the database can apply. Yield the filters that Spark
-        must apply. On SQLite, Spark applies all of them, because the stored ones select
-        a few more rows."""
+        must apply. On SQLite, Spark must apply all filters, because the database may
+        select a few rows too many."""
         for one in filters:
             condition = _condition(one, self.table, self.database)
             if condition is not None:

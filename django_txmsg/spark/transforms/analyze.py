@@ -80,7 +80,8 @@ def stage_latencies(received: DataFrame) -> DataFrame:
 
 
 def percentiles(latencies: DataFrame, *by: str) -> DataFrame:
-    """Return PERCENTILES: the sketches of LATENCY rows, merged by these columns."""
+    """Return PERCENTILES rows: one for each combination of values in the columns `by`,
+    computed from the sketches of LATENCY rows."""
     merged = latencies.groupBy(*by).agg(
         sf.sum("messages").alias("messages"),
         sf.sum("negative").alias("negative"),
@@ -121,8 +122,8 @@ SENDERS = struct_of("sender string, destination string, messages long, dead long
 
 
 def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
-    """Return THROUGHPUT: the number of messages that reached each state in each
-    hour."""
+    """Return THROUGHPUT rows: for each hour, the number of messages that reached each
+    state."""
     events = _events(sent, "stored", "created_at")
     for frame, kind, instant in (
         (sent, "dispatched", "dispatched_at"),
@@ -137,9 +138,9 @@ def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
 
 
 def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFrame:
-    """Return BACKLOG: the number of messages at the end of each hour that were due, but
-    not dispatched. Messages that were already waiting at `since` are included. Messages
-    that are due after `until` are not."""
+    """Return BACKLOG rows: for the end of each hour, the number of messages that were
+    due, but not dispatched. Messages that were already waiting at `since` are included.
+    Messages that are due after `until` are not."""
     left = sf.coalesce("dispatched_at", "dead_at")
     start = timestamp(since)
     stored, gone, dead = (sf.col(n) for n in ("created_at", "dispatched_at", "dead_at"))
@@ -166,8 +167,8 @@ def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFram
 
 
 def redeliveries(received: DataFrame) -> DataFrame:
-    """Return REDELIVERIES: for each stage, the number of messages that were delivered
-    more than once, tried again, or given up."""
+    """Return REDELIVERIES rows: for each stage, the number of messages that were
+    delivered more than once, tried again, or given up."""
     again = (sf.col("deliveries") > 1) | (sf.col("attempts") > 1)
     return received.groupBy(sf.col("service").alias("receiver"), "stage").agg(
         sf.count("*").alias("messages"),
@@ -179,7 +180,7 @@ def redeliveries(received: DataFrame) -> DataFrame:
 
 
 def senders(sent: DataFrame) -> DataFrame:
-    """Return SENDERS: the number of messages from each sender to each destination.
+    """Return SENDERS rows: the number of messages from each sender to each destination.
     Cancelled messages do not count as failed."""
     failed = sf.col("cancelled_at").isNull()
     return sent.groupBy(sf.col("service").alias("sender"), "destination").agg(
@@ -224,8 +225,9 @@ def with_fingerprint(letters: DataFrame) -> DataFrame:
 
 
 def groups(letters: DataFrame, *, buckets: int = 24) -> DataFrame:
-    """Return GROUPS. The column `growth` has the number of dead letters in each of
-    `buckets` equal parts of the period."""
+    """Return GROUPS rows: the dead letters by fingerprint, service, stage and reason.
+    The column `growth` has the number of dead letters in each of `buckets` equal parts
+    of the period."""
     marked = with_fingerprint(letters)
     # Over all groups, so that their small charts share an axis.
     ends = marked.agg(

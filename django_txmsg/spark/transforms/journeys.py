@@ -94,7 +94,7 @@ PROMPT = dt.timedelta(hours=1)
 
 
 def departures(sent: DataFrame) -> DataFrame:
-    """Return JOURNEY: one step for each row of SENT."""
+    """Return JOURNEY rows: one step for each outbox row in `sent`."""
     stored = sf.col("created_at")
     topic = is_topic(sf.col("destination"))
     due = due_at()
@@ -128,8 +128,9 @@ def due_at() -> Column:
 
 
 def arrivals(received: DataFrame) -> DataFrame:
-    """Return JOURNEY: one step for each row of RECEIVED. A message may have two such
-    steps at one consumer, if its first row was deleted before it arrived again."""
+    """Return JOURNEY rows: one step for each inbox row in `received`. A message has two
+    such steps at one consumer if its first inbox row was deleted before the message
+    arrived again."""
     consumer = sf.concat_ws("/", "service", "stage")
     # A message that waits for another one has no due time of its own.
     due = sf.when(sf.col("waits_for").isNull(), sf.col("due_at"))
@@ -152,10 +153,10 @@ def arrivals(received: DataFrame) -> DataFrame:
 
 
 def resolutions(letters: DataFrame) -> DataFrame:
-    """Return JOURNEY: one step for each row of LETTERS that an operator has resolved,
-    and one for each copy that was sent instead. A copy for a stage is parked directly
-    in the inbox, so no outbox contains it. A dead letter without a stage belongs to a
-    message that could not be sent."""
+    """Return JOURNEY rows for the dead letters that operators have resolved: one step
+    for each dead letter, and one for each copy that was sent instead. A copy for a
+    stage is parked directly in the inbox, so no outbox contains it. A dead letter
+    without a stage belongs to a message that could not be sent."""
     letters = letters.where("resolved_at IS NOT NULL")
     at_stage = is_topic(sf.col("destination")) & (sf.col("stage") != "")
     consumer = sf.concat_ws("/", "service", "stage")
@@ -186,14 +187,15 @@ def resolutions(letters: DataFrame) -> DataFrame:
 def steps(
     sent: DataFrame, received: DataFrame, letters: DataFrame | None = None
 ) -> DataFrame:
-    """Return the steps of all these rows, with the schema JOURNEY."""
+    """Return JOURNEY rows: the steps of these outbox rows, inbox rows and dead
+    letters."""
     both = departures(sent).unionByName(arrivals(received))
     return both if letters is None else both.unionByName(resolutions(letters))
 
 
 def merged(journeys: DataFrame, *by: str) -> DataFrame:
-    """Merge steps and journeys with the same key, or with the same values in the
-    columns `by`."""
+    """Merge steps and journeys that have the same key. If columns are given in `by`,
+    merge those with the same values in these columns."""
     by = by or KEY
     # There are few steps of each, in separate files: nothing can be merged before the
     # shuffle, and trying takes longer than shuffling.

@@ -24,10 +24,11 @@ def whole_log(
     """Return the union of `frames` with the columns of `struct`, each row once.
 
     Between the commit and the purge of a batch, its rows are both in the lake and in
-    the database. These two rows have the same service, id and message id. (If a message
-    is processed again, its new row has another id.) With `twice=False`, the caller
-    knows that no row is in two frames. Then, and for a single frame, duplicates are not
-    removed, so that filters can be pushed down to the files.
+    the database. Two such rows have the same service, id and message id. (If a message
+    is processed again, its new row has another id.)
+
+    Pass twice=False if no row is in two frames. Then, and for a single frame,
+    duplicates are not removed, so that filters can be pushed down to the files.
     """
     columns = struct.fieldNames()
     keys = ["service", "id", "message_id"] if twice and len(frames) > 1 else []

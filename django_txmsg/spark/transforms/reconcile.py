@@ -216,8 +216,8 @@ def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
 
 
 def standing(journal: DataFrame) -> DataFrame:
-    """Return the unresolved FINDING rows of a journal. The last CHANGE row of an
-    unresolved finding has the change `found`."""
+    """Return the unresolved FINDING rows of a journal. A finding is unresolved if its
+    last CHANGE row has the change `found`."""
     last = {
         name: sf.max_by(name, "recorded_at").alias(name)
         for name in CHANGE.fieldNames()
@@ -251,8 +251,9 @@ def changes(
 
 
 def outcome(verdicts: DataFrame) -> DataFrame:
-    """Return OUTCOME: the number of verdicts by day, destination and kind, and one row
-    for each finding. So a run needs only one pass over the verdicts."""
+    """Return OUTCOME rows: the number of verdicts by day, destination and kind, and one
+    row for each finding. Both are in one frame, so that a run needs only one pass over
+    the verdicts."""
     finding = sf.when(
         sf.col("verdict").isin(*FINDINGS), sf.struct(*VERDICT.fieldNames())
     )
@@ -269,7 +270,7 @@ def outcome(verdicts: DataFrame) -> DataFrame:
 
 
 def summary(outcome: DataFrame) -> DataFrame:
-    """Return SUMMARY: the number of verdicts by day, destination and kind."""
+    """Return SUMMARY rows: the number of verdicts by day, destination and kind."""
     return outcome.groupBy("sent_on", "destination", "verdict").agg(
         sf.sum("messages").alias("messages"),
         sf.min("first_sent_at").alias("first_sent_at"),
