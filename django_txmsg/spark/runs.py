@@ -166,7 +166,8 @@ def _take(source: SourceSpec, run: Run, lake: str) -> None:
     with closing(connect_plain(source)) as connection:
         taken = connection.execute(
             f"UPDATE {_RUNS} SET state = 'running', lake = %s, started_at = %s,"
-            " finished_at = NULL WHERE id = %s AND service = %s AND job = %s AND state <> 'clean'",
+            " finished_at = NULL WHERE id = %s AND service = %s AND job = %s"
+            " AND state <> 'clean'",
             lake,
             connection.given(run.started_at),
             connection.given(uuid.UUID(run.id)),

@@ -11,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from django.contrib import admin
 from django.db import OperationalError, connections
-from django.test import Client
+from django.test import Client, override_settings
+from django.urls import path
 
+from django_txmsg.admin.audit import AuditAdmin
 from django_txmsg.models import AuditEntry, Worker
 from django_txmsg.models.monitoring import Deed
 from django_txmsg.monitoring import changes
@@ -236,6 +239,18 @@ def test_texts_are_escaped(admin_client: Client) -> None:
     assert "<script>alert" not in page
     assert page.count("&lt;script&gt;alert") >= 6
     assert "fingerprint=%22%3E%3Cb%3E" in page
+
+
+def test_on_a_site_without_dead_letters_an_error_has_no_link(
+    admin_client: Client,
+) -> None:
+    site = admin.AdminSite()
+    site.register(AuditEntry, AuditAdmin)
+    die("New", minutes=1)
+    with override_settings(ROOT_URLCONF=(path("admin/", site.urls),)):
+        page = admin_client.get(PAGE).content.decode()
+
+    assert "First death: New: x</b>" in page
 
 
 def test_every_database_is_read_and_named(admin_client: Client) -> None:
