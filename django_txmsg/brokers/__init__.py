@@ -32,7 +32,7 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
     """A built-in broker: the path of its class, its URL schemes and its client library.
-    The class and the library are imported only when a broker is created."""
+    The class and the library are imported when the broker is first created."""
 
     #: Its class, below this package.
     path: str
@@ -79,8 +79,8 @@ BY_SCHEME = {scheme: one for one in BUILT_IN for scheme in one.schemes}
 def get_broker(alias: str = "default") -> Broker:
     """Return a new Broker for this alias, without connecting.
 
-    Raises ConfigurationError for an unknown alias, URL scheme or `"BACKEND"`, and if
-    the broker's client library is not installed.
+    Raises ConfigurationError if the alias, the URL scheme or `"BACKEND"` is unknown, or
+    if the broker's client library is not installed.
     """
     brokers = conf.get().BROKERS
     if alias not in brokers:
@@ -143,8 +143,8 @@ def make_broker(alias: str, url: str) -> Broker:
 
 
 def without_client(url: str) -> BuiltIn | None:
-    """Return the built-in broker for a URL if its client library is not installed, else
-    None."""
+    """Return the built-in broker for a URL, if the broker's client library is not
+    installed. Otherwise return None."""
     found = BY_SCHEME.get(url.partition("://")[0].lower())
     absent = found and found.module and find_spec(found.module) is None
     return found if absent else None

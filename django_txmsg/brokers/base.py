@@ -78,20 +78,19 @@ class Session(abc.ABC):
 
         - None: the broker has sent a receipt;
         - DispatchRejected: the broker will never accept this message;
-        - DestinationUnavailable: the destination does not accept messages at the
-          moment;
+        - DestinationUnavailable: the destination cannot accept messages now;
         - DispatchUnknown: the broker has not answered;
         - DispatchHeld: an earlier message of the same key is not stored, so this
           message was not sent.
 
-        `isolate` sends one message at a time, to find the message that makes the broker
-        close the connection. `timeout`, in seconds, limits each wait for receipts, if
-        the broker sends receipts. The default for `timeout` comes from the URL.
+        With `isolate`, send one message at a time, to find the message that makes the
+        broker close the connection. If the broker sends receipts, `timeout` limits each
+        wait for them, in seconds. The default comes from the URL.
         """
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
         """Send messages that the broker delivers after their `delay`, and wait for the
-        receipts. These messages are never part of a transacted session's
+        receipts. In a transacted session, these messages do not belong to the
         transaction."""
         return self.send(batch)
 
@@ -121,9 +120,9 @@ class Session(abc.ABC):
         """
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
-        """Send a copy of a delivery, with these headers, to the delivery's queue. Wait
-        for the receipt, then acknowledge the delivery. Do not call `ack()` for this
-        delivery.
+        """Send a copy of a delivery, with these headers, to the queue of the delivery.
+        Wait for the receipt, then acknowledge the delivery. The caller must not call
+        `ack()` for this delivery.
 
         Raises DispatchRejected or DestinationUnavailable if the broker does not accept
         the copy. The delivery is then still unacknowledged.
@@ -197,9 +196,11 @@ class Broker(abc.ABC):
     tls_scheme: str = ""
 
     def __init__(self, alias: str, url: str) -> None:
-        """`url` comes from TXMSG["BROKERS"], and is "" if none is set there. The
-        constructor must not connect, import a client library or raise. The method
-        check() reports errors of the URL."""
+        """`url` comes from TXMSG["BROKERS"]. If no URL is set there, `url` is "".
+
+        The constructor must not connect, import a client library or raise. The method
+        check() reports errors of the URL.
+        """
         self.alias = alias
         self._url = url
 
@@ -215,13 +216,13 @@ class Broker(abc.ABC):
 
     def hurried(self, timeout: float) -> Broker:
         """Return this broker with its default time-outs limited to `timeout` seconds.
-        Time-outs that the URL sets stay. A class without time-outs returns the same
-        broker."""
+        Time-outs that the URL sets are not changed. A broker without time-outs returns
+        itself."""
         return self
 
     @abc.abstractmethod
     def shares_topics(self) -> bool | None:
-        """Return whether several sessions can share one subscription to a topic. Return
+        """Return True if several sessions can share one subscription to a topic. Return
         None if the answer requires a connection."""
 
     @abc.abstractmethod
@@ -234,8 +235,8 @@ class Broker(abc.ABC):
 
     def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
         """Read the headers of a message in the broker's own dead-letter queue. Return
-        the reason and the original destination, each "" if the headers do not contain
-        it."""
+        the reason and the original destination. Either is "" if the headers do not
+        contain it."""
         return "", ""
 
     @abc.abstractmethod
@@ -255,18 +256,17 @@ def acknowledges_now(gathered: int, *, prefetch: int, since: float) -> bool:
     """Return whether a consumer must now send the acknowledgements that it has
     gathered. `since` is the monotonic time of its last acknowledgement.
 
-    A busy consumer acknowledges in groups. The price is more duplicates after a crash.
-    A slow consumer acknowledges each delivery at once, because some brokers close the
-    connection of a consumer that holds a delivery for too long.
+    A busy consumer acknowledges in groups. A crash then causes more duplicates. A slow
+    consumer acknowledges each delivery at once, because some brokers close the
+    connection of a consumer that leaves a delivery unacknowledged for too long.
     """
     slow = time.monotonic() - since > LONGEST_GROUP
     return slow or gathered * 2 >= prefetch
 
 
 def insist(error: BrokerError | None) -> None:
-    """Raise an error if `error` is not None. DispatchRejected and
-    DestinationUnavailable are raised unchanged. Any other error becomes
-    BrokerUnavailable."""
+    """Raise the error, unless it is None. DispatchRejected and DestinationUnavailable
+    are raised unchanged. Any other error is raised as BrokerUnavailable."""
     if isinstance(error, DispatchRejected | DestinationUnavailable):
         raise error
     if error is not None:

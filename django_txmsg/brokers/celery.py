@@ -267,8 +267,8 @@ def ends(connection: Any, *, channels: bool) -> tuple[type[BaseException], ...]:
 
 
 def _full(error: Exception) -> DispatchUnknown | None:
-    """Return a DispatchUnknown if the error means that Redis accepts no messages at
-    all, else None."""
+    """Return a DispatchUnknown if the error means that Redis accepts no messages to any
+    queue. Otherwise return None."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ in _FULL or str(error).startswith(("MISCONF", "OOM")):
         return DispatchUnknown(text, written=False)

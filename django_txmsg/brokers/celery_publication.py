@@ -34,9 +34,9 @@ _KINDS: dict[str, Any] = {"exchange": Exchange, "queue": Queue, "binding": bindi
 
 @dataclass(slots=True)
 class Publication:
-    """One message in the form in which kombu sends it. `declare` lists the queues and
-    exchanges to declare first, as text. `then` lists messages to send after this
-    message, such as an event."""
+    """One message in the form in which kombu sends it. `declare` lists, as text, the
+    queues and exchanges to declare before sending. `then` lists messages to send after
+    this message, such as an event."""
 
     body: bytes
     content_type: str
@@ -90,9 +90,9 @@ class Publication:
 
     @classmethod
     def read(cls, text: str, body: bytes, content_type: str) -> Publication:
-        """Make a publication from the result of `text()`, the body and its content
-        type. Raises ValueError, KeyError or TypeError if `text()` cannot have returned
-        the text."""
+        """Create a publication from the result of `text()`, the body and the body's
+        content type. Raises ValueError, KeyError or TypeError if `text()` cannot have
+        returned this text."""
         return cls._from(json.loads(text), body, content_type)
 
     def _fields(self) -> dict[str, Any]:
@@ -123,9 +123,12 @@ class Publication:
 
     @property
     def has_a_queue(self) -> bool:
-        """Whether the message is meant for a certain queue. If this queue is missing,
-        publishing must fail, because the message would be lost. A message for an
-        exchange may reach no queue, which is not an error."""
+        """Whether the message is meant for one particular queue.
+
+        If that queue is missing, publishing must fail, because the message would be
+        lost. For a message to an exchange it is no error if the message reaches no
+        queue.
+        """
         return not self.exchange or any(
             isinstance(one, Queue) for one in self.entities()
         )

@@ -1,9 +1,9 @@
 """Hops 4 to 6 without a message server: queues in tables of a Django database.
 
 The URL is `database://`. This broker needs no installation, and has the guarantees of
-its database. A delivery is a lease. If a consumer dies, its lease ends, and another
-consumer gets the message. URL options: `database://ALIAS?lease=30&poll=0.1`, in
-seconds.
+its database. A delivery is a lease. If a consumer dies, its leases end, and another
+consumer gets the messages. A URL with all options is
+`database://ALIAS?lease=30&poll=0.1`. Both times are in seconds.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
 
 
 def read_headers(written: str) -> tuple[dict[str, str], str]:
-    """Return a row's headers as text, and a description of their fault ("" if they are
-    valid). The column may contain any JSON, because a person may have inserted the
-    row."""
+    """Return a row's headers as text, and a description of their fault. The description
+    is "" if the headers are valid. Because a person may have inserted the row, the
+    column may contain any JSON."""
     try:
         given = json.loads(written)
         if not isinstance(given, dict):
@@ -370,8 +370,8 @@ class DatabaseSession(Session):
         return count
 
     def _hold(self, sizes: Mapping[int, int | None]) -> None:
-        """Record the sizes of messages that this session holds, by primary key. The
-        size None removes a settled message."""
+        """Record the sizes of the messages that this session holds, by primary key. If
+        a size is None, the message is settled and no longer held."""
         self._held = {
             pk: size for pk, size in {**self._held, **sizes}.items() if size is not None
         }

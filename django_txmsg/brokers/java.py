@@ -38,7 +38,8 @@ def for_java(headers: dict[str, str], body: bytes) -> bytes:
 
 
 def text_for_java(content_type: str, body: bytes) -> bytes | None:
-    """Return the body for a TextMessage, or None if the message cannot be one."""
+    """Return the body for a TextMessage, or None if a TextMessage cannot contain this
+    body."""
     json = serializers.is_json(content_type)
     if not (json or _is_text(content_type)) or not _is_utf8(body):
         return None
@@ -50,9 +51,9 @@ def text_for_java(content_type: str, body: bytes) -> bytes | None:
 def from_java(
     headers: Mapping[str, str], body: bytes
 ) -> tuple[Mapping[str, str], bytes]:
-    """Return the original headers and body of a received message. The copies that
-    `for_java()` has added are removed. Java's surrogate pairs become single
-    characters."""
+    """Return the original headers and the original body of a received message. The
+    copies of headers that `for_java()` has added are removed. Java's surrogate pairs
+    become single characters."""
     if KIND in headers or not wire.TWIN_NAMES.isdisjoint(headers):
         given = headers
         headers = {

@@ -39,8 +39,8 @@ NACK = (
 
 
 def by_amqp(code: int, text: str) -> BrokerError:
-    """Return the outcome of a message, after RabbitMQ has closed the channel because of
-    it. `code` and `text` are RabbitMQ's reason."""
+    """Return the outcome of a message that made RabbitMQ close the channel. `code` and
+    `text` are RabbitMQ's reason."""
     of_a_queue = code == _PRECONDITION_FAILED and _OF_A_QUEUE.search(text)
     if code in _CODES or of_a_queue:
         return DestinationUnavailable(text)
@@ -48,9 +48,9 @@ def by_amqp(code: int, text: str) -> BrokerError:
 
 
 def by_stomp(short: str, text: str) -> BrokerError:
-    """Return the outcome of an ERROR frame for one message. `short` is the frame's
-    short text, and `text` is the frame's full text. Return DispatchUnknown if the frame
-    does not concern a message."""
+    """Return the outcome of a message after an ERROR frame. `short` is the frame's
+    short text, and `text` is its full text. Return DispatchUnknown if the ERROR is not
+    about a message."""
     if _OVER_STOMP.search(short):
         return DestinationUnavailable(short.partition("\n")[0])
     if _OF_THE_SERVER.match(short):

@@ -69,9 +69,9 @@ class Heads:
         self._mark = uuid.uuid4().hex
 
     def item(self, one: Outgoing) -> Item:
-        """Return a message's encoded frame. If no template fits the message, return its
-        destination and its `jms.Message`. The session then checks and encodes the
-        `jms.Message`."""
+        """Return a message's encoded frame, made from a template. If no template fits,
+        return the message's destination and its `jms.Message`, which the session then
+        checks and encodes."""
         try:
             encoded = self._encoded(one)
         except (AttributeError, TypeError, UnicodeEncodeError):  # a header is not text
@@ -147,8 +147,8 @@ def answered(request: Callable[[], Result]) -> Result:
 def outcome(
     error: Any, *, alone: bool = False, dialect: str = ""
 ) -> BrokerError | None:
-    """Return the BrokerError for the jms client's error of one send, or None if the
-    message was stored. `alone` means that no other message was in flight."""
+    """Convert the jms client's error for one message to a BrokerError. Return None if
+    the message was stored. Pass `alone=True` if no other message was in flight."""
     if error is None:
         return None
     if isinstance(error, jms.SendHeldBackError):
@@ -381,10 +381,12 @@ class StompSession(Session):
         return self._session.link.dialect.message_ids_stay
 
     def _broker_id(self, message: jms.Message) -> str:
-        """Return an id that a redelivery of the message also has, if possible. This is
-        the broker's id if redeliveries keep it. Otherwise it is the sender's AMQP id
-        with a digest of the content, because a sender may use one id for two
-        messages."""
+        """Return an id by which the consumer recognizes a redelivery of the message.
+
+        This is the broker's id if redeliveries keep it, or if the sender has set no
+        AMQP id. Otherwise it is the sender's AMQP id with a digest of the content,
+        because a sender may use one id for two messages.
+        """
         headers = message.raw_headers
         given = headers.get("amqp-message-id")
         if self._ids_stay or given is None:
@@ -402,9 +404,9 @@ class StompSession(Session):
         self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
-        """Send the copy on another connection. A broker may close the connection on
-        which it refuses a message. If the broker closed this session's connection, it
-        would redeliver all unacknowledged messages of the session."""
+        """Send the copy on another connection, because a broker may close the
+        connection on which it refuses a message. If the broker closed this session's
+        connection, it would redeliver all unacknowledged messages of the session."""
         error: BrokerError | None = None
         for _ in range(HANG_UPS):
             session, self._beside = self._beside or self._another(), None

@@ -17,10 +17,10 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 def tell_briefly(error: Exception) -> None:
     """Shorten the report of `error`, which was raised while Django started. If a
-    command ends because of this error, it prints the line of code to correct instead of
-    a traceback.
+    command ends because of this error, the command prints the line of code to correct,
+    and no traceback.
 
-    The whole traceback is still printed with `--traceback`, in servers and tests, and
+    The whole traceback is still printed with `--traceback`, in servers, in tests, and
     if another tool, such as Sentry, reports uncaught errors.
     """
     starts_command = any(

@@ -1,8 +1,8 @@
 """`manage.py txmsg doctor`: tests whether this installation works.
 
-`manage.py check` only reads the settings. This command connects to databases and
-brokers. It sends one message through each broker, and writes and rolls back one row in
-each database. For each failure it prints what to do.
+`manage.py check` only reads the settings. This command also connects to databases and
+brokers. It sends one message through each broker. In each database it writes one row,
+and rolls the row back. For each failure it prints what to do.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Command(BaseCommand):
 
 
 def examine() -> Iterator[Examined]:
-    """Run all tests. The settings are tested first, because all other tests need valid
-    settings."""
+    """Run all tests, the settings first. If the settings are wrong, run no other
+    test."""
     yield _versions()
     yield from _settings()
     if conf.problems():

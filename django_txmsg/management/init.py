@@ -57,7 +57,8 @@ class Command(BaseCommand):
 
 
 def _steps() -> Iterator[tuple[str, str, str]]:
-    """Yield a title, a reason and the lines to add for each step that remains."""
+    """Yield each step that the project still has to do: its title, its reason and the
+    lines to add."""
     where = _path(getattr(settings, "SETTINGS_MODULE", ""))
     urls = getattr(settings, "ROOT_URLCONF", None)  # a project of workers has none
     project = (urls or "project").partition(".")[0]
@@ -138,7 +139,7 @@ def _stages() -> Iterator[tuple[str, str, str]]:
 
 
 def _is_yours(config: Any) -> bool:
-    """Return whether an app belongs to the project, judging by its path."""
+    """Return True if an app's path shows that the app belongs to the project."""
     ours = config.name.partition(".")[0] in ("django", "django_txmsg")
     return not ours and "site-packages" not in config.path
 

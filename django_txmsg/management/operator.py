@@ -9,8 +9,8 @@ from ..models.monitoring import Deed
 
 
 def name() -> str:
-    """Return the name of the operating system's user; "unknown" if the user id has no
-    name, as in some containers."""
+    """Return the name of the operating system's user. Return "unknown" if the user id
+    has no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -25,7 +25,8 @@ def record(
     count: int | None = 1,
     operation: BulkOperation | None = None,
 ) -> None:
-    """Record an operator's action in the audit. Call it in the action's transaction."""
+    """Record an operator's action in the audit. Call this in the transaction that makes
+    the change."""
     entries = AuditEntry.objects.db_manager(using)
     by = f"command: {name()}"
     entries.record(by, text, deed=deed, count=count, operation=operation)

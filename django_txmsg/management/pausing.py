@@ -35,7 +35,7 @@ class PausingCommand(BaseCommand):
             action.add_argument("name", nargs="+", metavar="NAME")
 
     def set_paused(self, options: dict[str, Any]) -> None:
-        """Pause or resume each named object, and record that in the audit."""
+        """Pause or resume each named object, and record each change in the audit."""
         paused, why = options["action"] == "pause", options.get("why", "")
         verb, by = "Paused" if paused else "Resumed", f"command: {operator.name()}"
         for name in options["name"]:

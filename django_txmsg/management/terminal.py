@@ -46,7 +46,7 @@ AWAY = 3
 
 def require_tables(*aliases: str, waits: bool = False) -> None:
     """Raise CommandError if a database is unknown, does not answer (exit code AWAY), or
-    has not been migrated. With `waits`, ignore a database that does not answer, because
+    has not been migrated. With `waits`, accept a database that does not answer, because
     the command will wait for it."""
     for alias in aliases:
         if alias not in connections:
@@ -70,8 +70,8 @@ def require_tables(*aliases: str, waits: bool = False) -> None:
 
 
 def chosen_database(options: Mapping[str, Any], model: type[Model]) -> str:
-    """Return the alias given by `--database`, or by default the alias of the model's
-    database. Raises CommandError if the database cannot be used."""
+    """Return the alias that `--database` gives. Without this option, return the alias
+    of the model's database. Raises CommandError if the database cannot be used."""
     using: str = options["database"] or router.db_for_write(model)
     require_tables(using)
     return using

@@ -23,7 +23,7 @@ class VerbParser(CommandParser):
 
 
 class _Own(BaseCommand):
-    """A command that has only Django's options, each without a default."""
+    """A command that has only Django's own options, without default values."""
 
     requires_system_checks = ()
 

@@ -1,8 +1,8 @@
-"""Hops 4 to 6 over AMQP: builds and reads frames without py-amqp.
+"""Hops 4 to 6 over AMQP: headers and frames, encoded and read without py-amqp.
 
-Every message needs these frames: those that publish a message, and the frame that
-acknowledges a delivery. The first part of this module encodes and reads headers. The
-second part encodes the frames.
+The first part of this module encodes and reads headers. The second part encodes the
+frames that every message needs: to publish the message, and to acknowledge its
+delivery.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _NUMBERS = {
 
 
 def encode(headers: Mapping[str, str], expiration: int | None) -> bytes:
-    """Return the property flags and properties of a durable message. The message
-    expires after `expiration` milliseconds, or never if `expiration` is None.
+    """Return the property flags and the properties of a durable message. The message
+    expires after `expiration` milliseconds. With None, it never expires.
 
     Raises DispatchRejected for headers that receivers could not read.
     """
@@ -237,8 +237,8 @@ _AROUND = 8
 
 @dataclass(slots=True)
 class Ready:
-    """An encoded message: its `frames`, and the values by which the publisher
-    recognizes the message if RabbitMQ returns it."""
+    """An encoded message: its `frames`, and the values that identify the message if
+    RabbitMQ returns it."""
 
     frames: bytes
     route: bytes

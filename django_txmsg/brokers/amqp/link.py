@@ -98,8 +98,8 @@ class Transport:
         self.written_at = time.monotonic()
 
     def write_soon(self, data: bytes) -> None:
-        """Write a heartbeat without waiting. Bytes that the socket does not accept now
-        are written before the next write. While such bytes wait, further heartbeats are
+        """Write a heartbeat without waiting. If the socket does not accept all bytes,
+        the rest is written before the next write. Until then, further heartbeats are
         dropped."""
         sock = self._timed(0.0)
         self._unsent = self._unsent or data
@@ -113,8 +113,8 @@ class Transport:
         self.written_at = time.monotonic()
 
     def read(self, timeout: float) -> bool:
-        """Read the bytes that have arrived. Wait for them at most `timeout` seconds.
-        Return whether any byte was read. Raises OSError if the server has closed the
+        """Read the bytes that have arrived, and return True. If no byte arrives within
+        `timeout` seconds, return False. Raises OSError if the server has closed the
         connection."""
         sock = self._timed(max(0.0, timeout))
         try:
@@ -129,15 +129,16 @@ class Transport:
         return True
 
     def doubt(self) -> str:
-        """Return a hint for an error message if the server has sent nothing: the port
-        may belong to another protocol. Return "" if the server has sent anything."""
+        """Return a hint for an error message if the server has sent nothing, because
+        the port may belong to another protocol. Return "" if the server has sent
+        anything."""
         if self._has_read:
             return ""
         return ". Is this its AMQP port (5672, with TLS 5671)?"
 
     def frames(self) -> Iterator[Frame]:
         """Yield the complete frames that were read. Each frame is removed from the
-        buffer before it is yielded, because its handler may raise, or may read more
+        buffer before it is yielded, because the caller may raise, or may read more
         frames."""
         while len(self._received) >= _HEADER.size:
             kind, channel, size = _HEADER.unpack_from(self._received)
@@ -246,8 +247,8 @@ class Link:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Hold the lock `owned` while the block runs. Errors of py-amqp and of the
-        socket become BrokerUnavailable. ChannelClosed is raised unchanged."""
+        """Hold the lock `owned` while the block runs. Turn errors of py-amqp and of the
+        socket into BrokerUnavailable. Raise ChannelClosed unchanged."""
         with self.owned:
             try:
                 yield
@@ -259,7 +260,7 @@ class Link:
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
-        """While the block runs, limit the wait for each answer to the close
+        """While the block runs, wait for each answer no longer than the close
         time-out."""
         patience, self.patience = self.patience, self.options.close_timeout
         try:
@@ -276,8 +277,8 @@ class Link:
         self.transport.write(data)
 
     def read(self, timeout: float) -> bool:
-        """Wait until a frame other than a heartbeat arrives, at most `timeout` seconds.
-        Handle all received frames. Return whether such a frame has arrived."""
+        """Handle frames until one arrives that is not a heartbeat, and return True.
+        Return False if none arrives within `timeout` seconds."""
         listening = time.monotonic()
         deadline = listening + timeout
         while not self._handle():
@@ -293,7 +294,7 @@ class Link:
         return True
 
     def _handle(self) -> bool:
-        """Handle the frames in the buffer. Return whether one of them was not a
+        """Handle the frames in the buffer. Return True if any of them was not a
         heartbeat."""
         found = False
         for kind, channel, payload in self.transport.frames():
@@ -323,8 +324,8 @@ class Link:
 
     def why_blocked(self) -> str:
         """Return the reason why the broker has blocked this connection, or "" if the
-        connection is not blocked. Ignores errors, so call it only when you are about to
-        close the connection."""
+        connection is not blocked. Call this only when you are about to close the
+        connection, because errors are ignored."""
         with contextlib.suppress(*_LOST):
             self.hear()
         return self.blocked
@@ -384,7 +385,7 @@ class _Partial:
         self._missing = 0
 
     def take(self, kind: int, payload: bytes) -> bool:
-        """Add a frame. Return whether the content is complete."""
+        """Add a frame. Return True if the content is now complete."""
         if kind == frames.HEADER:
             (self._missing,) = struct.unpack_from(">Q", payload, 4)
             self.properties = payload[12:]
@@ -403,6 +404,6 @@ def _ignored(method: bytes, properties: bytes, body: bytes) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of an error of py-amqp or of the socket, as one line."""
+    """Return the text of an exception from py-amqp or from the socket, as one line."""
     text = getattr(error, "reply_text", None) or str(error) or type(error).__name__
     return " ".join(str(text).split())

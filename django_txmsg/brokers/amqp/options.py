@@ -28,8 +28,8 @@ MOST = {"heartbeat": 65535, "max_in_flight": 2**31, "max_in_flight_bytes": 2**40
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a session. The URL's query can set each option that is a text, a
-    number or a boolean."""
+    """The options of a session. Each option that is a text, a number or a boolean can
+    also be set in the URL's query."""
 
     user: str = "guest"
     password: str = field(default="guest", repr=False)

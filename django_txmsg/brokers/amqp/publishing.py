@@ -1,9 +1,10 @@
 """Hop 4 over AMQP: sends many messages at once, and waits for the confirm of each
 message.
 
-The messages of a channel are numbered. A confirm contains the number of one message, or
-covers all messages up to that number. If a message's queue does not exist, the broker
-returns the message before the confirm. The outcome is then `Unroutable`.
+The messages of a channel are numbered. A confirm contains a number, and covers only
+that message, or all messages up to that number. If a message's queue does not exist,
+the broker first returns the message, and then confirms it. The outcome is then
+`Unroutable`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Publisher:
         `outcomes`.
 
         Two messages of one key are never in flight together. The second message is sent
-        when the first is stored. If the first is not stored, the second is not sent.
+        only after the broker has stored the first. If the first is not stored, the
+        second is not sent.
         """
         sending = _Order(keys, outcomes)
         self._batch = batch
@@ -105,9 +107,9 @@ class Publisher:
         self._pending, self._batch = {}, ()
 
     def _closed(self, closed: ChannelClosed) -> BrokerError:
-        """Return the outcome of all messages in flight, after the broker has closed a
-        channel. The broker closes the channel because of one message, and does not
-        report which message it is."""
+        """Return the outcome that all messages in flight get, after the broker has
+        closed a channel. The broker does so because of one message, and does not report
+        which one."""
         if closed.channel != PUBLISHING:
             # The subscription's channel: its session must not go on waiting without it.
             self._link.transport.close()
@@ -120,8 +122,8 @@ class Publisher:
         return DispatchUnknown(closed.text, hung_up=True)
 
     def _leave(self, sending: _Order, error: DestinationUnavailable) -> None:
-        """Skip the messages to a destination that has just refused a message, because
-        each refusal closes the channel."""
+        """Skip all other messages to a destination that has just refused a message.
+        Each refusal would close the channel again."""
         refused = {
             self._ready(index).route
             for index, outcome in enumerate(sending.outcomes)
@@ -269,7 +271,7 @@ class _Order:
             self._hold(waiting.popleft())
 
     def leave(self, index: int, error: BrokerError) -> None:
-        """Record the outcome of a message that is not sent."""
+        """Record the outcome of a message that will not be sent."""
         if index in self.ready:
             self.ready.remove(index)
         waiting = self._waiting.get(self._keys[index])

@@ -67,11 +67,10 @@ class Queues:
         self._known.add(queue)
 
     def waiting(self, queue: str) -> tuple[int, int] | None:
-        """Return the numbers of messages and consumers of a queue, or None if the queue
-        does not exist.
+        """Return the number of a queue's messages and the number of its consumers.
+        Return None if the queue does not exist.
 
-        Raises DestinationUnavailable for a queue that is exclusive to another
-        connection.
+        Raises DestinationUnavailable if the queue is exclusive to another connection.
         """
         try:
             found = self._on().queue_declare(queue, passive=True)
@@ -92,12 +91,12 @@ class Queues:
 
     def refuse_stream(self, queue: str) -> None:
         """Raise DispatchRejected if a queue is a stream. A stream delivers only new
-        messages, delivers each of them to every consumer, and keeps acknowledged
+        messages, delivers each message to every consumer, and keeps acknowledged
         messages.
 
-        A passive declaration does not report the type of the queue. So this method asks
-        to consume from an offset. RabbitMQ allows that only for a stream, and otherwise
-        closes the channel.
+        A passive declaration does not report the type of the queue. So this method
+        tries to consume from an offset. RabbitMQ allows that only for a stream, and
+        otherwise closes the channel.
         """
         if queue in self._made:
             return
@@ -138,8 +137,8 @@ class Queues:
 
     def delayed(self, destination: str, milliseconds: int) -> str:
         """Return the queue in which a delayed message for `destination` waits until it
-        expires. RabbitMQ then moves the message to `destination`. Declare the queue if
-        it is missing.
+        expires. Declare the queue if it is missing. When the message expires, RabbitMQ
+        moves it to `destination`.
 
         A quorum queue keeps an expired message until the destination accepts the
         message. A classic queue drops an expired message if the destination cannot

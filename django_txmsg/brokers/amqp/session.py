@@ -40,10 +40,10 @@ from .queues import Queues
 class Acknowledgements:
     """The unacknowledged deliveries of one channel, by their tags.
 
-    If many deliveries arrive, the session acknowledges them in groups. The price is
-    more duplicates after a crash. If few deliveries arrive, the session acknowledges
-    each of them at once, because RabbitMQ closes the connection of a consumer that
-    holds a delivery for too long.
+    If many deliveries arrive, the session acknowledges them in groups. A crash then
+    causes more duplicates. If few deliveries arrive, the session acknowledges each of
+    them at once, because RabbitMQ closes the connection of a consumer that leaves a
+    delivery unacknowledged for too long.
     """
 
     def __init__(self, channel: int) -> None:
@@ -58,22 +58,23 @@ class Acknowledgements:
         self._open[tag] = False
 
     def unanswered(self, tags: Iterable[int]) -> list[int]:
-        """Return the tags of deliveries that are not acknowledged and not marked for
-        acknowledgement."""
+        """Return the tags of the deliveries that are neither acknowledged nor marked
+        for acknowledgement."""
         return [tag for tag in tags if self._open.get(tag) is False]
 
     def gather(self, tags: Collection[int], *, prefetch: int) -> bool:
-        """Mark deliveries for acknowledgement. Return whether the acknowledgements must
-        be sent now. `prefetch` is the maximum number of unacknowledged deliveries."""
+        """Mark deliveries for acknowledgement. Return True if the session must send the
+        acknowledgements now. `prefetch` is the maximum number of unacknowledged
+        deliveries."""
         for tag in tags:
             self._open[tag] = True
         self._gathered += len(tags)
         return acknowledges_now(self._gathered, prefetch=prefetch, since=self._acked_at)
 
     def written(self) -> bytearray:
-        """Return the frames that acknowledge all marked deliveries, and forget these
-        deliveries. The caller must write the frames. A single frame acknowledges all
-        deliveries before the first unmarked delivery."""
+        """Return the frames that acknowledge all marked deliveries, for the caller to
+        write. Forget these deliveries. A single frame acknowledges all deliveries
+        before the first unmarked delivery."""
         self._acked_at = time.monotonic()
         made, upto, whole = bytearray(), 0, True
         if not self._gathered:
@@ -93,7 +94,7 @@ class Acknowledgements:
         return made
 
     def settle(self, tags: Iterable[int]) -> None:
-        """Forget these deliveries, because they need no acknowledgement any more."""
+        """Forget these deliveries, because they no longer need an acknowledgement."""
         for tag in tags:
             self._open.pop(tag, None)
 
@@ -102,8 +103,8 @@ class _Heart:
     """Sends heartbeats for sessions whose thread is busy, for example in a handler.
 
     Each process has one heartbeat thread. The thread writes to a link only while no
-    other thread uses the link, so no heartbeat is written in the middle of a send. The
-    thread never reads.
+    other thread uses the link, so it never writes a heartbeat between another thread's
+    frames. The heartbeat thread never reads.
     """
 
     def __init__(self) -> None:
@@ -175,8 +176,8 @@ class Subscription:
     def declare(self, destination: str, subscriber: str | None) -> None:
         """Declare the queue to receive from, if it is missing.
 
-        Raises DestinationUnavailable if the broker does not create it, and
-        DispatchRejected if stages cannot consume it.
+        Raises DestinationUnavailable if the broker does not create the queue. Raises
+        DispatchRejected if stages cannot consume the queue.
         """
         self._destination = destination
         self._private = wire.is_topic(destination) and subscriber is None
@@ -355,8 +356,8 @@ class AmqpSession(Session):
             self._subscription.consume(self._opened(), self._prefetch)
 
     def _opened(self) -> amqp.Channel:
-        """Return the channel for the subscription and for transactions. Open it if
-        necessary."""
+        """Return the channel for the subscription and for transactions. Open the
+        channel if necessary."""
         if self._channel is None:
             self._channel = self._link.channel(CONSUMING)
             if self._transacted:
@@ -446,9 +447,9 @@ class AmqpSession(Session):
         made: Sequence[frames.Ready],
         returned: Sequence[tuple[bytes, bytes]],
     ) -> None:
-        """Send the returned messages again, after declaring their queues again. These
-        queues were deleted between enlist() and commit(). RabbitMQ has committed the
-        other messages."""
+        """Declare the queues of the returned messages, and send these messages again.
+        The queues were deleted between enlist() and commit(). RabbitMQ has committed
+        the other messages."""
         again = [
             outgoing
             for outgoing, one in zip(enlisted, made, strict=True)
@@ -486,8 +487,9 @@ class AmqpSession(Session):
 
     @contextlib.contextmanager
     def _owned(self, lost: type[BrokerError] = BrokerUnavailable) -> Iterator[None]:
-        """Hold the link's lock while the block runs. Raises `lost` if the link breaks,
-        and BrokerUnavailable if the broker closes a channel."""
+        """Hold the link's lock while the block runs. If the link breaks, raise an
+        exception of the class `lost`. If the broker closes a channel, raise
+        BrokerUnavailable."""
         try:
             with self._link.asking():
                 yield

@@ -2,8 +2,8 @@
 
 After a signal, the process finishes the messages in progress and ends. A handler may
 take as long as it needs. But if no handler has run for `PATIENCE` seconds, the process
-is waiting for a server that does not answer. The process then exits at once, and other
-processes take over its unfinished messages.
+must be waiting for a server that does not answer. The process then exits at once, and
+other processes take over its unfinished messages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Busy(Protocol):
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
-    """Call `stop` on the first SIGTERM or SIGINT, and end the process on the second. A
+    """On the first SIGTERM or SIGINT, call `stop`. On the second, end the process. A
     child process obeys only SIGTERM, and ends with its parent."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -126,20 +126,23 @@ def say(stream: Any, text: str) -> None:
 def stay_light() -> None:
     """Exclude all existing objects from garbage collection, and collect less often.
 
-    Traversing these objects takes a third of the time that a busy relay spends on a
-    message. By default, Python searches for reference cycles after every 700 new
-    objects. That takes a tenth of the remaining time, and a batch creates no cycles."""
+    Without this, a busy relay spends a third of its time for each message on traversing
+    these objects. By default, Python also searches for reference cycles after every 700
+    new objects. That takes a tenth of the remaining time, although a batch creates no
+    cycles.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, *gc.get_threshold()[1:])
 
 
 def return_memory() -> None:
-    """Return the memory of large bodies to the system as soon as it is free.
+    """Make the C library return the memory of large bodies to the system as soon as the
+    memory is free.
 
-    By default, glibc keeps such memory for each thread: a consumer with four threads
-    kept 250 MiB. If the C library is not glibc, or the user has set a limit, nothing is
-    changed.
+    By default, glibc keeps such memory for each thread. A consumer with four threads
+    kept 250 MiB. Nothing is changed if the C library is not glibc, or if the user has
+    set a limit.
     """
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         with contextlib.suppress(OSError, AttributeError, TypeError):
@@ -180,8 +183,8 @@ def heartbeat(
 
 
 def _count(using: str) -> None:
-    """Aggregate the counts of a database. If the database cannot be used, leave the
-    work to a later call."""
+    """Aggregate the counts of a database. If the database cannot be used, do nothing,
+    because a later call will count the same rows."""
     counting = database_health.retry(
         using, f"the charts of database {using!r} are not updated"
     )

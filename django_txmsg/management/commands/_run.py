@@ -64,8 +64,8 @@ class Reloader:
         self._read, self._write = os.pipe()
 
     def run(self) -> int:
-        """Run one child after another until a signal arrives. Return the exit code of
-        the last child."""
+        """Run a child, and start another one after each change, until a signal arrives.
+        Return the exit code of the last child."""
         before = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -139,8 +139,8 @@ class Reloader:
 
 
 def files() -> Iterator[tuple[str, float]]:
-    """Return the project's own Python files, each with its modification time. These are
-    the files of the project's applications, of its settings, and of its other imported
+    """Yield the path and the modification time of each of the project's own Python
+    files: those of its applications, of its settings, and of its other imported
     modules."""
     found: set[str] = set()
     for root in _roots():
@@ -176,8 +176,8 @@ def _own(path: str) -> bool:
 class Lines:
     """Prints a line for the outcome of each message.
 
-    `write` prints a line. `consumed` names the destinations of this process's stages.
-    The dispatch of a message to such a destination prints no line, because the stage's
+    `write` prints a line. `consumed` names the destinations that this process's stages
+    consume. Dispatching a message to one of them prints no line, because the stage's
     outcome will print a line.
     """
 

@@ -4,9 +4,9 @@ signals.
 The parent keeps no connection open. A child is a new process of the same command, so it
 imports the project's code as it is when the child starts.
 
-SIGTERM and SIGINT drain and end all children; a second signal ends them at once. SIGHUP
-replaces the children one after the other. A child is stopped only when the replacement
-of the previous child works.
+SIGTERM and SIGINT drain and end all children. A second signal ends them at once. SIGHUP
+replaces the children one after the other: the parent stops the next child only after
+the previous child's replacement has started to work.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def is_child() -> bool:
 def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
     """Start a child process that runs this process's command.
 
-    `pipe` is the read end of a pipe to which this process never writes. If this process
-    dies, the pipe is closed, and the child detects that. The child inherits the
-    environment variables; `environment` adds more. Call this in the main thread.
+    `pipe` is the read end of a pipe to which this process never writes. When this
+    process dies, the pipe closes, and the child detects that. The child inherits the
+    environment variables, and gets those in `environment` too. Call this in the main
+    thread.
     """
     # A terminal's Ctrl-C reaches both, and the child must get it only once, from its
     # parent. A process group of its own would keep a debugger from the keyboard. A
@@ -83,11 +84,13 @@ def signals_read(
     signals: Collection[signal.Signals],
     handle: Callable[[int, socket.socket], None],
 ) -> Iterator[socket.socket]:
-    """Call `handle` on these signals while the block runs.
+    """Call `handle` when one of these signals arrives, while the block runs.
 
     Yields a socket from which the numbers of the signals can be read. `handle` is
-    called with the number and the same socket. A number can be read at once, even if
-    the main thread waits for a database and so cannot run `handle` yet."""
+    called with the number and the same socket. While the main thread waits for a
+    database, it cannot run `handle`, but the number can already be read from the
+    socket.
+    """
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
@@ -175,7 +178,7 @@ class Supervisor:
 
     def alive(self, within: float) -> str:
         """Return a description of a child with a loop that has not run for `within`
-        seconds. Return "" if all loops have run."""
+        seconds. Return "" if every loop of every child has run within that time."""
         now = time.monotonic()
         for slot in self.slots:
             process = slot.process
@@ -241,7 +244,8 @@ class Supervisor:
         log.error("%s ended with %d after %.0f s%s", slot, code, lived, then)
 
     def _replace(self) -> None:
-        """During a rolling restart, end the next old child if all children work."""
+        """During a rolling restart, end the next old child, but only if all children
+        work."""
         if not self._replacing:
             return
         if any(slot.failures for slot in self.slots):
@@ -276,8 +280,8 @@ class Supervisor:
 
 
 def cores() -> int:
-    """Return the number of processor cores that this process may use, according to its
-    CPU affinity and its container's quota."""
+    """Return the number of processor cores that this process may use. Its CPU affinity
+    and its container's quota can limit them."""
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
     else:

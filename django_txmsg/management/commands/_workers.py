@@ -38,9 +38,9 @@ TIMEOUT = 10.0
 class HttpServer(ThreadingHTTPServer):
     """Answers HTTP requests for one process, or for a parent and its children.
 
-    The argument of `alive` is a number of seconds. `alive` returns a description of a
-    loop that has not run for so long, or "" if all loops have run. `folder` is the
-    directory through which several processes share their Prometheus metrics.
+    `alive` takes a number of seconds. It returns a description of a loop that has not
+    run for that long, or "" if every loop has run within that time. In `folder`,
+    several processes share their Prometheus metrics.
     """
 
     daemon_threads = True
@@ -169,7 +169,8 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
     without the option, do nothing.
 
     Check the command's other options before this call. Raises CommandError if
-    `--processes` or `--http` has a wrong value, or does not go with another option.
+    `--processes` or `--http` has a wrong value, or if `--processes` cannot be combined
+    with another option.
     """
     wanted = options["processes"]
     if wanted is None or _supervisor.is_child():
@@ -206,7 +207,7 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
 
 @contextmanager
 def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
-    """Answer liveness probes while the block runs: through the process's state file,
+    """While the block runs, answer liveness probes through the process's state file,
     and with `--http` also by HTTP. A parent answers HTTP for its children."""
     with ExitStack() as stack:
         stack.enter_context(_state_written(needed=_supervisor.is_child()))
@@ -223,7 +224,7 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
 
 def alive(within: float) -> str:
     """Return a description of a loop of this process that has not run for `within`
-    seconds. Return "" if all loops have run."""
+    seconds. Return "" if every loop has run within that time."""
     state = liveness.state()
     if state.silent <= within:
         return ""

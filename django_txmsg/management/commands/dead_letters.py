@@ -92,8 +92,8 @@ class Report:
             )
 
     def shown(self, letters: Iterable[DeadLetter]) -> None:
-        """Print all data of dead letters as JSON: an object, or an array if there are
-        several."""
+        """Print all data of the dead letters, one value per line. With `--json`, print
+        an object, or an array if there are several dead letters."""
         if not self._as_json:
             for letter in letters:
                 for name, value in self._facts(letter).items():
@@ -170,8 +170,8 @@ def _first(error: str) -> str:
 
 
 def _place(letter: DeadLetter) -> str:
-    """Return the name of the stage that buried the message. If the message is a task,
-    return the task's name."""
+    """Return the name of a task. For other messages, return the name of the stage that
+    buried the message, or "relay" if the relay gave it up."""
     task = letter.headers.get(wire.TASK) if wire.is_task(letter.destination) else None
     return str(task or letter.stage or "relay")
 
@@ -298,8 +298,8 @@ class Command(BaseCommand):
         return filters
 
     def _require_stage(self, name: str, using: str) -> None:
-        """Raise CommandError for an unknown stage. A misspelt name must not look like a
-        stage without dead letters."""
+        """Raise CommandError for an unknown stage, so that a misspelt name does not
+        look like a stage without dead letters."""
         letters = DeadLetter.objects.using(using)
         known = {one.name for one in all_stages()}
         if name in known or letters.filter(stage=name).exists():

@@ -115,7 +115,7 @@ def _cli() -> Any:
 
 
 def job_spec(alias: str) -> Any:
-    """Return the job specification that follows from Django's settings and TXMSG.
+    """Build the job specification from Django's settings and TXMSG.
 
     The database's password is put into an environment variable of this process. The
     specification contains only the name of the variable.
@@ -165,8 +165,8 @@ def job_spec(alias: str) -> Any:
 
 
 def _read_by(source: Any, reader: str) -> Any:
-    """Return the specification of a service's database, with the replica from which
-    jobs read its rows."""
+    """Return the specification of a service's database, extended by the replica from
+    which jobs read the rows."""
     if "://" in reader:
         return replace(source, reader_url=reader)
     there = source_spec(reader, f"{source.service}_reader")
@@ -205,8 +205,9 @@ def source_spec(alias: str, service: str) -> Any:
 
 
 def _libpq(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the libpq parameters in a database's OPTIONS: TLS, the schema, the role.
-    Secrets are omitted, because a specification is written to files."""
+    """Return those libpq parameters in a database's OPTIONS that are not secret: TLS,
+    the schema, the role. Secrets are left out because a specification is written to
+    files."""
     from psycopg.pq import Conninfo
 
     known = {one.keyword.decode() for one in Conninfo.get_defaults()}

@@ -26,8 +26,8 @@ from ..verb_parser import VerbParser
 
 
 class Command(BaseCommand):
-    """List the embedded broker's subscriptions, or end one of a stage that was
-    removed."""
+    """List the embedded broker's subscriptions, or end the subscription of a stage that
+    was removed."""
 
     help = "Lists the embedded broker's subscriptions; ends one, at any broker."
 
@@ -136,14 +136,14 @@ class Command(BaseCommand):
 
 
 def _living() -> list[Worker]:
-    """Return the live workers. Their rows may be in another database than the broker's
-    tables."""
+    """Return the live workers. The rows of workers may be in another database than the
+    broker's tables."""
     home = router.db_for_write(Worker)
     require_tables(home)
     return attendance.read_living(home, clock(home)).living
 
 
 def _tables_of(broker: Broker) -> str | None:
-    """Return the database that stores the broker's subscriptions. Return None for a
-    broker that is not the embedded broker."""
+    """Return the database that stores the broker's subscriptions, or None if the broker
+    is not the embedded broker."""
     return broker.stored_in if broker.kind == "database" else None

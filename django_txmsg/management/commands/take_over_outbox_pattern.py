@@ -1,8 +1,8 @@
 """`manage.py take_over_outbox_pattern`: migrates from django-outbox-pattern.
 
 The command reads django-outbox-pattern's tables directly, so that package need not be
-installed. It cannot be installed beside our STOMP client, because it requires an older
-stomp.py.
+installed. In fact, that package cannot be installed beside our STOMP client, because it
+requires an older stomp.py.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ class Command(BaseCommand):
             raise CommandError("Not everything can be taken over.")
 
     def _send(self, using: str, options: dict[str, Any]) -> tuple[int, int]:
-        """Store the unsent messages in the outbox and mark them as sent, each batch in
-        one transaction. Return the number of stored messages, and the number of
-        messages that were given up and are left."""
+        """Store the unsent messages in the outbox and mark them as sent. Each batch is
+        one transaction. Return two numbers: the messages that were stored, and the
+        messages that django-outbox-pattern had given up and that were not stored."""
         rows: Any = Published._base_manager.using(using)
         given_up = rows.exclude(status=SUCCEEDED).filter(
             models.Q(status=FAILED) | models.Q(expires_at__lt=Now())
