@@ -249,8 +249,8 @@ def test_returned_message_is_refused_alone_and_its_queue_redeclared(
     destination: str,
     isolate: bool,
 ) -> None:
-    """A queue was deleted, so RabbitMQ returns the messages that a batch sends there.
-    Only these messages are refused, and the next send declares the queue again."""
+    """A batch sends messages to a deleted queue, and RabbitMQ returns them. Only these
+    messages are refused, and the next send declares the queue again."""
     gone, stays = f"{destination}.gone", f"{destination}.stays"
     session = opened(rabbitmq_amqp.url())
     batch = [
@@ -639,9 +639,9 @@ def test_a_topics_subscriber_goes_back_to_stomp_if_its_queue_is_classic(
     destination: str,
     kind: str,
 ) -> None:
-    """A topic's subscriber changes from AMQP to STOMP. With a quorum queue this fails,
-    even with `existing`, because STOMP always declares a subscription's queue. The
-    messages stay there for AMQP."""
+    """A topic's subscriber changes from AMQP to STOMP. If its queue is a quorum queue,
+    STOMP cannot subscribe, even with `existing`, because STOMP always declares a
+    subscription's queue. The messages stay in the queue for AMQP."""
     topic, name = f"topic:{destination}", f"{destination}.subscriber"
     url = rabbitmq_amqp.url(queue_type=kind)
     before = opened(url)
@@ -706,8 +706,8 @@ def test_headers_become_text_or_a_problem(
 def test_a_message_to_several_queues_goes_back_to_the_one_it_came_from(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """The header CC has copied a message to a second queue. Each copy is sent back
-    without this header, so it reaches only its own queue."""
+    """The header CC of a message has copied it to a second queue. Each copy is sent
+    back without the header, so it reaches only its own queue."""
     copied = f"{destination}.copied"
     session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
     session.subscribe(destination, prefetch=2)

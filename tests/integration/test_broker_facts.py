@@ -180,8 +180,8 @@ def test_activemq_keeps_a_transaction_whose_commit_it_refused(
 def test_rabbitmq_closes_the_connection_on_a_forbidden_send_and_stores_nothing(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """RabbitMQ declares the queue when SEND arrives, and refuses a forbidden SEND then,
-    before any COMMIT."""
+    """RabbitMQ declares a queue as soon as a SEND to it arrives. So it refuses a
+    forbidden SEND before the COMMIT, and stores no message of the transaction."""
     producer, name = client(rabbitmq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t", receipt="begin")
@@ -250,8 +250,9 @@ def test_activemq_sends_a_receipt_inside_a_transaction_before_the_commit(
 def test_rabbitmq_sends_a_receipt_inside_a_transaction_only_after_the_commits(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """A client that waits for the SEND's receipt before COMMIT waits for ever. A second
-    transaction's receipt shows that RabbitMQ has read the SEND."""
+    """RabbitMQ sends the receipts of a transaction's SENDs after COMMIT. A client that
+    waits for one before COMMIT waits for ever. The receipt of a second transaction
+    shows that RabbitMQ has read the SENDs."""
     producer, name = client(rabbitmq), queue()
 
     producer.send("BEGIN", transaction="t", receipt="begin")
@@ -288,8 +289,8 @@ def test_rabbitmq_never_sends_the_receipts_of_an_aborted_transaction(
 def test_activemq_sends_receipts_in_order_while_no_queue_is_full(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """Large and small messages, persistent and not, are sent to queues and to a
-    topic."""
+    """ActiveMQ sends receipts in the order of the SENDs. The messages are large and
+    small, persistent and not, and go to queues and to a topic."""
     producer = client(activemq)
     names = [queue(), queue(), queue().replace("/queue/", "/topic/")]
 
@@ -379,8 +380,8 @@ def test_activemq_answers_a_barrier_while_a_send_with_receipt_waits(
 def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """When the receipt of COMMIT arrives, the whole batch is stored. The relay relies
-    on this."""
+    """ActiveMQ sends the receipt of a COMMIT only after it has stored all messages of
+    the transaction. The relay relies on this."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -499,8 +500,8 @@ def test_rabbitmq_confirms_unroutable_messages(
 def test_rabbitmq_receipts_a_subscribe_it_has_just_refused(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """RabbitMQ refuses a SUBSCRIBE with an ERROR, and then sends its receipt and closes
-    the connection."""
+    """RabbitMQ refuses a SUBSCRIBE with an ERROR. Then it sends the receipt of the
+    SUBSCRIBE, and closes the connection."""
     consumer = client(rabbitmq, LIMITED_USER)
     consumer.send("SUBSCRIBE", id="s", destination=FORBIDDEN, receipt="subscribed")
     assert [short(frame) for frame in consumer.drain(30)] == ["ERROR -", "subscribed"]
@@ -560,8 +561,8 @@ def quorum_queue(channel: amqp.Channel, **arguments: object) -> str:
 
 
 def returned(channel: amqp.Channel, *names: str) -> str:
-    """Receive the queue's message, return it to the queue, and return the queue's name.
-    Return "" if no message is there."""
+    """Take a message from the first queue that has one, and requeue it. Return the name
+    of this queue, or "" if all queues are empty."""
     for name in names:
         if message := channel.basic_get(name):
             channel.basic_reject(message.delivery_tag, requeue=True)
@@ -570,8 +571,8 @@ def returned(channel: amqp.Channel, *names: str) -> str:
 
 
 def deliveries(channel: amqp.Channel, name: str, grave: str) -> int:
-    """Return how often a message is delivered before it is dead-lettered, or 30 if that
-    does not happen."""
+    """Return how many deliveries of a message precede its dead-lettering. Stop at 30,
+    and return 30."""
     for number in range(30):
         came: list[str] = []
 
@@ -624,8 +625,8 @@ def test_rabbitmq_4_3_answers_who_may_not_configure_as_if_the_queue_was_there(
     rabbitmq: RabbitMQ,
 ) -> None:
     """A user without the permission to configure declares a missing queue passively.
-    Since 4.3, RabbitMQ refuses access, as for an existing queue. Before, it answered
-    that the queue is missing."""
+    RabbitMQ 4.3 and later refuse access, as if the queue existed. Earlier versions
+    answer that the queue is missing."""
     with amqp.Connection(
         f"127.0.0.1:{rabbitmq.amqp_port}", userid=LIMITED_USER, password=PASSWORD
     ) as connection:

@@ -175,9 +175,9 @@ def test_the_sessions_of_a_process_hold_one_large_body_and_small_ones_go_on(
 def test_a_body_above_the_limit_is_claimed_although_there_are_always_others(
     sessions: Callable[[], DatabaseSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sessions have claimed bodies of 400 bytes, which count as large here. The
-    next body is above the limit. It is claimed before a smaller body behind it, once no
-    other body is claimed."""
+    """A body above the limit is next in the queue, before a smaller one. While another
+    session has claimed a body, neither is claimed. After that, the body above the limit
+    is claimed first."""
     first, second, third = sessions(), sessions(), sessions()
     queue(400, 400, 5000, 400)
     one, other = first.receive(0), second.receive(0)
@@ -207,9 +207,9 @@ def test_a_closed_session_gives_its_room_to_the_others(
 def test_acknowledged_rows_are_deleted_in_groups_and_when_the_session_closes(
     sessions: Callable[[], DatabaseSession],
 ) -> None:
-    """A session with further claimed deliveries does not delete a row at each
-    acknowledgement. It deletes the rest before it closes, and after its last claimed
-    delivery."""
+    """While a session has further claimed deliveries, it does not delete acknowledged
+    rows one by one. It deletes them together, after its last claimed delivery or when
+    it closes."""
     queue(*[1] * 6)
     session = sessions()
     session._pace = 0.001  # so that it claims all of them
@@ -244,8 +244,8 @@ def test_a_batch_holds_no_more_than_the_share_of_its_session(
 
 @pytest.mark.postgresql
 def test_a_large_message_that_another_lane_looks_at_is_not_left_behind() -> None:
-    """A lane that may not claim a large message locks its row for a moment. SKIP LOCKED
-    then hides the row from the lane that may claim it, so that lane must claim
+    """One lane locks a large row for a moment, but may not claim it. Meanwhile SKIP
+    LOCKED hides the row from the lane that may claim it. So this second lane claims
     again."""
     store(5000)
     budget, looks = Budget(8), iter([True])

@@ -178,8 +178,9 @@ ELSEWHERE = {
     "url", ["redis://127.0.0.1:1/5", "amqp://127.0.0.1:1/other", "amqp://127.0.0.1:2//"]
 )
 def test_stored_task_never_goes_to_another_broker(by: str, url: str) -> None:
-    """The call is refused. Otherwise the relay would send the row to the broker of the
-    row's app, perhaps to a queue without a consumer."""
+    """A call with the connection or the producer of another broker is refused.
+    Otherwise the relay would send the row to the broker of the row's app, perhaps to a
+    queue without a consumer."""
     calls: list[Callable[..., Any]] = [
         lambda **given: add.apply_async((1, 2), **given),
         lambda **given: app.send_task("elsewhere.task", (3,), **given),

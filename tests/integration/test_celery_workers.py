@@ -108,8 +108,8 @@ def worked(worker: CeleryWorker, *expected: str, prefix: str = "") -> None:
 
 @on_both
 def test_called_task_is_executed_after_the_commit(worker: Start, redis: Redis) -> None:
-    """The calls are chains, groups, links, a countdown, a chord, retries and
-    replacements."""
+    """A worker executes tasks after the commit of their calls: chains, groups, links, a
+    countdown, a chord, retries and replacements."""
     app.conf.result_backend = redis.url(1)
     forget_connections()
     with transaction.atomic():

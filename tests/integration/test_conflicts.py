@@ -28,7 +28,8 @@ ONCE = RedeliveryPolicy(max_redeliveries=0, initial_delay=0.0)
 @pytest.mark.parametrize("batch", [1, 5])
 def test_contention_buries_no_message(batch: int) -> None:
     """Four threads update one row in serializable transactions. Each message has one
-    attempt, and would succeed if it ran alone. No message is buried."""
+    attempt, and would succeed if no other were processed meanwhile. No message is
+    buried."""
     total = 20
     Order.objects.create(number="1", total=0)
     runs: list[int] = []
@@ -79,7 +80,7 @@ def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
 
 
 def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
-    """The attempt is counted and committed, but then the row cannot be locked. The
+    """The count of the attempt is committed, but then the row cannot be locked. The
     message is processed without a second count."""
     with connection.cursor() as cursor:
         # A sequence remembers what its transaction does not.

@@ -104,8 +104,8 @@ def test_two_stages_of_one_id_each_process_it() -> None:
 
 
 def test_of_copies_that_arrive_at_once_one_handler_runs() -> None:
-    """Several copies of a message arrive at the same time. One of them runs. The others
-    wait for its transaction, and are then dropped."""
+    """Several copies of a message arrive at the same time. The handler runs for one of
+    them. The others wait for its transaction to end, and are then dropped."""
     inside, go_on = threading.Event(), threading.Event()
     runs: list[uuid.UUID] = []
 
@@ -149,8 +149,8 @@ def test_a_stage_whose_first_copy_fails_lets_the_second_run() -> None:
 
 
 def test_handler_sees_the_senders_data_and_its_writes_are_atomic() -> None:
-    """The handler writes through models and with SQL, for 75 messages. Every fifth
-    message fails."""
+    """The handler writes through models and with SQL, and fails for every fifth of 75
+    messages. The database keeps the writes of all other messages, and no others."""
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
     def handler(message: Message) -> None:

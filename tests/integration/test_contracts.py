@@ -98,8 +98,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def service(
     takes: dict[str, Any] | None = None, sends: dict[str, Any] | None = None
 ) -> Iterator[None]:
-    """Declare the stages and the destinations of a service. `takes` and `sends` map the
-    name of each destination to its type."""
+    """Declare a service's stages, from `takes`, and the destinations that it sends to,
+    from `sends`. Both map a destination's name to its type."""
     destination._declared.clear()
     codecs.forget()
     with ExitStack() as stack:
@@ -391,8 +391,8 @@ def test_every_command_is_a_verb() -> None:
 
 
 def test_the_example_project_keeps_its_contract(tmp_path: Path) -> None:
-    """The contract file is beside manage.py, so the command finds it from any
-    directory."""
+    """`contracts check` accepts the example project. It finds the contract file beside
+    manage.py, from any directory."""
     done = subprocess.run(
         [sys.executable, PROJECT / "manage.py", "txmsg", "contracts", "check"],
         cwd=tmp_path,

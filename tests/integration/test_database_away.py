@@ -1,5 +1,5 @@
-"""The database becomes unavailable and comes back. The consumer keeps its deliveries
-and takes no others, as the broker's counts show."""
+"""The database becomes unavailable and comes back. Meanwhile the consumer keeps its
+deliveries and takes no others. The tests check this by the broker's counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [committing, pytest.mark.postgresql]
 
 @pytest.fixture
 def broker() -> Iterator[ScriptedBroker]:
-    """A broker that counts deliveries. The settings use it."""
+    """A scripted broker that counts deliveries. It is the settings' default broker."""
     with ScriptedBroker(RABBITMQ) as scripted, settings(scripted):
         yield scripted
 
@@ -149,9 +149,9 @@ def forgetful(postgres: services.PostgreSQL) -> Iterator[services.PostgreSQL]:
 def test_a_message_that_failed_while_a_crash_forgot_its_record_is_not_dropped(
     ends: str, broker: ScriptedBroker, forgetful: services.PostgreSQL
 ) -> None:
-    """The server crashes while the handler runs, and loses the record of the arrival,
-    because its commit did not wait for the disk. Then the handler fails. The message is
-    not dropped."""
+    """The record of the arrival was committed without waiting for the disk. The server
+    crashes while the handler runs, and loses this record. Then the handler fails. The
+    message is not dropped."""
     policy = RedeliveryPolicy(
         max_redeliveries=0 if ends == "dead" else 3,
         initial_delay=0.0,

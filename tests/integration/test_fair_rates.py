@@ -60,8 +60,8 @@ def processed(tenant: str) -> int:
     "many", [300, pytest.param(100_000, marks=pytest.mark.soak, id="soak")]
 )
 def test_few_messages_are_as_soon_beside_many_as_alone(many: int) -> None:
-    """The few messages get the same slots with and without the many messages. In each
-    hour, one message of each key runs."""
+    """A key with few messages gets the same slots whether or not another key has many
+    messages. In each hour, one message of each key is processed."""
     with declared(effect, rate="1/h", per="tenant") as one:
         put(one.destination, headers=headers_of(uuid.uuid4(), "many"))
         step(one)

@@ -327,9 +327,9 @@ def test_a_request_that_the_broker_refuses_is_answered_at_once(
 
 
 def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
-    """An unreadable answer without our headers is dead-lettered. Its correlation id
-    names the join by the ticket and the number of the request. When the join ends, it
-    closes the dead letter."""
+    """An unreadable answer without our headers becomes a dead letter. Its correlation
+    id contains the join's ticket and the number of the request. So the join finds the
+    dead letter when it ends, and closes it."""
     run = tour(2)
     answer(1)
     run.refresh_from_db()
@@ -406,8 +406,9 @@ def test_answers_and_copies_at_the_same_time_end_each_join_once(
 def test_two_last_answers_at_the_same_moment_end_the_join(
     commits: bool, enough: int | None
 ) -> None:
-    """Transactions A and B each process a last answer, and cannot see each other's. B
-    continues the run first. Then A commits, or rolls back as after a kill."""
+    """Transactions A and B each process one of the last answers, and neither sees the
+    other's answer. B commits. Then A commits, or rolls back as after a kill. The join
+    ends with both answers."""
     run = tour(2 if enough is None else 3, enough)
     answer(2)
     stage = stages.find(["tour.flow.steps"])[0]

@@ -174,7 +174,8 @@ def with_amount(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def undone() -> Iterator[list[int]]:
-    """Declare the flow and its undo. Collects the numbers of undone requests."""
+    """Declare the flow and its undo. Yields a list, to which the undo adds the number
+    of each undone request."""
     numbers: list[int] = []
 
     def undo(ruled: Ruled) -> None:
@@ -230,7 +231,7 @@ def outcome(run: Run) -> str:
 
 
 def expire() -> None:
-    """Let all requests expire now, but not the deadlines of their runs."""
+    """Let all messages expire now, but not the deadlines of their runs."""
     past = clock("default") - MINUTE
     OutboxMessage.objects.update(expires_at=past)
     for model in (QueueMessage, InboxMessage):

@@ -362,8 +362,8 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: OutboxMessage.objects.exists())
     @rule(which=st.integers(0, 1000), fresh=st.booleans())
     def a_copy_comes(self, which: int, fresh: bool) -> None:
-        """Deliver a copy of any stored message. With `fresh`, a message that continues
-        a run gets a new id, like a repeated answer."""
+        """Deliver a copy of any stored message. If `fresh` is true and the message
+        continues a run, the copy gets a new id, as if its sender had sent it twice."""
         row = OutboxMessage.objects.order_by("id")[
             which % OutboxMessage.objects.count()
         ]

@@ -186,8 +186,8 @@ def test_unreadable_foreign_message_is_one_dead_letter(
 
 
 def declare() -> None:
-    """Declare a stage in the worker. Its handler kills the worker if DEADLY is set.
-    Otherwise the test may kill the worker right after the commit."""
+    """Declare a stage in the worker, with a crash point after the commit. If DEADLY is
+    set, the stage's handler kills the worker."""
 
     def handler(message: Message) -> None:
         if os.environ.get("DEADLY"):

@@ -165,8 +165,8 @@ def test_allowed_headers_arrive_unchanged(
 
 @pytest.mark.parametrize("text", ["a😀b", "\U00010000", "\U0010ffff"])
 def test_headers_that_activemq_loses_on_restart_are_refused(text: str) -> None:
-    """ActiveMQ stores headers in a form of UTF-8 that cannot express these
-    characters."""
+    """Headers with these characters are refused. ActiveMQ stores headers in a form of
+    UTF-8 that cannot express the characters."""
     for headers in ({"name": text}, {text: "value"}):
         with pytest.raises(InvalidMessage, match="U\\+FFFF"):
             check_headers(headers)

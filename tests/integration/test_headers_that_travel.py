@@ -44,8 +44,8 @@ def test_handler_gets_only_the_senders_headers(name: str) -> None:
 
 
 def test_a_handler_forwards_the_headers_that_it_got() -> None:
-    """A handler copies its message's headers to another message. These headers do not
-    include those that a broker or a later version of this package adds."""
+    """A handler sends a message with the headers of its own message. Headers that a
+    broker or a later version of this package has added are not among them."""
 
     def handler(message: Message) -> None:
         assert message.headers == {**WRITTEN, "traceparent": TRACE}

@@ -393,8 +393,8 @@ def test_a_consumer_that_leaves_in_mid_stream_breaks_no_connection(
     destination: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A consumer acknowledges a message and leaves, while RabbitMQ is sending the next
-    message. The broker reports no error."""
+    """A consumer acknowledges a message and closes its connection, while the broker is
+    sending further messages. The broker reports no error."""
     batch = [(destination, jms.Message(str(n))) for n in range(200)]
     with connect(server.url()).create_session() as session:
         assert session.send_batch(batch) == [None] * 200

@@ -54,8 +54,8 @@ def send_late(key: str | None) -> None:
 
 @contextmanager
 def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception]]:
-    """Connect a receiver to the signal. Its first call runs `act`. Yields a list, to
-    which an exception of `act` is appended."""
+    """Connect a receiver to the signal, which calls `act` only once. Yields a list of
+    the exceptions that `act` has raised."""
     failed: list[Exception] = []
     acted: list[bool] = []
 
@@ -161,8 +161,9 @@ def test_receiver_of_a_stages_signal_sends_once(
 def test_receiver_of_a_sessions_signal_sends_once(
     signal: Signal, key: str | None
 ) -> None:
-    """The receiver of a session's signal sends one message. One of the signals is sent
-    right before the commit, so that its receiver's message is part of the commit."""
+    """For each signal of a session, its receiver sends one message. Only
+    `control_message_sent` is sent before the commit, so only the message of its
+    receiver belongs to the session."""
     with (
         received(signal, lambda: send_late(key)) as failed,
         outbox_session() as session,

@@ -204,7 +204,8 @@ def test_isolation_level_ends_with_the_stage() -> None:
 
 
 def serializable(stage: Stage) -> TransactionDefinition | None:
-    """Return a serializable transaction, or None for stages that use the default."""
+    """Return the definition of a serializable transaction, or None if the stage uses
+    the default."""
     if stage.destination.startswith("tests.default"):
         return None
     return TransactionDefinition(using="default", isolation="serializable")

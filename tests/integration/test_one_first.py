@@ -1,5 +1,5 @@
-"""A bulk operation redelivers one message first. If the cause of its failure was not
-repaired, the operation costs few attempts."""
+"""A bulk operation redelivers one message first. If this message fails again, the
+operation costs few attempts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def bury(stage: Stage, count: int, **more: Any) -> list[DeadLetter]:
 
 
 def work(stage: Stage, operation: BulkOperation, rounds: int = 60) -> list[int]:
-    """Alternate between a batch of the operation and the stage. Return the sizes of the
-    batches."""
+    """Run a batch of the operation and then the stage, in turns, until the operation
+    ends. Return the sizes of the batches."""
     sizes = []
     for _ in range(rounds):
         BulkOperation.objects.update(due_at=factories.ago(seconds=1))

@@ -419,7 +419,8 @@ def all_subscribed(number: int) -> bool:
 
 def test_a_follower_runs_when_its_rejected_predecessor_is_redelivered() -> None:
     """The broker has rejected the predecessor, and its follower is blocked. The
-    redelivered predecessor keeps its place in the order, and the follower runs."""
+    redelivered predecessor keeps its place in the order, and the follower is processed
+    after it."""
     with declared(effect, ordered="block") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
         zero, one, two = taken(stage.destination)
@@ -506,8 +507,8 @@ def test_block_does_not_wait_for_an_unseen_predecessor(
 
 
 def test_nothing_passes_one_of_its_key_that_is_open_here() -> None:
-    """A message whose predecessor is lost does not overtake an earlier message of its
-    key, which waits for its redelivery."""
+    """The first message of a key waits for its redelivery, the second is lost, and the
+    third is blocked. The third message is not processed before the first."""
 
     def handler(message: Message) -> None:
         effect(message)

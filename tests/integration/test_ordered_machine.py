@@ -253,8 +253,8 @@ class Life(RuleBasedStateMachine):
 
     @rule(minutes=st.sampled_from([1, 60]))
     def minutes_pass(self, minutes: int) -> None:
-        """Move all due times into the past by `minutes`, except those of rows that are
-        not checked again."""
+        """Move all due times into the past by `minutes`, except those of rows that no
+        stage will check again."""
         by = dt.timedelta(minutes=minutes)
         rows = InboxMessage.objects.filter(due_at__year__lt=9000)
         rows.update(due_at=F("due_at") - by)
@@ -288,8 +288,8 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def every_key_is_in_order(self) -> None:
-        """Check that the messages of a key run in the order in which they were stored.
-        Only messages that were dead and skipped may run late."""
+        """Check that the messages of a key are processed in the order in which they
+        were stored. Only dead messages that were skipped may be processed late."""
         late = set(
             DeadLetter.objects.values_list("message_id", flat=True)
             if self.ordered == "skip"

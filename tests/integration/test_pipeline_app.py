@@ -68,8 +68,8 @@ def database(
 
 
 def migrate(*targets: tuple[str, str | None]) -> Any:
-    """Migrate to the given migrations, by default to the latest. Return the apps in
-    that state."""
+    """Migrate to the given migrations, by default to the latest. Return the app
+    registry after these migrations."""
     executor = MigrationExecutor(connections[ALIAS])
     if not targets:
         targets = tuple(
@@ -87,7 +87,7 @@ def ask(connection: Any, sql: str) -> list[Any]:
 
 
 def columns_of_pipeline(connection: Any) -> int:
-    """Return the number of the pipeline's columns in outbox and inbox."""
+    """Return how many of the pipeline's columns the tables of outbox and inbox have."""
     names = [
         column.name
         for table in ("outboxmessage", "inboxmessage")
@@ -113,8 +113,8 @@ def store_and_change(body: bytes) -> None:
 
 
 def marks(connection: Any, body: str) -> tuple[Any, Any]:
-    """Return the ids of the transactions that stored a message and that last changed
-    it."""
+    """Return two transaction ids: of the transaction that stored a message, and of the
+    one that last changed it."""
     sql = (
         "SELECT unnest(ARRAY[created_xid, changed_xid]) FROM"
         f" django_txmsg_outboxmessage WHERE body = '{body}'"
@@ -187,7 +187,8 @@ def columns_of_worker(connection: Any) -> set[str]:
 
 
 def test_columns_are_not_dropped_under_a_running_process(database) -> None:
-    """The migration is refused while a worker is live, and so is its reversal."""
+    """While a worker is live, the package refuses to apply the migration, and to
+    reverse it."""
     migrate()
     old = Worker.objects.using(ALIAS).create(
         name="w", kind="consumer", host="web-1", pid=4711

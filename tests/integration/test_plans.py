@@ -44,8 +44,8 @@ LATER = 5000
 
 @pytest.fixture(autouse=True)
 def backlog(impatient: None) -> list[int]:
-    """Store pending rows after the last ANALYZE, so the server's statistics contain no
-    pending row. Return their ids."""
+    """Run ANALYZE and then store pending rows, so the server's statistics contain none
+    of them. Return their ids."""
     with connection.cursor() as cursor:
         # The tests before have left empty pages, and the server plans by their number.
         for model in (OutboxMessage, InboxMessage, QueueMessage):
@@ -67,8 +67,8 @@ def store(count: int) -> None:
 
 
 def read_for(work: Callable[[], Any], verb: str = "") -> int:
-    """Return how many rows the plans of the executed statements read in all their
-    nodes. With `verb`, only statements that begin with it count."""
+    """Return how many rows the executed statements read, added up over all nodes of
+    their plans. With `verb`, count only the statements that begin with it."""
     said: list[Any] = []
 
     def explained(execute: Any, sql: str, params: Any, *rest: Any) -> Any:
@@ -131,8 +131,8 @@ def test_a_key_is_looked_up(backlog: list[int]) -> None:
 
 
 def copies(model: Any, **columns: str) -> None:
-    """Insert LATER copies of a table's first row. `columns` are SQL expressions for
-    columns that differ."""
+    """Copy a table's first row many times. `columns` maps a column's name to an SQL
+    expression for its value in the copies."""
     filled = {
         field.column: columns.get(field.column, field.column)
         for field in model._meta.concrete_fields
@@ -220,9 +220,9 @@ def test_queued_messages_are_not_read_before_their_time() -> None:
 
 
 def test_a_claim_takes_no_more_than_its_limit_whatever_the_plan() -> None:
-    """A claim with the limit 1 gets one row, even if the server uses a nested loop.
-    With such a plan, the server could search for a free row several times, and find
-    another one each time."""
+    """A claim with the limit 1 gets one row, even if the server uses a nested loop. In
+    a nested loop, the server could search for a free row several times, and find a
+    different one each time."""
     QueueMessage.objects.bulk_create(
         QueueMessage(queue="tests.q", body=b"x") for _ in range(50)
     )
@@ -407,8 +407,8 @@ def test_the_first_dead_letter_of_an_error_is_found_by_an_index(
 
 @pytest.mark.parametrize("analyzed", [True, False])
 def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
-    """A search reads only the dead letters that it finds, even if it finds none or the
-    server's statistics are outdated."""
+    """A search reads no dead letters except those that match, even if none matches or
+    the server's statistics are outdated."""
     DeadLetter.objects.all().delete()
     DeadLetter.objects.create(
         message_id=uuid.uuid4(), destination="q", fingerprint="f", correlation_id="c"

@@ -237,8 +237,8 @@ def test_messages_that_wait_go_on_if_the_stage_has_no_rate_any_more() -> None:
 
 def test_a_changed_per_gives_waiting_messages_slots_of_their_new_lines() -> None:
     """The option `per` of a stage changes while messages wait. The messages get new
-    slots, because slots are numbered for each key, and an old number could mean years
-    of waiting."""
+    slots. Slots are numbered separately for each key, so a message that kept its old
+    number might wait for years."""
     with declared(effect, rate="1/h") as one:
         send(one.destination, headers={"tenant": "a"})
         step(one)
@@ -288,8 +288,9 @@ def test_an_unused_line_is_pruned() -> None:
 
 
 def test_a_message_whose_slot_is_older_than_the_retention_runs_after_a_pause() -> None:
-    """A stage was paused for longer than `RETENTION["INBOX"]`. When it is resumed, a
-    new message arrives before the message that waits for a slot."""
+    """A stage was paused for longer than `RETENTION["INBOX"]`, while one message waited
+    for its slot. After the pause, a new message arrives first. Both messages are
+    processed."""
     with declared(effect, rate="1/m") as one:
         for _ in range(2):
             put(one.destination)

@@ -171,8 +171,8 @@ def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) 
 def test_settlements_that_wait_for_a_lock_hold_up_no_other_lane(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The settlements of two lanes wait for a lock. Only some lanes may use the
-    database at the same time, but another lane still sends its messages."""
+    """Only a few lanes may use the database at the same time. The settlements of two
+    lanes wait for a lock, and a third lane still sends its messages."""
     batch_size, real = COUNT // 2, DatabaseSession.send
     statement = "SELECT 1 FROM django_txmsg_outboxmessage WHERE message_id = %s"
     with psycopg.connect(**connection.get_connection_params()) as operator:

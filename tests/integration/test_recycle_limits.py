@@ -1,5 +1,5 @@
-"""`max_messages` and `max_memory`: a consumer drains and exits, so that a supervisor
-restarts it."""
+"""`max_messages` and `max_memory`: at its limit, a consumer finishes its messages and
+exits, so that a supervisor restarts it."""
 
 from __future__ import annotations
 

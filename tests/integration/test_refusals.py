@@ -107,8 +107,9 @@ def trials(
 ) -> Callable[[], int]:
     """Return a function that counts the outages of this process.
 
-    A soak logs nothing: pytest keeps each log record with its exception, and so the
-    bodies of all tried messages. Within an hour they would fill the memory.
+    In a soak, the package logs nothing. pytest would keep each log record with its
+    exception, which contains the bodies of the tried messages. Within an hour these
+    would fill the memory.
     """
     if request.node.get_closest_marker("soak"):
         caplog.set_level(logging.CRITICAL, "django_txmsg")
@@ -295,8 +296,8 @@ def test_no_refused_transaction_keeps_a_queue_of_activemq_full(
     small_activemq: SmallActiveMQ, destination: str
 ) -> None:
     """ActiveMQ refuses a COMMIT after it has accepted some messages of the transaction.
-    It keeps their memory until the connection ends. So the client ends the connection,
-    and the queue accepts messages again."""
+    Until the connection ends, these messages fill the queue's memory. So the client
+    ends the connection, and the queue accepts messages again."""
     full = f"{CRAMPED}{destination}"
     padding = {"txmsg-id": str(uuid.uuid4()), "padding": "x" * 2000}
 

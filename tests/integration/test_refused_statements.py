@@ -142,7 +142,7 @@ def locked(table: str) -> Iterator[None]:
 
 @contextmanager
 def limits(limit: str) -> Iterator[None]:
-    """Give new connections this time-out."""
+    """Set the PostgreSQL time-out `limit` to 20 ms, for new connections."""
     ask(f"ALTER ROLE CURRENT_USER SET {limit} = '20ms'")
     try:
         yield
@@ -174,8 +174,8 @@ def put_three(destination: str, body: str) -> None:
 
 
 def stays(refusal: Refusal, batch: int, body: str = "sound") -> None:
-    """Let a stage process three messages while the database refuses its statements,
-    more often than a message has attempts. Check that the same threads process the
+    """Let a stage process three messages. At first, the database refuses many of its
+    statements. Check that no message is buried, and that the same threads process the
     messages afterwards."""
     with (
         declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
@@ -203,7 +203,8 @@ def test_message_waits_while_a_trigger_refuses_the_inbox(
     event: str, batch: int
 ) -> None:
     """The database refuses to record a message's arrival, or to mark the message as
-    processed. The message waits, and is processed once the database accepts."""
+    processed. The message waits, and is processed once the database accepts the
+    statement."""
     stays(lambda: trigger(event, INBOX), batch)
 
 
@@ -278,9 +279,9 @@ def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
 
 
 def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
-    """A parked message has failed once. The database refuses to finish the second
-    attempt more often than the message has attempts. The attempt is repeated until it
-    succeeds."""
+    """A parked message has failed once. The second attempt succeeds, but the database
+    often refuses to finish it. The refusals count no attempt, and the attempt is
+    repeated until the database accepts it."""
     with declared(handler, redelivery=REDELIVERED) as stage, ExitStack() as stack:
         with ends_refused():
             put(stage.destination, b'"fails"')
@@ -295,9 +296,9 @@ def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
 
 
 def test_once_does_not_end_while_a_parked_message_is_tried_again() -> None:
-    """The database refuses to finish a parked message, and the pause between two tries
-    is longer than `--once` waits for work. The consumer ends only after the message is
-    processed."""
+    """With `--once`, a consumer ends after a short time without work. It does not end
+    while the database refuses to finish a parked message, even if the pauses between
+    two tries are longer than this time."""
     # By then, the stage has looked for messages and found none.
     later = RedeliveryPolicy(initial_delay=0.5, jitter=0)
     with declared(handler, redelivery=later) as stage:

@@ -1,5 +1,5 @@
-"""The broker refuses the subscription of one stage. The other stages are not affected,
-as the broker's counts show."""
+"""The broker refuses the subscription of one stage. The other stages are not affected.
+The tests check this by the broker's counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = committing
 
 @pytest.fixture(params=[CLASSIC, RABBITMQ], ids=lambda profile: profile.name)
 def broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
-    """A broker. The package's settings use it."""
+    """A scripted broker, which is the default broker in the settings."""
     with (
         ScriptedBroker(request.param) as scripted,
         txmsg(BROKERS={"default": {"URL": scripted.url}}),

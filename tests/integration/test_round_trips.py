@@ -162,8 +162,8 @@ def reply(number: int) -> None:
 def test_a_step_costs_the_round_trips_of_a_stage_that_keeps_its_state(
     wire: Proxy,
 ) -> None:
-    """A step needs three more round trips than a stage. It locks and reads its run,
-    stores its request, and writes the run together with its history."""
+    """A step needs three more round trips than a stage: to lock and read the run, to
+    store the request, and to write the run together with its history."""
     with rounds() as go_on:
         counted = []
         for number in range(8):

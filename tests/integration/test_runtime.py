@@ -53,7 +53,7 @@ def default(**settings: Any) -> Iterator[None]:
 
 @contextmanager
 def alone(stage: Stage) -> Iterator[StageThread]:
-    """Run one thread of the stage, and no other thread that uses the database."""
+    """Run one thread of the stage. No other thread of the worker uses the database."""
     stop = threading.Event()
     group = ThreadGroup(stop.set)
     thread = thread_of(stage, stop)

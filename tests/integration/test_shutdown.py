@@ -1,4 +1,4 @@
-"""Stopping a process: it finishes the messages in progress, and starts no others."""
+"""A process that stops finishes the messages in progress, and starts no others."""
 
 from __future__ import annotations
 

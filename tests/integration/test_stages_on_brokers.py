@@ -248,8 +248,8 @@ def test_client_ids_in_mode_outbox_have_one_effect(
 def test_refused_password_is_retried_with_pauses(
     destination: str, proxy: Proxy, server: StompServer
 ) -> None:
-    """The broker refuses the password of many threads. Only one thread tries to log in
-    at a time, and the pauses between tries grow."""
+    """Many threads log in with a wrong password. Only one thread tries at a time, and
+    the pauses between tries grow."""
     url = server.url(port=proxy.port, password="wrong")
     with (
         txmsg(BROKERS={"default": {"URL": url}}),

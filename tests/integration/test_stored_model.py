@@ -141,7 +141,7 @@ class Program:
         assert list(ids) == [row.id for row in self.world.rows if not row.cancelled]
 
     def _undo(self, entered: World) -> None:
-        """Roll back an inner block with plain SQL, and continue inside the block."""
+        """Roll back an inner block with plain SQL. The block stays open."""
         if connection.savepoint_ids:
             with connection.cursor() as cursor:
                 sid = connection.savepoint_ids[-1].strip('"')

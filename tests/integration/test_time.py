@@ -88,8 +88,8 @@ def test_a_handler_longer_than_every_lease_runs_once(
 
 @pytest.mark.postgresql
 def test_late_failure_after_processing_elsewhere_buries_nothing() -> None:
-    """Two copies of a message run at the same time. One succeeds. Then the last attempt
-    of the other copy fails, and nothing is buried."""
+    """Two threads process copies of a message at the same time. One of them succeeds.
+    Then the other's last attempt fails, and nothing is buried."""
     inside = threading.Event()
 
     def handler(message: Message) -> None:

@@ -1,6 +1,6 @@
 """Services, topics, stages and databases in every arrangement.
 
-Only TXMSG["SERVICE"] distinguishes the services, as if each were a separate process.
+The services run in one process. Only TXMSG["SERVICE"] distinguishes them.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
 
 
 def test_an_unknown_subscription_is_not_reported_as_removed() -> None:
-    """Some messages arrived just as a subscription ended. The command removes them and
-    reports this. For an unknown subscription, the command fails."""
+    """The command removes messages that arrived just as their subscription ended, and
+    reports this. It fails if the subscription is unknown."""
     QueueMessage.objects.create(queue=queue.queue_name(TOPIC, "tests.late"), body=b"1")
     with txmsg():
         assert "Removed" in told("subscriptions", "remove", TOPIC, "tests.late")

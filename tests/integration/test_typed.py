@@ -169,7 +169,7 @@ def test_typed_destination_refuses_another_type() -> None:
 
 
 class stages_of:  # noqa: N801 - reads as a block
-    """Declares a stage with a typed destination until the end of the block."""
+    """Declare a stage with a typed destination until the end of the block."""
 
     def __init__(self, destination: Destination[Any], handler: Any) -> None:
         stages.stage(destination)(handler)

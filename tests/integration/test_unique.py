@@ -138,9 +138,9 @@ def test_reused_message_leaves_after_the_reusing_commit() -> None:
 def test_cancelling_a_reused_message_waits_for_the_transaction(
     change: str, commits: bool
 ) -> None:
-    """A message is cancelled or rescheduled while an open transaction reuses it. The
-    change waits for that transaction. Otherwise no message might announce the
-    transaction's changes."""
+    """An operator cancels or reschedules a message that an open transaction reuses. The
+    change waits for that transaction. Otherwise the transaction might commit its
+    changes without a message about them."""
     with transaction.atomic():
         first = send(1)
     changed: list[bool] = []
@@ -433,7 +433,8 @@ def test_in_bulk_the_last_replacement_of_a_key_is_stored() -> None:
 @committing
 def test_of_concurrent_replacements_one_is_pending() -> None:
     """Several transactions replace a key's pending message at the same time. Each waits
-    for the previous one to commit, and then cancels its message. No deadlock occurs."""
+    for the previous transaction to commit, and then cancels that transaction's message.
+    No deadlock occurs."""
     start, failed = threading.Barrier(4), list[BaseException]()
 
     def race(number: int) -> None:

@@ -171,9 +171,8 @@ def test_only_a_message_that_has_not_left_is_replaced() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_handler_stores_its_own_successor(batch: int) -> None:
-    """A handler's transaction counts its own message as processed, so the handler can
-    send the next message with the same key. If the transaction rolls back, neither
-    happens."""
+    """Inside a handler's transaction, the handler's message counts as processed. So the
+    handler can send the next message with the same key. A rollback undoes both."""
     sent: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:

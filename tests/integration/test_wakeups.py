@@ -1,7 +1,7 @@
 """LISTEN and NOTIFY wake waiting processes, but no message depends on them.
 
-Here the processes poll once in ten minutes. So everything that happens earlier was
-caused by a notification.
+Here the processes poll only once in ten minutes. So a notification causes everything
+that happens sooner.
 """
 
 from __future__ import annotations

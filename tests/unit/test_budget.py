@@ -73,8 +73,8 @@ def test_a_lane_that_waits_ends_when_it_is_stopped(stack) -> None:
 
 
 def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> None:
-    """Two lanes have messages at the same time, so neither may claim the large body.
-    The lane that finishes last claims once more, now alone."""
+    """Two lanes work at the same time, so neither may claim a large body. The lane that
+    finishes last must claim again. It is then alone, and may claim the large body."""
     budget = Budget(4)
     with ExitStack() as first:
         enter(budget, first)
@@ -92,8 +92,8 @@ def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> Non
 
 
 def test_a_lane_claims_again_if_another_lane_locked_a_large_row(stack) -> None:
-    """Another lane has locked a large row without claiming it, which hid the row from
-    this lane. This lane must claim again."""
+    """Another lane has locked a large row without claiming it, so this lane did not see
+    the row. This lane must claim again."""
     budget, first = Budget(4), ExitStack()
     one = enter(budget, first)
     with ExitStack() as second:

@@ -254,8 +254,8 @@ def test_the_documentation_imports_from_public_paths_only() -> None:
 
 
 def imported(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of each import from the package in a page's Python
-    code."""
+    """Yield a pair for each name that a page's Python code imports from the package:
+    the module and the name."""
     for block in blocks(page):
         if block.language != "python" or not block.runs:
             continue

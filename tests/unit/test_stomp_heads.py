@@ -50,7 +50,8 @@ def session(request: pytest.FixtureRequest) -> Iterator[StompSession]:
 
 
 def frame(session: StompSession, item: Any) -> Any:
-    """Return the frame of an outgoing message, or the error that it raises."""
+    """Return the frame of an outgoing message, or the error that the encoding
+    raises."""
     try:
         if not isinstance(item, Encoded):
             item = session._session.encode(

@@ -35,7 +35,8 @@ def control_messages() -> int:
 
 
 def nothing_happened() -> bool:
-    """Return whether no data, no message and no control message was stored."""
+    """Return whether the request stored nothing: no data, no message and no control
+    message."""
     return not (
         Order.objects.exists()
         or OutboxMessage.objects.exists()

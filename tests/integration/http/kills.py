@@ -20,7 +20,7 @@ from tests.faults import wait_until
 
 
 def die_once(*_: Any, **__: Any) -> None:
-    """Kill this process at the first call in any process. Later calls do nothing."""
+    """Kill this process, unless an earlier call has killed a process."""
     try:
         os.close(os.open(os.environ["TXMSG_TEST_ONCE"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -93,7 +93,7 @@ class WebServer:
             os.kill(pid, signal.SIGCONT)
 
     def go_on(self) -> None:
-        """Let each request continue that waits before its commit."""
+        """Let all requests that wait before their commit continue."""
         Path(f"{self._once}.go").touch()
 
     def workers(self) -> list[int]:

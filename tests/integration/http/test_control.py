@@ -66,7 +66,7 @@ def handle(delivery: Delivery) -> None:
 
 
 def handle_to_the_end(delivery: Delivery) -> list[float]:
-    """Let the receiver check a control message until it is settled, in another thread.
+    """In another thread, let the receiver check a control message until it is settled.
     Return the pauses between the checks."""
     pauses: list[float] = []
     errors: list[BaseException] = []

@@ -369,8 +369,8 @@ def test_session_with_metadata_has_its_own_control_message(
 
 
 def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
-    """A session inserts its many rows with COPY. It still takes the lock of its control
-    group, and the receiver dispatches the rows."""
+    """A session stores many rows, so it inserts them with COPY. It still takes the lock
+    of its control group, and the receiver dispatches the rows."""
     store()
     with outbox_session():
         for number in range(20):

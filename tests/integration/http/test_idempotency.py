@@ -307,8 +307,8 @@ def test_idempotency_is_off_by_default() -> None:
 
 
 def test_a_key_is_stored_with_the_session_of_its_messages() -> None:
-    """The pipeline needs the session's id to erase the response together with the
-    messages."""
+    """The stored response of a key has the session id of the request's messages. With
+    this id, the pipeline erases the response together with the messages."""
     post("a-key")
 
     assert IdempotencyKey.objects.get().session_id is not None

@@ -39,7 +39,7 @@ BROKERS = (
 
 @pytest.fixture(params=BROKERS)
 def txmsg(request: pytest.FixtureRequest, destination: str) -> dict[str, Any]:
-    """Settings of the processes: either kind of broker, and a short lease."""
+    """Settings of the processes, with each kind of broker in turn and a short lease."""
     url = "database://?poll=0.02&lease=5"
     if request.param != "embedded":
         server: StompServer = request.getfixturevalue(request.param)
@@ -168,7 +168,7 @@ def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
 @pytest.mark.parametrize("txmsg", ["activemq"], indirect=True)
 def test_another_receiver_dispatches_if_one_is_killed(serve, consume, txmsg) -> None:
     """The broker delivers the killed receiver's control message to another receiver.
-    That one waits until the first receiver's lease has ended."""
+    The other receiver waits until the first one's lease has ended."""
     web = serve(txmsg={"DISPATCH_ON_COMMIT": "off"})
     killed = consume("before_the_send")
     assert web.post("order?number=1").status_code == 201
@@ -307,8 +307,8 @@ def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
     }
 
     def open_and_join(step: str) -> list[str]:
-        """Send requests until one has joined an earlier request's group and its process
-        has died."""
+        """Send requests until one has joined the group of an earlier request. The
+        process of the later request then dies."""
         numbers: list[str] = []
         while not webs[step].has_died_once():
             numbers.append(f"{step}-{len(numbers)}")

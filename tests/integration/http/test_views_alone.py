@@ -411,8 +411,8 @@ def test_a_template_that_writes_after_it_has_read_fails_once(client, writer) -> 
 
 @pytest.mark.sqlite
 def test_a_lock_of_another_database_is_not_the_session_s(client) -> None:
-    """The view fails because another database is locked. It is not run again: that
-    would not help, and would repeat its work in other databases."""
+    """The view fails because another database is locked. The view is not run again,
+    because this would not help, and would repeat its work in other databases."""
     LOCKED.clear()
     assert client.get("/locked_elsewhere").status_code == 500
     assert len(LOCKED) == 1

@@ -75,8 +75,8 @@ def test_rabbitmq_cannot_delay_what_shall_expire(
     ],
 )
 def test_long_delay_blocks_only_similar_delays(milliseconds: int, queue: str) -> None:
-    """Each power of two has its own queue, so a message waits at most twice as long as
-    its own delay."""
+    """RabbitMQ has one delay queue for each power of two of seconds. So a message waits
+    for at most twice its delay or one second, whichever is longer."""
     waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds, transacted=False)
     assert str(waits) == queue
     assert int(headers["expiration"]) == milliseconds

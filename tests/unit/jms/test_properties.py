@@ -1,4 +1,5 @@
-"""Each accepted send has exactly one callback, in any order of events.
+"""For each message that the client accepts, it calls exactly one callback, in any order
+of events.
 
 Hypothesis chooses the order of sends, receipts, errors, time-outs, lost connections and
 closes. The scripted broker and the real client execute it.

@@ -1,5 +1,5 @@
-"""The threads that call callbacks. Their number is limited. They call one callback of a
-session at a time, and without a lock."""
+"""The threads that call callbacks are limited in number. They call one callback of a
+session at a time, and hold no lock during the call."""
 
 from __future__ import annotations
 
