@@ -1,4 +1,5 @@
-"""Fills every table with the rows of a shop's day, so that pages show something."""
+"""Fills every table with the rows of a day in a shop, so that each page has something
+to show."""
 
 from __future__ import annotations
 
@@ -151,8 +152,8 @@ def order_body(number: int) -> bytes:
 
 
 def trouble(failed_orders: int = 23) -> DeadLetter:
-    """Store dead letters with two different errors, and return one that has every
-    field."""
+    """Store dead letters with two different errors. Return a dead letter that has a
+    value in every field."""
     for number in range(failed_orders):
         _die("shipping.send", NO_STOCK, number, minutes=5 + number * 3)
     for number in range(7):

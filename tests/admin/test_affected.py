@@ -1,6 +1,6 @@
-"""The keys, flows and tenants that dead letters affect. The counts match the rows, and
-masked values appear nowhere. An export needs a permission, and is recorded in the
-audit."""
+"""The page of the keys, flows and tenants that dead letters affect. Its counts match
+the rows, and masked values appear nowhere. An export needs a permission, and is
+recorded in the audit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def shown(client: Client) -> dict[str, tuple[str, list[tuple[str, int]]]]:
 
 
 def counted(value: Callable[[DeadLetter], str | None]) -> tuple[Counter[str], int]:
-    """Count the open dead letters for each value, and those without a value."""
+    """Count the open dead letters for each value. Return these counts, and the number
+    of dead letters without a value."""
     rows = DeadLetter.objects.filter(fingerprint=ERROR, resolution="open")
     found = Counter(value(row) or "" for row in rows)
     without = found.pop("", 0)

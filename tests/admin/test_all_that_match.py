@@ -126,8 +126,8 @@ def test_every_filter_of_the_list_is_a_bulk_operations_too(operator: Client) -> 
 def test_a_list_is_narrowed_by_its_filters_only(
     operator: Client, model: str, lookup: str
 ) -> None:
-    """A lookup that is not a filter of the list gets a 400. Otherwise a user could find
-    out a masked header character by character."""
+    """A query with a lookup that is not a filter of the list is answered with 400.
+    Otherwise a user could find out a masked header character by character."""
     factories.DeadLetterFactory(headers={"authorization": "Bearer s3cr3t"})
     factories.OutboxMessageFactory(headers={"authorization": "Bearer s3cr3t"})
     factories.InboxMessageFactory()

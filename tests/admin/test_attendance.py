@@ -254,8 +254,8 @@ def test_without_a_database_probes_are_a_503(
     address: str,
     tmp_path: Any,
 ) -> None:
-    """With ATOMIC_REQUESTS or OutboxMiddleware, other views run in a transaction. The
-    probes' views do not, so they can report an outage of the database."""
+    """With ATOMIC_REQUESTS or OutboxMiddleware, views run in a transaction. The views
+    of the probes do not, so they can report an outage of the database."""
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, *middleware]
     broken = dict(connections.settings["default"])
     broken |= {"ATOMIC_REQUESTS": True, "NAME": "/no/such/file"}
@@ -292,8 +292,8 @@ def test_destination_without_known_consumer_is_reported(
     sent: str,
     said: str,
 ) -> None:
-    """A broker accepts messages to any destination, so nothing else would report a
-    misspelt one."""
+    """A broker accepts messages to any destination, so only this report shows that a
+    destination is misspelt."""
     settings.TXMSG = {**settings.TXMSG, "KNOWN_DESTINATIONS": known}
     declared("mails.confirm")
     factories.WorkerFactory(kind="relay", stages=[])

@@ -118,8 +118,8 @@ def test_the_audit_is_filtered_by_operator_deed_and_date(
 
 
 def test_every_deed_is_recorded_somewhere() -> None:
-    """Some code records each kind of deed that the audit's filter offers. Otherwise a
-    choice of the filter could find nothing."""
+    """For each kind of action in the audit's filter, some code records such actions.
+    Otherwise a choice of the filter could find nothing."""
     package = Path(django_txmsg.__file__).parent
     named = {
         node.attr
@@ -136,8 +136,8 @@ def test_every_deed_is_recorded_somewhere() -> None:
 
 
 def allowed(client: Client) -> tuple[set[str], set[str]]:
-    """Return the permissions that the page lists as granted, and those that it lists as
-    missing."""
+    """Return two lists from the page: the permissions shown as granted, and those shown
+    as missing."""
     page = client.get(MAY).content.decode()
     granted, _, denied = page.partition("<h2>You may not</h2>")
     names = r"<code>(\w+\.\w+)</code>"
@@ -181,7 +181,7 @@ def test_may_i_needs_no_permission_and_links_only_to_pages_that_open(
 
 
 def test_may_i_lists_each_permission_that_the_code_asks_for() -> None:
-    """The page lists each permission that a button needs."""
+    """The page lists each permission that a button requires."""
     package = Path(django_txmsg.__file__).parent / "admin"
     texts = "\n".join(path.read_text() for path in package.glob("*.py"))
     asked = set(re.findall(r'"(?:django_txmsg|txmsg_spark)\.(\w+_\w+)"', texts))

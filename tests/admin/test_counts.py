@@ -76,8 +76,8 @@ def told(*options: str) -> tuple[dict[str, Any], int]:
 
 
 def gauges(name: str) -> Counts:
-    """Return a gauge's values by database and place (stage or destination), without
-    zeros."""
+    """Return the values of a metric by database and place. A place is a stage or a
+    destination. Zeros are left out."""
     found = {
         (sample.labels["database"], sample.labels.get("stage", "")
          or sample.labels.get("destination", "")): int(sample.value)
@@ -99,15 +99,15 @@ def counted(sql: str) -> Counts:
 
 
 def among(places: dict[str, Any], read: Callable[[Any], int]) -> Counts:
-    """Call `read` for each place of a status, and return the numbers by database and
-    place, without zeros."""
+    """Call `read` for each place of a status. Return the numbers by database and place,
+    without zeros."""
     found = {(one.database, one.name): read(one) for one in places.values()}
     return {place: number for place, number in found.items() if number}
 
 
 def in_facts(section: str, number: str) -> Counts:
     """Return the value `number` of each place in a section of the command's output, by
-    database and place, without zeros."""
+    database and place. Zeros are left out."""
     facts, _ = told()
     return {
         (one["database"], one["name"]): one[number]
@@ -407,9 +407,9 @@ def test_stage_with_a_refused_subscription_has_no_consumer(
 def test_a_killed_process_that_was_replaced_is_not_missed(
     began: float, missing: bool
 ) -> None:
-    """A process was killed. Another process of its stage is its replacement if it
-    started after the kill, or shortly before, as in a rolling update. Then the killed
-    process is not reported as missing."""
+    """A process was killed. Another process of the same stage started after the kill,
+    or shortly before it, as in a rolling update. The new process counts as the
+    replacement, so the killed process is not reported as missing."""
     ended = ago(minutes=20)
     factories.WorkerFactory(
         name="killed", stages=["x"], heartbeat_at=ended, started_at=ago(days=2)

@@ -78,8 +78,8 @@ def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
 
 
 def test_short_ids_of_one_flow_differ(viewer: Client) -> None:
-    """Two ids have the same beginning, because they belong to one flow, and the same
-    last ten characters. Their short ids differ."""
+    """Two ids begin alike, because they belong to one flow, and also have the same last
+    ten characters. Their short ids differ."""
     flow = "019e2f6c-0123-84a1-966a-"
     ids = {f"{flow}{own}" for own in ("b653ee1c3571", "0f53ee1c3571")}
     for message_id in ids:
@@ -308,8 +308,8 @@ def test_lists_need_their_permission(somebody: Callable[..., Client], url: str) 
 
 
 def test_no_page_has_a_style_or_a_script_of_its_own() -> None:
-    """No template has inline styles or scripts, which a strict Content-Security-Policy
-    refuses."""
+    """No template has inline styles or scripts, because a strict
+    Content-Security-Policy forbids them."""
     templates = Path(django_txmsg.__file__).parent / "templates"
     for page in templates.rglob("*.html"):
         text = page.read_text()
@@ -327,7 +327,8 @@ def test_no_page_has_a_style_or_a_script_of_its_own() -> None:
 def test_the_first_column_of_a_list_links_to_the_message(
     viewer: Client, place: str, factory: Any
 ) -> None:
-    """The first column has a link, because the others are off the screen on a phone."""
+    """The link is in the first column, because on a phone the other columns are off the
+    screen."""
     row = factory()
 
     page = viewer.get(f"/admin/django_txmsg/{place}").content.decode()
@@ -389,8 +390,8 @@ def test_the_keyboard_scrolls_a_list_without_links(admin_client: Client) -> None
 def test_a_list_looks_up_what_became_of_the_rows_that_it_shows(
     admin_client: Client, table: str
 ) -> None:
-    """Each table has 5,000 rows. The list reads only the rows that it shows, and their
-    rows in the other tables."""
+    """Each table has 5,000 rows. The list reads only the rows that it shows, and the
+    rows of other tables that belong to the same messages."""
     factories.OutboxMessageFactory(dispatched=True)
     factories.InboxMessageFactory()
     factories.DeadLetterFactory()

@@ -1,4 +1,4 @@
-"""The time of a message's next attempt, and its badge while it waits."""
+"""Pages show when a message's next attempt is due, and whether it is overdue."""
 
 from __future__ import annotations
 

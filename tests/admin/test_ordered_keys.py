@@ -21,7 +21,7 @@ from tests.running import declared
 
 @pytest.fixture
 def letter(operator: Client) -> DeadLetter:
-    """A dead letter that has blocked two messages of its key for an hour."""
+    """A dead letter. Two messages of its key have waited behind it for an hour."""
     found: DeadLetter = factories.DeadLetterFactory(
         stage="tests.in_order", headers={"txmsg-key": "k"}
     )

@@ -104,8 +104,8 @@ def test_what_a_killed_worker_was_running_is_shown_as_such(
 
 @pytest.mark.django_db
 def test_entries_of_other_code_are_left_out(admin_client: Client) -> None:
-    """In a rolling deployment, another release has written entries that this one cannot
-    read. The page leaves them out."""
+    """During a rolling deployment, another release writes entries that this release
+    cannot read. The page leaves these entries out."""
     message_id = uuid.uuid4()
     strange = [
         entry(message_id, message="none"),

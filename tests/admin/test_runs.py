@@ -39,7 +39,7 @@ def shop() -> Iterator[None]:
 
 @pytest.fixture
 def operator(somebody: Callable[..., Client]) -> Client:
-    """A user who may see runs with their states, and use all actions."""
+    """A user who may see runs and their states, and may use all five actions."""
     return somebody("view_run", "view_message_body", *RIGHTS)
 
 

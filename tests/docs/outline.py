@@ -41,8 +41,8 @@ class _Reader(HTMLParser):
 
 
 def outline(page: str) -> list[str]:
-    """Return the texts of a page's tabs, headings, columns, buttons and labels, if they
-    come from the package. Names and texts of rows are left out."""
+    """Return the texts of a page's tabs, headings, columns, buttons and labels. Only
+    texts of the package are included, not names and texts from rows."""
     content = page.partition('id="content')[2] or page
     reader = _Reader()
     reader.feed("<div " + content)

@@ -60,8 +60,8 @@ def links(page: Path) -> Iterator[str]:
 
 
 def here(link: str) -> str:
-    """If the link leads to one of our files on GitHub, return the file's path. Return
-    other links unchanged."""
+    """Return the path of the file if the link leads to one of our files on GitHub.
+    Return any other link unchanged."""
     found = _AT_HOME.match(link)
     return str(ROOT / link[found.end() :]) if found else link
 

@@ -1,4 +1,4 @@
-"""The alerts of the how-to use only metrics and labels that a scrape contains."""
+"""The alerts in the how-to use only metrics and labels that a scrape can contain."""
 
 from __future__ import annotations
 

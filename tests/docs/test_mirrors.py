@@ -31,8 +31,8 @@ def table(page: Path, heading: str) -> Iterator[list[str]]:
 
 
 def calls() -> Iterator[tuple[str, str]]:
-    """Return the name and the first argument of each call in the package whose first
-    argument is a string."""
+    """Find the calls in the package that have a text as their first argument. Return
+    the function's name and the text of each."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and node.args:

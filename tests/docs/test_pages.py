@@ -138,8 +138,8 @@ def test_the_public_names_are_in_the_api() -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
 def test_first_example_has_a_consumer_for_its_message(name: str) -> None:
-    """Each message that the page sends has a consumer. Otherwise the reader's first
-    sight of the console would be an alarm that never ends."""
+    """Each message that the page sends has a consumer. Otherwise the console would show
+    the reader an alarm that never ends."""
     code = "\n".join(b.code for b in blocks(ROOT / name) if b.language == "python")
     sent = set(re.findall(r'send_message\(\s*"([^"]+)"', code))
     sent |= set(re.findall(r'"destination": "([^"]+)"', code))

@@ -78,8 +78,8 @@ def test_every_picture_resembles_its_page(pages: dict[str, str]) -> None:
 
 
 def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None:
-    """The overview's picture lists exactly the pages of today. The comparison of
-    outlines might not notice that one page was added or removed."""
+    """The picture of the overview lists exactly the pages that exist now. If one page
+    was added or removed, the comparison of outlines might not notice it."""
     known = {capfirst(model._meta.verbose_name_plural) for model in apps.get_models()}
     registered = {
         capfirst(model._meta.verbose_name_plural)

@@ -51,8 +51,8 @@ def send(broker: Broker, destination: str) -> Any:
 
 
 def receives(broker: Broker, destination: str, subscriber: str | None = None) -> bool:
-    """Return whether a message can be received. Raises an error without the permission
-    to read."""
+    """Return whether a message was received. Raises an error if the user may not
+    read."""
     with broker.open(subscriber=subscriber) as session:
         session.subscribe(destination, prefetch=1, subscriber=subscriber)
         if subscriber:

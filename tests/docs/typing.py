@@ -30,7 +30,7 @@ UNTYPED = ("python -m venv", "pip install", "python manage.py createsuperuser",
 @dataclass
 class Typist:
     """Follows a page literally, in a new folder, with the programs of one environment.
-    Processes that a block of the page starts run until the end of the `with` block."""
+    Processes that the page's commands start run until the end of the `with` block."""
 
     folder: Path
     programs: Path
@@ -99,7 +99,7 @@ class Typist:
 
     def keeps_its_promises(self, command: str = "") -> bool:
         """Return whether the running commands have printed the lines that the page
-        shows. With `command`, only that command counts."""
+        shows. Pass `command` to check only that command."""
         for one in [command] if command else self.promised:
             expected, where = self.promised[one]
             try:

@@ -44,7 +44,7 @@ def delta_rows(lake: LakeSpec, table: Table = OUTBOX) -> pa.Table:
 
 
 def hashes_in(log: Log, table: Table = OUTBOX) -> dict[int, int]:
-    """Return the checksum of every row of the database, by its id."""
+    """Return the checksum of every row in the database, by the row's id."""
     found: dict[int, int] = {}
     for batch in open_database(log.spec).read(table, table.columns, ""):
         ids = batch.column(0).to_pylist()
@@ -67,8 +67,8 @@ def hashes_of_lake(lake: LakeSpec, table: Table = OUTBOX) -> list[tuple[int, int
 def assert_moved_once(
     before: dict[int, int], log: Log, lake: LakeSpec, expected: set[int]
 ) -> None:
-    """Check that each expected row is unchanged, once in the lake, and deleted from the
-    database. All other rows must be unchanged in the database."""
+    """Check that the lake contains each expected row once and unchanged, and no other
+    row. The database must contain exactly the other rows, unchanged."""
     there = hashes_of_lake(lake)
     assert len(there) == len(dict(there)), "a row is in the lake twice"
     assert dict(there) == {one: before[one] for one in expected}

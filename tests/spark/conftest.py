@@ -30,7 +30,8 @@ JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 def since_pyspark(*version: int) -> pytest.MarkDecorator:
-    """Skip a test if the installed PySpark is older than `version`."""
+    """Return a marker that skips a test if the installed PySpark is older than
+    `version`."""
     needed = ".".join(map(str, version))
     return pytest.mark.skipif(
         installed() < version, reason=f"needs PySpark {needed}: told as an error"
@@ -51,8 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test more time, because a Spark job is slow on two cores. A time-out in
-    a JVM call would leave a session that no later test can use."""
+    """Give each test more time, because a Spark job is slow on two cores. If a test
+    timed out during a call into the JVM, no later test could use the session."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents and not item.get_closest_marker("timeout"):

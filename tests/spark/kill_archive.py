@@ -1,8 +1,7 @@
-"""Archives several logs at the same time, and then kills its whole process group,
-including the JVM.
+"""Archives several logs at the same time, each until a given step. When all archives
+have reached their steps, kills its own process group with SIGKILL, including the JVM.
 
-Each archive stops at its step. When all have reached their steps, SIGKILL follows. The
-only argument is a JSON list of `{url, service, lake, step, nth}`. Some entries also
+The only argument is a JSON list of `{url, service, lake, step, nth}`. Some entries also
 have `overlap`.
 """
 

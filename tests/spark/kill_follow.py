@@ -1,4 +1,4 @@
-"""Follows several logs, each in a child process that is killed at its step.
+"""Follows several logs, each in a child process that is killed at a given step.
 
 The only argument is a JSON list of `{url, service, lake, step, nth, webhook}`.
 """
@@ -30,8 +30,8 @@ OPTIONS = FollowOptions(
 
 
 class Telling(Webhook):
-    """A webhook that kills its own process right after the server has accepted an
-    alert, so that the acceptance is not recorded."""
+    """A webhook that kills its own process after the server has accepted an alert, and
+    before the acceptance is recorded."""
 
     def post(self, message: Any, stop: threading.Event) -> bool:
         assert super().post(message, stop)

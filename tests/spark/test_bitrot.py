@@ -47,7 +47,7 @@ def chunk(path: Path, column: str) -> tuple[int, int]:
 
 @contextmanager
 def flipped(path: Path, place: int, bit: int = 3) -> Iterator[None]:
-    """Flip a bit of a file until the end of the block."""
+    """Flip a bit of a file while the block runs. Restore the file at the end."""
     whole = path.read_bytes()
     spoilt = bytearray(whole)
     spoilt[place] ^= 1 << bit
@@ -115,9 +115,9 @@ def test_corrupt_files_enter_neither_journeys_nor_verdicts(
 def test_a_replay_stores_nothing_that_is_not_as_it_was_proven(
     spark: Any, make_log, lake: LakeSpec
 ) -> None:
-    """A row has changed since it was archived, in a file without page checksums. (Early
-    releases and other tools write such files.) A replay of its batch is refused, and
-    stores nothing."""
+    """An archived row has changed in its file, and the file has no page checksums.
+    (Early releases and other tools write such files.) A replay of the row's batch is
+    refused, and stores nothing."""
     log: Log = make_log("sqlite")
     log.send_many(50)
     archive(spark, log, lake)

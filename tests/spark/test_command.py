@@ -1,5 +1,5 @@
-"""`manage.py pipeline` makes a job specification of the settings. The admin lists its
-runs."""
+"""`manage.py pipeline` creates a job specification from the settings. The admin lists
+the command's runs."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_a_number_that_would_archive_nothing_or_never_rest_is_refused(
 
 
 def test_brokers_of_celery_are_named_to_reconcile() -> None:
-    """Plain Celery tasks leave no inbox row. Their verdict is `external`: if they
-    counted as lost, a replay would send them again."""
+    """Plain Celery tasks leave no inbox row. They get the verdict `external`. If they
+    got the verdict `lost`, a replay would send them again."""
     brokers = {
         "default": {"URL": "database://"},
         "tasks": {"URL": "celery://shop.celery:app"},
@@ -124,8 +124,9 @@ def test_settings_describe_the_lake(monkeypatch) -> None:
 
 
 def test_a_job_connects_as_the_alias_does(monkeypatch) -> None:
-    """A job connects with the options of its database alias. Without them, it could
-    read another schema, as another user, or over an unencrypted connection."""
+    """A job connects with the options of its database alias. Without these options, the
+    job could read another schema, as another user, or over an unencrypted
+    connection."""
     given = {
         "ENGINE": "shop.database",  # a project's own, made of Django's
         "OPTIONS": {

@@ -37,8 +37,8 @@ Counts = dict[str, dict[str, int]]
 
 
 def processed(log: Log, start: dt.datetime, count: int = 4) -> list[uuid.UUID]:
-    """Store messages to a queue, one each second, and return their ids. The first is
-    processed after two seconds, and each later one takes a second longer."""
+    """Store messages to a queue, one each second, and return their ids. The first
+    message is processed after two seconds, the second after three, and so on."""
     ids = [uuid.uuid4() for _ in range(count)]
     log.send(
         [
@@ -205,8 +205,8 @@ TOPIC = "topic:orders.placed"
 def told(
     log: Log, start: dt.datetime, *stages: str, count: int = 3, lost: str = ""
 ) -> list[uuid.UUID]:
-    """Store messages to a topic, one each second. Each stage has processed all of them,
-    except that the stage `lost` has not received the second one."""
+    """Store messages to a topic, one each second, and let each stage process all of
+    them. Only the stage named by `lost` does not receive the second message."""
     ids = [uuid.uuid4() for _ in range(count)]
     sent = [
         {"message_id": one, "destination": TOPIC, "created_at": start + number * SECOND}
@@ -366,9 +366,9 @@ def test_a_footer_of_too_many_lines_is_left_out(
 
 
 def test_lines_are_summed_up_while_a_file_is_written() -> None:
-    """The counts of 20,000 destinations, such as those of answers, take little memory,
-    and are left out of the footer. The counts of two destinations are summed up to two
-    lines."""
+    """Journeys to 20,000 destinations, such as those of answers, are counted. The
+    counts take little memory, and are left out of the footer. The counts of two
+    destinations are summed up to two lines."""
     counted, before = tally.Tallying(), pa.total_allocated_bytes()
     for number in range(20):
         counted.add(to(*(f"answers.{number}.{line}" for line in range(1_000))))

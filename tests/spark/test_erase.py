@@ -31,8 +31,8 @@ SECRET = "a-secret-of-anns"
 
 
 def log_of_a_person(log: Log) -> uuid.UUID:
-    """Store three messages, one of them about a person, in every table that can contain
-    messages. Return the id of that message, which a test erases."""
+    """Store three messages in every table that can contain messages. One of them is
+    about a person: return its id. Tests erase that message."""
     log.send_many(2)
     ann, session = uuid.uuid4(), uuid.uuid4()
     log.send(
@@ -155,9 +155,9 @@ def test_erasing_a_person_includes_the_files(
 def test_a_failed_erasure_by_key_is_completed_by_the_next(
     spark: Any, log: Log, make_log, lake: LakeSpec, services: list[str], tmp_path: Path
 ) -> None:
-    """Another service's message has its key only in a queued copy. The first run
-    deletes that copy, and then fails. The next run with the same key still erases the
-    message."""
+    """The key of another service's message is only in a queued copy. The first erasure
+    by this key deletes the copy, and then fails. The next erasure with the same key
+    still erases the message."""
     logs = [log, *(make_log(log.vendor, one) for one in services[1:])]
     foreign = uuid.uuid4()
     last = logs[-1]
@@ -207,7 +207,7 @@ def test_a_failed_erasure_by_key_is_completed_by_the_next(
 
 
 def forbid_deletion(log: Log, relation: str, *, no_more: bool = False) -> None:
-    """Make the database refuse to delete from a table. With `no_more`, allow it
+    """Make the database refuse to delete from a table. Pass no_more=True to allow it
     again."""
     if log.vendor == "sqlite":
         log.execute(

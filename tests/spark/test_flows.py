@@ -64,7 +64,8 @@ def archive(spec: JobSpec) -> dict[str, int]:
 
 
 def judged(spec: JobSpec, *words: str) -> set[tuple[str, str, str]]:
-    """Run `reconcile`, and return the findings: verdict, message and destination."""
+    """Run `reconcile`, and return each finding as verdict, message id and
+    destination."""
     run(spec, "reconcile", *ALL_AT_ONCE, *words)
     rows = Finding.objects.values_list("verdict", "message_id", "destination")
     return {(verdict, str(one), place) for verdict, one, place in rows}

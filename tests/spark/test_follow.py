@@ -57,8 +57,8 @@ JOURNEYS = Table("journeys", "", "", (), "", ("",))
 
 
 class Receiver(ThreadingHTTPServer):
-    """A webhook that records its requests. It answers with the statuses in `answers`,
-    and then with 200."""
+    """A webhook that records its requests. The statuses of its answers are those in
+    `answers`, and 200 after that."""
 
     def __init__(self, *answers: int, context: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Taking)

@@ -40,8 +40,8 @@ RUNS = Table("runs", "", "", (), "", ("",))
 
 @pytest.fixture
 def words(tmp_path: Path) -> dict[str, list[str]]:
-    """The options of each job. The order of this dictionary ensures that each job has
-    work to do."""
+    """The options of each job. The jobs run in the order of this dictionary, so that
+    each job has work to do."""
     people = tmp_path / "people.json"
     people.write_text('{"name": "Ann"}\n{"name": "Bob"}\n')
     jobs = {
@@ -156,7 +156,7 @@ def test_the_tasks_that_run_are_shown(spark) -> None:
 
 
 def read_to_end(terminal: int) -> Iterator[bytes]:
-    """Yield the output that a terminal receives, until its other end is closed."""
+    """Yield the output that a terminal receives, until the program closes its end."""
     with suppress(OSError):
         while piece := os.read(terminal, 65_536):
             yield piece

@@ -1,5 +1,5 @@
-"""A lake in an object store: rows are written and read back, and no access key
-leaks."""
+"""A lake in an object store: rows are written and read back, and access keys appear in
+no output."""
 
 from __future__ import annotations
 

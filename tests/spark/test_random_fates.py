@@ -140,8 +140,8 @@ def pass_time(by: dt.timedelta, *aliases: str) -> None:
 
 
 def set_clock(ahead: dt.timedelta) -> None:
-    """Simulate that the clock of the service `orders` is ahead. This moves every
-    instant in its rows, except those that senders have written."""
+    """Simulate that the clock of the service `orders` is ahead. Every instant in the
+    service's rows is moved, except the instants that senders have written."""
     pass_time(-ahead, "other")
     for model, name in (
         (InboxMessage, "created_at"),
@@ -448,9 +448,9 @@ def come_again(
 ) -> None:
     """Let the broker deliver messages again after the inbox was pruned.
 
-    A copy still contains the original instant at which its message was `sent`, although
-    pass_time() has moved the instants in the rows. `orders` records the copies with its
-    own clock, which is `ahead`.
+    A copy contains the instant in `sent`, at which its message was first sent:
+    pass_time() moves instants in rows, but not in copies. `orders` records each copy by
+    its own clock, which is ahead by `ahead`.
     """
     inbox = InboxMessage.objects.using("other")
     gone = services.arrived.keys() - set(inbox.values_list("message_id", flat=True))
@@ -468,7 +468,8 @@ def come_again(
 
 @contextmanager
 def playing(dice: random.Random) -> Iterator[Services]:
-    """Yield two services whose messages have random fates, each fate at least once."""
+    """Yield two services between which messages are sent. Each message has a random
+    fate, and each fate occurs at least once."""
     with ExitStack() as stack:
         stack.enter_context(celery_in_memory())
         stack.enter_context(orders())
@@ -532,8 +533,9 @@ def judged(spark: Any, spec: JobSpec, **more: Any) -> tuple[Counter[str], Any]:
 
 
 def play(spark: Any, lake: LakeSpec, seed: int, *, whole: bool = True) -> None:
-    """Judge random messages while they are in the database and while they are partly in
-    the lake. With `whole`, also judge them when all are in journeys."""
+    """Judge random messages while some of them are in the lake. With `whole`, also
+    judge them before that, when all are in the database, and after that, when all are
+    in journeys."""
     dice = random.Random(seed)
     ahead = dice.choice([0, 0, -3, 3]) * HOUR
     with playing(dice) as services:

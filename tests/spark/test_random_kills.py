@@ -134,7 +134,8 @@ def test_killed_erase_removes_all_of_a_person_and_nothing_else(
 
 def store_a_person(shop: Log, billing: Log, lake: LakeSpec, key: str) -> None:
     """Store two messages with a person's data in both databases and in the lake. `shop`
-    sent one of them, with the key. The key of the other is only in a queued copy."""
+    sent one of them, and its row has the key. The key of the other message is only in a
+    queued copy."""
     sent, foreign = uuid.uuid4(), uuid.uuid4()
     shop.send([{"message_id": sent, "key": key, "body": key.encode()}])
     billing.receive([{"message_id": one, "last_error": key} for one in (sent, foreign)])

@@ -134,7 +134,8 @@ def test_unmounted_lake_is_not_created_again(
 
 
 def assert_no_job_runs(spec: JobSpec, why: str) -> None:
-    """Check that no job judges, erases or proves without the lake's rows."""
+    """Check that every job that needs the lake's rows fails while the rows are
+    missing."""
     for words in (
         ["reconcile"],
         ["analyze", "--html", ""],

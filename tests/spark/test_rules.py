@@ -73,14 +73,15 @@ def listed(model: Any, state: str) -> bool:
 
 
 def gauge(name: str) -> float:
-    """Return the sum of a gauge of the metrics, over all places."""
+    """Return the sum of a metric's values over all places."""
     families = {family.name: family for family in Collector().collect()}
     family = families.get(f"txmsg_{name}")
     return sum(sample.value for sample in family.samples) if family else 0.0
 
 
 def _lag(picture: Status) -> float:
-    """Return how many seconds ago the oldest due message of the overview became due."""
+    """Return the seconds since the oldest due message became due, as shown by the
+    overview."""
     places = [picture.outbox, picture.parked, picture.queued]
     places += picture.deadlines.values()
     oldest = min((one.oldest_due for one in places if one.oldest_due), default=None)
@@ -88,7 +89,7 @@ def _lag(picture: Status) -> float:
 
 
 def lags() -> dict[str, float]:
-    """Return how many seconds ago the oldest due message became due, according to every
+    """Return the seconds since the oldest due message became due, as shown by each
     report."""
     source = source_spec("default", "tests")
     connection_of_its_own = connect_plain(source)
@@ -115,8 +116,8 @@ def lags() -> dict[str, float]:
 
 
 def agree_on_lag(what: str, due: dt.datetime | None) -> None:
-    """Check that all reports agree on the age of the only row, which became due at
-    `due`. With None, no row is due."""
+    """Check that all reports agree on how long the only row has been due. The row
+    became due at `due`. Pass None if the row is not due."""
     found = lags()
     expected = 0.0 if due is None else max(0.0, (ago() - due).total_seconds())
     assert found == pytest.approx(dict.fromkeys(found, expected), abs=5.0), what
@@ -153,7 +154,8 @@ def raw(rule: str) -> bool:
 
 
 def claimed() -> bool:
-    """Claim the only row like a relay, and return whether that was possible."""
+    """Claim the only row in the same way as a relay. Return whether the claim
+    succeeded."""
     token = uuid.uuid4()
     rows = OutboxMessage.objects.claim(
         broker="default", token=token, lease=60, limit=10
@@ -282,8 +284,8 @@ def archivable(table: str) -> bool:
 
 
 def agree_on_settled(table: str, what: str, expected: bool) -> None:
-    """Check that pruning and archiving treat the only row alike: both delete it, or
-    both leave it."""
+    """Check that pruning and archiving treat the only row alike: both delete the row,
+    or both leave it."""
     model = {"outbox": OutboxMessage, "inbox": InboxMessage, "dead_letters": DeadLetter}
     asked: Asked = {"pipeline archive": lambda: archivable(table)}
     if table in model:

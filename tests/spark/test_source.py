@@ -1,5 +1,5 @@
-"""`format("txmsg")` returns unchanged rows, and filters them in the database. A read
-sees one snapshot of the database."""
+"""`format("txmsg")` returns rows unchanged, and lets the database apply the filters. A
+read sees one snapshot of the database."""
 
 from __future__ import annotations
 

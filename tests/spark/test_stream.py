@@ -29,7 +29,7 @@ def follow(
     spark: Any, log: Log, directory: Path, *, restarts: int = 5, **options: str
 ) -> list[int]:
     """Read all available rows, with a checkpoint. Return the ids of all rows that were
-    read so far."""
+    read so far, also by earlier calls."""
     stream = (
         spark.readStream.format("txmsg")
         .options(service=log.spec.service, url=log.spec.url, **options)
@@ -212,8 +212,8 @@ def test_rows_that_are_older_than_the_pipelines_columns_come_first(
 
 
 class Reading:
-    """The reader of a stream. Its method `end` calls the reader in the same way as the
-    installed Spark."""
+    """The reader of a stream. Its method `end` calls the reader with the same arguments
+    as the installed Spark."""
 
     def __init__(self, log: Log, **options: str) -> None:
         schema = StructType([StructField("id", LongType())])
@@ -230,7 +230,8 @@ class Reading:
 
 @pytest.fixture(params=["as here", "as 4.1"])
 def asking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test twice: as with the installed PySpark, and as with PySpark 4.1."""
+    """Run the test twice: with the version of the installed PySpark, and with 4.1.0 set
+    as the version."""
     if request.param == "as 4.1":
         monkeypatch.setattr(pyspark, "__version__", "4.1.0")
 

@@ -352,7 +352,8 @@ SETTINGS = {
 
 
 def submitting(**more: str) -> dict[str, str]:
-    """Return an environment for `spark-submit` without any path of this checkout."""
+    """Return an environment for `spark-submit` that contains no path of this
+    checkout."""
     hidden_from_it = ("PYTHONPATH", "DJANGO_SETTINGS_MODULE")
     return {
         **{k: v for k, v in os.environ.items() if k not in hidden_from_it},
