@@ -46,21 +46,21 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class SentBack:
-    """The message has no stable id, because it comes from another system. It was sent
-    back to its queue with a `txmsg-id`."""
+    """The message came from another system without a stable id, so a copy with a
+    `txmsg-id` was sent back to its queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """The message is parked, without counting an attempt. The message waits for code
-    that can read its body, for its slot at a stage with a rate, or because its queue
-    did not accept the copy that was sent back."""
+    """The message is parked, and no attempt is counted. There are three causes: this
+    code cannot read the message's body; the message's slot at a stage with a rate is
+    not due; the message's queue did not accept the copy that was sent back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The message is parked, without counting an attempt, until the earlier messages of
-    its key have ended."""
+    """The message is parked until the earlier messages of its key have ended. No
+    attempt is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class Arrival:
     """A delivery that one worker thread processes with a stage.
 
     If the message comes from the inbox instead of the broker, `parked` is set, and
-    `token` is the message's lease. The event `woken` is set if this message releases
-    messages that waited for it.
+    `token` is the message's lease. When this message releases messages that waited for
+    it, the event `woken` is set.
     """
 
     mode: Mode
@@ -178,14 +178,14 @@ class Arrival:
         return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
     def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
-        """Set this arrival's inbox record. `attempt` says whether the record counts
-        this attempt."""
+        """Set this arrival's inbox record. Pass `attempt=True` if the record counts the
+        present attempt."""
         self.record, self.counted = record, attempt
         return record
 
     def count_again(self, error: BaseException) -> None:
-        """Count the next try of this arrival as another attempt. So if every try raises
-        the error, the message becomes a dead letter in the end."""
+        """Let the next try of this arrival count as another attempt. Without that, a
+        message whose every try raises the error would never become a dead letter."""
         self.counted, self.error = False, error
 
     def runs(self, record: InboxRecord) -> bool:
@@ -210,9 +210,9 @@ class Mode(ABC):
 
     @abstractmethod
     def record(self, arrival: Arrival) -> None:
-        """Count the attempt durably, if this mode counts attempts. Sets
-        `arrival.record`. Also sets `arrival.begun` if the stage's transaction was begun
-        in the same round trip."""
+        """Record the arrival durably, unless this mode needs no record. Sets
+        `arrival.record`. Also sets `arrival.begun` if the same round trip has begun the
+        stage's transaction."""
 
     @abstractmethod
     def run(self, arrival: Arrival, message: Message) -> bool:
@@ -240,7 +240,7 @@ class Mode(ABC):
 
     def handle(self, arrival: Arrival, message: Message) -> None:
         """Call the handler inside the scope of its messages. The scope ends before the
-        commit, so hooks after the commit do not send in the scope of the stage."""
+        commit, so messages that `on_commit` hooks send do not belong to the stage."""
         with in_scope(self.scope(arrival, message)), guarded(self.using):
             self.call(message)
 
@@ -275,22 +275,23 @@ class Mode(ABC):
         )
 
     def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
-        """Park a message whose turn has not come, subtract `attempts` from its count,
-        and return its outcome. Returns None if its turn has come, or if the stage is
-        not ordered."""
+        """If the message's turn has not come, park the message, subtract `attempts`
+        from its number of attempts, and return the outcome. Otherwise, and if the stage
+        is not ordered, return None."""
         return None
 
     def lost(self, arrival: Arrival) -> Outcome:
-        """Return the outcome of a message whose row could not be taken. The default
-        outcome is a duplicate: another worker has settled the message."""
+        """Return the outcome of a message whose row could not be taken. By default this
+        is `Duplicate`, because another worker has settled the message."""
         return Duplicate()
 
     def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
-        """Run the mode's last step for these messages, in the transaction that settles
-        them."""
+        """Do the mode's last step for these messages. The caller's transaction is the
+        one that settles the messages."""
 
     def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
-        """Record a failed message, in the transaction that parks or buries it."""
+        """Record that a message has failed. The caller's transaction is the one that
+        parks or buries the message."""
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
         """Return the headers to store with a failed message."""
@@ -300,11 +301,11 @@ class Mode(ABC):
         """Roll back the broker's transaction, if there is one."""
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """Return whether the stage failed because a destination of its broker currently
+        """Return whether the stage failed because a destination at its broker currently
         accepts no messages."""
         return False
 
     def locks_parked(self) -> bool:
-        """Return whether the row of a parked message stays locked while the message
-        runs, so that no other worker claims the message."""
+        """Return whether the stage keeps the row of a parked message locked while it
+        processes the message. Then no other worker can claim the message."""
         return False

@@ -31,8 +31,8 @@ class Savepoints:
 
     On PostgreSQL, each message takes one round trip; with `transaction.atomic()` it
     would take two. The statement that begins a savepoint also releases the previous
-    savepoint, and the commit releases the last savepoint. Otherwise these savepoints
-    work like those of `atomic()` (docs/decisions/djangos-private-api.md).
+    savepoint, and the commit releases the last savepoint. In all other respects these
+    savepoints work like those of `atomic()` (docs/decisions/djangos-private-api.md).
     """
 
     def __init__(self, using: str) -> None:
@@ -42,9 +42,9 @@ class Savepoints:
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """Surround the work of one message: an exception rolls back only this work. If
-        that rollback fails, the whole transaction must roll back, as with
-        `atomic()`."""
+        """Surround the work of one message, so that an exception rolls back only this
+        work. If the rollback to the savepoint fails, the whole transaction must roll
+        back, as with `atomic()`."""
         name = f"txmsg_{next(self._numbers)}"
         self._begin(name)
         try:

@@ -71,8 +71,8 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
 
 
 def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
-    """At an ordered stage, check whether the stage is full of waiting messages. If
-    `due`, also check which waiting messages may run now."""
+    """Check whether too many messages wait at an ordered stage. If `due`, also check
+    for each due waiting message whether its turn has come."""
     stage = threads[0].stage
 
     def ask() -> None:
@@ -213,8 +213,9 @@ class Consumer:
 
     def _begin(self) -> None:
         """Record in each stage's database whether the stage is ordered, and its rate.
-        Also release messages that wait because of an order or a rate that the stage no
-        longer has. If the database is unavailable, the consumer tries again later."""
+        If a stage is no longer ordered or no longer has a rate, also release the
+        messages that wait for that reason. If a database is unavailable, the consumer
+        tries again later."""
         for name, thread in list(self._new.items()):
             looking = database_health.retry(
                 thread.using, "cannot record which stages are ordered, and their rates"
@@ -253,8 +254,9 @@ class Consumer:
                 return
 
     def _all_done(self) -> bool:
-        """Return whether nothing is left to do: every stage has queried its broker, no
-        thread has worked for a while, and no bulk operation is running.
+        """Return whether nothing is left to do: the last query of every stage that is
+        not paused found no message, no thread has worked for a while, and no bulk
+        operation is running.
 
         Raises an error if a stage cannot use its broker or its database.
         """
@@ -280,8 +282,8 @@ class Consumer:
         )
 
     def _obey(self) -> None:
-        """Pause the stages that an operator has paused, and apply the rates that an
-        operator has set."""
+        """Stop and resume receiving as operators have requested for each stage, and
+        apply the rates that operators have set."""
         using = router.db_for_write(StageState)
         states = StageState.objects.db_manager(using)
         looking = database_health.retry(using, "cannot read which stages are paused")
@@ -297,8 +299,8 @@ class Consumer:
                 thread.paused.clear()
 
     def _use(self, found: Mapping[str, tuple[str, float]]) -> None:
-        """Apply the rates that operators have set, and the declared rates to all other
-        stages."""
+        """Apply to each stage the rate that an operator has set. All other stages get
+        their declared rates."""
         left = [seconds for name, (_, seconds) in found.items() if name in self._rates]
         self._rate_until = time.monotonic() + min(left, default=math.inf)
         for name, declared in self._rates.items():
@@ -365,8 +367,8 @@ class Consumer:
 
 
 def _record_options(stage: Stage) -> bool:
-    """Record whether a stage is ordered, and its rate. Returns True, because None from
-    `Retry.run()` means a failure."""
+    """Record whether a stage is ordered, and its rate. Always returns True: if the
+    database refuses a statement, `Retry.run()` returns None instead."""
     ordering.begin([stage])
     lines = RateLine.objects.db_manager(stage.definition.using)
     if stage.rate is None:
@@ -377,8 +379,9 @@ def _record_options(stage: Stage) -> bool:
 
 
 def _threads(stage: Stage, wanted: int) -> int:
-    """Return the number of threads for the stage: `wanted`, or 1 if the broker allows
-    only one connection for a topic's subscription."""
+    """Return the number of threads for the stage: `wanted`, or 1 if the stage
+    subscribes to a topic and the broker allows only one connection for each
+    subscription."""
     topic = wire.is_topic(stage.destination)
     if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
         log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)

@@ -97,8 +97,8 @@ def _started() -> asyncio.AbstractEventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop for ever. If a handler's task raises SystemExit or stops the loop,
-    the loop is started again, so that the other coroutines continue."""
+    """Run the event loop for ever. If a task of a handler ends the loop by SystemExit
+    or by stopping it, start the loop again, so that the other coroutines continue."""
     while True:
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()

@@ -1,10 +1,10 @@
 """Limits how long a handler may run: `@stage(..., timeout=)`.
 
-After the time-out, the handler's running query is cancelled in the database server,
-each further query raises an error, and a handler that returns later has failed. The
-attempt is rolled back and counts like any other. A coroutine is cancelled. Other code
-of the handler is not interrupted. If an operator stops a message, its attempt ends in
-the same way, and the message becomes a dead letter.
+After the time-out, the handler's running query is cancelled in the database server, and
+each further query raises an error. A coroutine is cancelled. Other code of the handler
+is not interrupted, but the attempt fails even if the handler then returns normally. The
+attempt is rolled back and counts like any other. If an operator stops a message, its
+attempt ends in the same way, and the message becomes a dead letter.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class Deadline:
         return self._stopped is not None or time.monotonic() >= self._until
 
     def stop(self, why: str) -> None:
-        """End the execution now, as if its deadline had passed. `why` is the reason."""
+        """End the execution now, as if its deadline had passed. The error of the
+        attempt gives `why` as the reason."""
         self._stopped, self.due = why, time.monotonic()
 
     def error(self) -> StageTimedOut | StageStopped:
@@ -181,8 +182,8 @@ class Deadline:
         return execute(sql, params, many, context)
 
     def cancel(self) -> None:
-        """Cancel the handler's running queries, and its coroutine. The Watch calls this
-        repeatedly until `end()` is called."""
+        """Cancel the handler's running queries, and its coroutine. After the deadline,
+        the Watch calls this repeatedly until `end()` is called."""
         self.due = time.monotonic() + AGAIN
         with self._lock:
             if self._ended:
@@ -261,9 +262,9 @@ class Watch:
 
 
 def _is_limited(connection: Any) -> bool:
-    """Return whether a setting made for the open transaction ends with that
-    transaction. This is so on PostgreSQL, inside a transaction. In a TestCase the
-    setting would stay, because the test's transaction goes on."""
+    """Return whether a setting that is made for the open transaction would end with the
+    handler's work. This is true inside a transaction of PostgreSQL. It is false in a
+    TestCase, because the test's own transaction keeps the setting."""
     transaction = in_block(connection) and not in_testcase(connection)
     return transaction and connection.vendor == "postgresql"
 

@@ -98,8 +98,9 @@ def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
 
 
 def identity(delivery: Delivery, broker: str) -> uuid.UUID:
-    """Return the message's id: from its headers, derived from the broker's id if that
-    id is stable, or else derived from the message's content."""
+    """Return the message's id. It comes from the message's headers. Without such a
+    header, it is derived from the broker's id if that is stable, or else from the
+    message's content."""
     own = _uuid(delivery.headers.get(wire.MESSAGE_ID, ""))
     own = own or wire.others_id(broker, delivery.headers)
     if own is not None:
@@ -110,7 +111,8 @@ def identity(delivery: Delivery, broker: str) -> uuid.UUID:
 
 
 def has_identity(delivery: Delivery) -> bool:
-    """Return whether the message can be recognised if it is delivered again."""
+    """Return whether the message has a stable id, so that a redelivery of the message
+    can be recognised."""
     return (
         delivery.id_stays
         or wire.MESSAGE_ID in delivery.headers
@@ -141,8 +143,8 @@ def send_back(delivery: Delivery, session: Session) -> None:
 
 
 def came_before(delivery: Delivery) -> bool:
-    """Return whether the message was delivered before: the broker reports a redelivery,
-    or a stage has sent this copy back."""
+    """Return whether the message was delivered before. That is so if the broker reports
+    a redelivery, or if a stage has sent this copy of the message back to the queue."""
     return delivery.redelivered or wire.FAILED_ATTEMPT in delivery.headers
 
 

@@ -1,8 +1,8 @@
-"""Hop 7 if a stage fails: parks, redelivers or buries the message durably.
+"""Hop 7 after a failure of a stage: parks, redelivers or buries the message durably.
 
-`redelivery.decide()` decides whether the message is dead or waits. A message waits in
-the inbox table, in its thread, or in the broker. This module carries out the decision
-before the delivery is acknowledged.
+`redelivery.decide()` decides whether the message is dead or gets another attempt. Until
+that attempt, the message waits in the inbox table, in its thread, or in the broker.
+This module carries out the decision before the delivery is acknowledged.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def bury(
 
 
 def let_expire(arrival: Arrival) -> Duplicate:
-    """Mark a flow's request as expired, because the flow no longer waits for the
-    answer. The stage never processes the request. No dead letter is made, because an
-    operator has nothing to decide."""
+    """Mark a flow's request as expired: the flow no longer waits for the answer, so the
+    stage never processes the request. There is no dead letter, because an operator has
+    nothing to decide."""
 
     def revoke() -> Duplicate:
         why = "expired: its flow no longer waits for the answer"
@@ -183,9 +183,9 @@ def let_expire(arrival: Arrival) -> Duplicate:
 
 
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
-    """Run the function in a transaction, and repeat it after a conflict. Without the
-    repetition, the handler would run again, or the message would wait until its lease
-    ends."""
+    """Call a function in a transaction, and repeat that after a conflict. Otherwise a
+    conflict would make the handler run again, or would leave the message waiting until
+    its lease ends."""
     return despite_conflicts(
         transaction.atomic(using=arrival.using)(decide_it), arrival.stop
     )

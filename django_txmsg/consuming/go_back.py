@@ -33,8 +33,8 @@ def matching(filters: Mapping[str, Any], using: str) -> QuerySet[Run]:
 
 
 def filters_of(flow: str, step: str, to: str) -> dict[str, str]:
-    """Return the filter of a bulk operation that moves this service's runs of `flow`
-    from `step` back to the step `to`."""
+    """Return the filter for a bulk operation that sends this service's runs of `flow`
+    from the step `step` back to the step `to`."""
     return {"service": conf.get().SERVICE, "flow": flow, "step": step, "to": to}
 
 

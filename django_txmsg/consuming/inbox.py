@@ -1,8 +1,8 @@
 """Hop 7 for one arrival: process the message, and return its outcome.
 
 The steps are: record → begin → run the stage, which stores the messages that it sends →
-finish → dispatch → settle. For a duplicate, the stage does not run, and only stored
-messages of the first processing are dispatched. `protocol.py` has the steps from record
+finish → dispatch → settle. For a duplicate, the stage does not run. Only the messages
+that the first processing stored are dispatched. `protocol.py` has the steps from record
 to finish. The consumer settles the delivery by its outcome. This module decides what
 follows if a step fails.
 """
@@ -70,9 +70,9 @@ def _decided(arrival: Arrival) -> Outcome:
 
 
 def _is_forgotten(arrival: Arrival) -> bool:
-    """Return whether the inbox row of an arrival no longer exists. A crash of the
-    database server may have lost the row, because its commit does not wait for the
-    disk. The message is then not a duplicate."""
+    """Return whether the inbox row of a recorded arrival no longer exists. A crash of
+    the database server may have lost the row, because its commit does not wait for the
+    disk. If so, the message is not a duplicate."""
     record = arrival.record
     if record is None or arrival.parked is not None:
         return False
@@ -97,8 +97,8 @@ def _process(arrival: Arrival) -> Outcome:
 
 
 def _worked(arrival: Arrival) -> Outcome:
-    """Run the stage until the outcome is certain. A failure that the message did not
-    cause does not count as an attempt."""
+    """Run the stage until the outcome is certain, and return that outcome. A failure
+    that the message did not cause does not count as an attempt."""
     mode, conflicts = arrival.mode, Conflicts()
     while True:
         attempt = arrival.record.attempt if arrival.record else 1
@@ -157,8 +157,8 @@ def _worked(arrival: Arrival) -> Outcome:
 def is_handlers(error: BaseException) -> bool:
     """Return whether this error counts as a failed attempt. Every exception of a
     handler counts, including time-outs and cancellations that are not an `Exception`.
-    Failures of the broker and of the package's own statements do not count, nor does an
-    interrupt of the process."""
+    Failures of the broker, failures of the package's own statements, and an interrupt
+    of the process do not count."""
     others = isinstance(error, BrokerUnavailable | Undecided) or is_interrupt(error)
     return not others
 
@@ -239,9 +239,9 @@ def _critical_time(message: Message) -> float | None:
 
 
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
-    """Return whether the database was too full for the handler's work, so that no
-    attempt is counted. If that happens to the same message more than MAX_CROWDED times,
-    return False: then the failure counts as an attempt."""
+    """Return True if the handler failed because the database lacks disk space, memory
+    or connections. The failure does not count as an attempt then. After MAX_CROWDED
+    such failures of one message, return False, so that further ones count."""
     if not database_health.lacks_resources(error):
         return False
     arrival.crowded += 1
@@ -306,9 +306,9 @@ def _adopt(arrival: Arrival) -> Outcome:
 
 
 def _lease(arrival: Arrival) -> AbstractContextManager[object]:
-    """Renew the lease of a parked message while the stage processes it. In mode outbox
-    the locked row makes a renewal unnecessary. Only stages with blocking redelivery
-    renew the lease in this mode, because they hold no lock while they wait."""
+    """Renew the lease of a parked message while the stage processes the message. If the
+    stage keeps the message's row locked during that time (`Mode.locks_parked()`), do
+    nothing: no other worker can claim the message."""
     parked, token = arrival.parked, arrival.token
     if parked is None or token is None or arrival.mode.locks_parked():
         return nullcontext()
@@ -328,9 +328,9 @@ def _record(arrival: Arrival) -> None:
 
 
 def _is_recorded(arrival: Arrival) -> bool:
-    """Return whether an arrival is recorded already, and update `arrival.record`. A
-    parked message was recorded before it was claimed. An arrival that is tried again
-    may have been recorded at the first try."""
+    """Return whether an arrival is recorded already. If so, also set `arrival.record`.
+    A parked message was recorded before it was parked. An arrival that is tried again
+    may have been recorded at its first try."""
     before, parked, inbox = arrival.record, arrival.parked, arrival.inbox
     arrival.begun = False
     if before is None:
@@ -355,8 +355,8 @@ def _recalled(arrival: Arrival, before: InboxRecord) -> InboxRecord | None:
 
 
 def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
-    """Return the outcome of a message whose stage must not run, or None if the stage
-    must run."""
+    """Return the message's outcome if the stage must not run, or None if the stage must
+    run."""
     mode = arrival.mode
     reason = mode.reason_not_to_run(arrival, record)
     if reason == "settled":
@@ -377,8 +377,8 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
 
 
 def _ship_what_is_left(arrival: Arrival) -> None:
-    """Wake the dispatcher for messages that the first processing has stored, if they
-    are not dispatched yet."""
+    """Wake the dispatcher for the messages that the first processing of this message
+    stored and that are still pending."""
     message, stage = arrival.message, arrival.stage
     signals.announce(
         signals.message_duplicate,

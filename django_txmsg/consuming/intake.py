@@ -97,8 +97,8 @@ class IntakeThread:
             session.ack([delivery])
 
     def _buried(self, delivery: Delivery) -> bool:
-        """Bury a delivery, and try again until that succeeds. Returns False if the
-        consumer stops first."""
+        """Bury a delivery. After a failure, try again until that succeeds. Returns
+        False if the consumer stops first."""
         while True:
             try:
                 self._bury(delivery)

@@ -26,9 +26,10 @@ _throttle_log = logging.getLogger("django_txmsg.throttle")
 
 
 class Throttle:
-    """Limits a failing stage: after `after` failures in a row, the stage's threads
-    process one message at a time, with a pause after each message. The first success
-    ends the throttling. All threads of a stage in this process share a throttle."""
+    """Slows down a failing stage. After `after` failures in a row, only one thread of
+    the stage at a time processes a message, with a pause after each message. The first
+    success ends the throttling. All threads of a stage in this process share a
+    throttle."""
 
     def __init__(self, after: int, pause: float) -> None:
         self._after, self._pause = after, pause
@@ -83,8 +84,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Room:
-    """The limit of messages that wait at one ordered stage. The threads of the stage
-    share the limit."""
+    """Limits how many messages may wait at one ordered stage. The stage's threads in
+    this process share this object."""
 
     def __init__(self, stage: Stage) -> None:
         settings = conf.get()
@@ -100,8 +101,8 @@ class Room:
         self.full = False
 
     def admits(self) -> bool:
-        """Return whether the stage may receive a message now. A full stage receives a
-        single message now and then."""
+        """Return whether a thread of the stage may receive a message now. If the stage
+        is full, this is true only once in a while."""
         if not self.full:
             return True
         with self._lock:
@@ -113,7 +114,8 @@ class Room:
             return True
 
     def note(self, delivery: Delivery, outcome: Outcome) -> None:
-        """Count the delivery if its message must wait for its predecessor."""
+        """Count a delivery as waiting if its message was parked behind its
+        predecessor."""
         if not isinstance(outcome, Waiting):
             return
         size = len(delivery.body) + sum(
@@ -179,8 +181,8 @@ MIB = 2**20
 
 class Allowance:
     """Calls `stop` when the process has handled `max_messages` deliveries or uses more
-    than `max_memory` MiB. 0 means no limit. The threads of a process share an
-    allowance."""
+    than `max_memory` MiB. 0 means no limit. The threads of a process share this
+    object."""
 
     def __init__(
         self, max_messages: int, max_memory: float, stop: Callable[[], None]

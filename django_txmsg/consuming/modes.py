@@ -82,8 +82,9 @@ class Outbox(Mode):
         return employed
 
     def locks_parked(self) -> bool:
-        """Return whether the row of a parked message stays locked. At a stage with
-        blocking redelivery it does not: between two attempts no lock is held."""
+        """Return whether the stage keeps a parked message's row locked while it
+        processes the message. This is false with blocking redelivery: the stage holds
+        no lock while it waits between two attempts."""
         return self.stage.policy.mode != "blocking"
 
 
@@ -117,7 +118,7 @@ class Outside(Outbox):
         return employed
 
     def locks_parked(self) -> bool:
-        """Return False: no lock is held while the handler runs."""
+        """Return False, because no transaction is open while the handler runs."""
         return False
 
 
@@ -176,8 +177,9 @@ class BrokerOnly(Mode):
         arrival.session.rollback()
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """Return whether a destination currently accepts no messages. The stage sends
-        directly to the broker, so this is not the message's fault."""
+        """Return whether a destination to which the stage has sent currently accepts no
+        messages. The stage sends directly to the broker, so the failure is not the
+        message's fault."""
         return isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:
@@ -206,7 +208,7 @@ class BrokerOnly(Mode):
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
         """Do nothing. In this mode the database does not commit before the broker, so
-        there is no time between two commits to report."""
+        there is no delay between two commits to report."""
 
     def _mark(self, record: InboxRecord) -> None:
         """Mark the inbox row as processed, after the broker's commit. If the database
@@ -242,7 +244,7 @@ class BestEffort(BrokerOnly):
         return employed
 
     def _note(self, seconds: float, error: BrokerError | None, employed: bool) -> None:
-        """Report the time between the two commits. If the broker's commit failed, log
+        """Report the delay between the two commits. If the broker's commit failed, log
         an error."""
         if error is not None:
             log.log(

@@ -49,7 +49,8 @@ class _InHand:
                 self._changed.notify_all()
 
     def wait_for(self, stage: str, message_id: uuid.UUID) -> None:
-        """Wait, for a short time, until no thread is processing this message."""
+        """Wait until no thread of this process is processing this message, but only for
+        a short time."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (stage, message_id) not in self._messages, PATIENCE
@@ -76,8 +77,8 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
 
 
 def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
-    """Park a message whose predecessor has not ended, and subtract `attempts` from its
-    count. Returns None if the predecessor has ended."""
+    """If the message's predecessor has not ended, park the message, subtract `attempts`
+    from its number of attempts, and return the outcome. Otherwise return None."""
     turn = arrival.turn
     if turn is None or arrival.order.has_come(turn):
         return None
@@ -95,8 +96,8 @@ def lost(arrival: Arrival) -> Waiting | Duplicate:
 
 
 def wake(arrivals: Sequence[Arrival]) -> None:
-    """Make the followers of these messages due, because the messages end in this
-    transaction. Call this last in the transaction."""
+    """Make the followers of these messages due. Call this last in the transaction that
+    ends the messages."""
     keyed = [arrival for arrival in arrivals if arrival.turn is not None]
     if not keyed:
         return
@@ -123,7 +124,7 @@ def kept_headers(arrival: Arrival) -> dict[str, str]:
 
 
 def in_order(arrivals: Sequence[Arrival]) -> list[int]:
-    """Return the positions of the arrivals, sorted so that the messages of each key are
+    """Return the indexes of the arrivals, sorted so that the messages of each key are
     in order."""
 
     def place(number: int) -> dt.datetime:
@@ -134,7 +135,8 @@ def in_order(arrivals: Sequence[Arrival]) -> list[int]:
 
 
 class Admission:
-    """Decides which messages of a batch may run in the batch's open transaction."""
+    """Decides which messages of a batch may be processed in the batch's open
+    transaction."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._done: set[object] = set()
@@ -150,7 +152,9 @@ class Admission:
         self._done |= rows.let_go_by(before, turns[0])
 
     def admits(self, arrival: Arrival) -> bool:
-        """Return whether it is the message's turn."""
+        """Return whether the message may be processed now: its predecessor has ended,
+        and this transaction has locked its key. A message without order is always
+        admitted."""
         turn = arrival.turn
         if turn is None:
             return True
@@ -158,22 +162,22 @@ class Admission:
         return come and turn.key in self._keys
 
     def note(self, message_id: object) -> None:
-        """Record that a message of the batch is processed, so that its follower may
-        run."""
+        """Record that a message of the batch is processed, so that its follower may be
+        processed next."""
         self._done.add(message_id)
 
 
 def grace() -> float:
-    """Return for how many seconds a stage must have received messages before a missing
-    predecessor counts as lost. If the stage was stopped, the predecessor may still be
-    in its queue."""
+    """Return for how many seconds a stage must have been receiving before a predecessor
+    that has not arrived counts as lost. After a stop of the stage, the predecessor may
+    still be in the stage's queue."""
     return min(conf.get().ORDER_PATIENCE, ON_ITS_WAY)
 
 
 def ask(stage: Stage, received: bool = True) -> None:
-    """Check which of a stage's due waiting messages may run now. If the stage has
-    `received` everything in its queue, also release messages that have waited long
-    enough for a missing predecessor."""
+    """Check a stage's due waiting messages, and postpone those whose turn has not come.
+    If the stage has `received` everything in its queue, also release messages that have
+    waited long enough for a missing predecessor."""
     rows = InboxMessage.order.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:

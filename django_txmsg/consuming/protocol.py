@@ -1,9 +1,9 @@
-"""The core of hop 7: record → begin → run → finish, for all work that takes effect
-once.
+"""The core of hop 7: record → begin → run → finish. All work that takes effect once
+uses these steps.
 
-The stages' handlers, alone and in batches, and Celery's tasks use these steps. If the
-worker is killed between two steps, the next delivery of the message continues after the
-last finished step.
+That is the work of stages' handlers, alone and in batches, and of Celery's OnceTasks.
+If the worker is killed between two steps, the next delivery of the message continues
+after the last committed step.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def record(
     """Count a delivery durably, in a commit of its own.
 
     Returns the message's record, and whether the stage's transaction has begun. With
-    `early`, PostgreSQL begins that transaction and takes the row in the same round
-    trip. `runs` is called with the record, and returns whether the stage must run; if
-    not, the transaction is rolled back.
+    `early`, the same round trip to PostgreSQL also begins that transaction and takes
+    the row. `runs` is called with the record, and returns whether the stage must run.
+    If it returns False, the transaction is rolled back.
     """
     transaction.get_autocommit(using=rows.db)  # connects
     connection = connections[rows.db]
@@ -118,9 +118,9 @@ def once(
     - `begun` means that `record()` has already begun the transaction and taken the row.
     - `run` does the work. The messages that it sends are stored in the same
       transaction.
-    - `finish` is called last in the transaction, with the result of `run` and a bool.
-      If the bool is true, `run` took long, and `finish` must mark the row again, with
-      the current time.
+    - `finish` is called last in the transaction. Its arguments are the result of `run`,
+      and a bool. The bool is true if `run` took long: then `finish` must mark the row
+      again, with the current time.
 
     Returns the result, and whether the database was used. After an exception,
     everything is rolled back. Raises LostRace if the row cannot be taken, Undecided if
@@ -181,8 +181,8 @@ def guarded(using: str) -> Iterator[None]:
 
 
 def _raise_hidden(connection: Any) -> None:
-    """If the database ran out of resources, raise that error instead of the handler's
-    error: the message is not at fault."""
+    """If the database ran out of resources, raise the database's error instead of the
+    handler's error, because the message is not at fault."""
     cause = cause_of_rollback(connection)
     if must_roll_back(connection) and database_health.lacks_resources(cause):
         assert cause is not None
@@ -191,7 +191,7 @@ def _raise_hidden(connection: Any) -> None:
 
 def lost_conflict(error: BaseException) -> bool:
     """Return whether PostgreSQL rolled back the transaction because of a serialization
-    failure or a deadlock. Then a repetition may succeed."""
+    failure or a deadlock. The same work may succeed if it is repeated."""
     lost = isinstance(error, DatabaseError)
     return lost and database_health.sqlstate(error) in ("40001", "40P01")
 
@@ -203,7 +203,7 @@ class Conflicts:
     _count = 0
 
     def mends(self, error: BaseException) -> bool:
-        """Return whether to repeat the work that failed with this error."""
+        """Return whether the work that failed with this error should be repeated."""
         if self._count >= MAX_CONFLICTS or not lost_conflict(error):
             return False
         self._count += 1
@@ -233,8 +233,8 @@ def is_outage(error: BaseException, raw: Any) -> bool:
     """Return whether the broker or the stage's own database has failed, so that the
     message is not at fault.
 
-    `raw` is the driver's connection of the stage's transaction. If only a handler's
-    query to another database failed, `raw` is still open, and the failure is the
+    `raw` is the driver's connection of the stage's transaction. If `raw` is still open,
+    only a query of the handler to another database has failed, and the failure is the
     handler's.
     """
     if isinstance(error, BrokerUnavailable):

@@ -2,7 +2,7 @@
 
 Before the stage runs, each message takes a slot in the line of its key. A message whose
 slot is not due is parked until then, without counting an attempt. The slot is taken in
-a separate transaction, because the stage's transaction would lock the line while the
+a separate transaction. In the stage's transaction, the line would stay locked while the
 handler runs.
 """
 
@@ -60,9 +60,9 @@ def states() -> Any:
 
 
 def _takes_slot(arrival: Arrival) -> bool:
-    """Return whether a message must take a slot. A recorded message has taken its slot
-    at an earlier try. A message without a stable id, or with invalid headers, needs no
-    slot, because the stage does not run."""
+    """Return whether an arrival must take a slot. A recorded arrival has taken its slot
+    at an earlier try. An arrival without a stable id, or with invalid headers, needs no
+    slot, because the stage does not process it."""
     if arrival.record is not None or not arrival.has_identity:
         return False
     try:
@@ -97,9 +97,9 @@ def _waiting(arrival: Arrival) -> Outcome | None:
 class Held:
     """The slots of one line that a thread has taken and not used yet.
 
-    A busy thread takes several slots with one statement, if at least four times as many
-    slots are due. The stage is then far below its rate, so it does not matter if the
-    thread leaves some slots unused.
+    A busy thread takes several slots with one statement, but at most a quarter of the
+    slots that are due. So many due slots mean that the stage is far below its rate, and
+    it does not matter if the thread leaves some slots unused.
     """
 
     def __init__(self) -> None:

@@ -57,8 +57,8 @@ _PAUSE = 0.02
 
 
 class Parking:
-    """One thread's view of its stage's parked messages. The thread claims them under
-    `token`."""
+    """Decides when one thread takes a parked message of its stage instead of a
+    delivery. The thread claims parked messages under `token`."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -76,14 +76,14 @@ class Parking:
         self._next = math.inf
 
     def comes_first(self) -> bool:
-        """Return whether a parked message must run before the thread receives from the
-        broker."""
+        """Return whether the thread must process a parked message before it receives
+        from the broker again."""
         return self._since >= self._share or self.follows()
 
     def follows(self) -> bool:
-        """Return whether a message has just released its followers, so that a follower
-        runs next. After a number of followers in a row, returns False once, so that
-        other messages run too."""
+        """Return whether the thread should process a follower next, because a message
+        has just released its followers. After a number of followers in a row, return
+        False once, so that other messages are processed too."""
         if not self.woken.is_set():
             self._followers = 0
             return False
@@ -93,7 +93,7 @@ class Parking:
         return self._followers % FOLLOWERS > 0
 
     def had_its_share(self) -> None:
-        """Record that a parked message has run."""
+        """Record that the thread has processed a parked message."""
         self._since = 0
 
     def had_its_turn(self) -> None:
@@ -102,7 +102,8 @@ class Parking:
         self._since = min(self._since, self._share - 1)
 
     def waited_for(self, deliveries: int) -> None:
-        """Count deliveries that the thread processed since the last parked message."""
+        """Count deliveries that the thread has processed since its last parked
+        message."""
         self._since += deliveries
 
     def claim(self) -> Parked | None:
@@ -251,8 +252,9 @@ class StageThread:
         return subscription.refused.error or subscription.turned_away.error
 
     def has_received(self, seconds: float) -> bool:
-        """Return whether the stage has received everything that was in its queue: the
-        queue is empty, or the stage has been subscribed for `seconds`."""
+        """Return whether the stage can be assumed to have received everything that was
+        in its queue: the queue is empty, or the stage has been subscribed for
+        `seconds`. False while the stage is paused."""
         reading = self.dry or self._subscription.age >= seconds
         return reading and not self.paused.is_set()
 
@@ -369,7 +371,7 @@ class StageThread:
                 return None
 
     def _work_parked(self, session: Session) -> bool:
-        """Run one due parked message. Returns False if there is none."""
+        """Process one due parked message. Returns False if there is none."""
         self.on_parked = True
         try:
             return self._worked_parked(session)
@@ -394,7 +396,7 @@ class StageThread:
         return True
 
     def _work_parked_without_broker(self) -> None:
-        """Run parked messages while the broker is unavailable. Do nothing if the
+        """Process parked messages while the broker is unavailable. Does nothing if the
         stage's transaction uses the broker."""
         if not self._mode.transacted:
             while not self._stopping.is_set() and self._work_parked(NO_SESSION):

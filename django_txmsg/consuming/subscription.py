@@ -92,8 +92,8 @@ class Subscription:
         return session
 
     def close(self) -> None:
-        """Close the session, which returns all unacknowledged deliveries to the
-        broker."""
+        """Close the session. The broker then delivers all unacknowledged messages
+        again."""
         if self.session is not None:
             session, self.session = self.session, None
             session.close()
@@ -104,8 +104,8 @@ class Subscription:
         self._breaker.failed(error)
 
     def cannot_send(self, error: DestinationUnavailable) -> None:
-        """Close the session and pause, because a destination of the stage currently
-        accepts no messages."""
+        """Close the session and pause, because a destination to which the stage sends
+        currently accepts no messages."""
         self.close()
         self.turned_away.failed(error)
 

@@ -2,10 +2,10 @@
 flow, or of a flow batch.
 
 Each answer is written to its own row, and no lock is shared, so answers do not wait for
-each other. Two checks find out whether all requests are answered. First, the
-transaction that writes an answer calls `may_have_ended()`, which also counts the
-answers that other transactions are writing. Then a separate transaction calls
-`has_ended()`, which waits until those answers are written.
+each other. Two checks find out whether all requests are answered. The transaction that
+writes an answer calls `may_have_ended()`, which also counts the answers that other
+transactions are still writing. If that returns True, a later transaction calls
+`has_ended()`, which first waits for those other transactions.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class Batch(models.Model):
         return Progress(self.total, **found)
 
     def rows(self) -> models.QuerySet[Branch]:
-        """Return the branches, from the database that the batch was read from."""
+        """Return a queryset of the branches, in the database from which the batch was
+        read."""
         return Branch.objects.using(self._state.db).filter(batch=self)
 
     def record(
@@ -146,12 +147,12 @@ class Batch(models.Model):
         return branch.values_list("request_id", flat=True).get() if written else None
 
     def may_have_ended(self) -> bool:
-        """Return whether the batch has ended if all transactions that are now writing
-        an answer commit.
+        """Return whether the batch will have ended once every transaction that is now
+        writing an answer has committed.
 
-        Rows that other transactions have locked count as answered, because those
-        transactions either write an answer or make the same check. So the transaction
-        that writes its answer last counts all branches as answered.
+        A row that another transaction has locked counts as answered, because that
+        transaction either writes the answer or makes this check itself. So at least the
+        last transaction to make the check sees all branches as answered.
         """
         failed = self.enough < self.total and self.rows().filter(_FAILED).count()
         spare = max(self.total - failed - self.enough, 0)
@@ -167,9 +168,9 @@ class Batch(models.Model):
         return ended
 
     def has_ended(self) -> bool:
-        """Return whether the batch has ended. Waits for the answers that are being
-        written. If the batch has ended, no answer can be written until this transaction
-        ends."""
+        """Return whether the batch has ended. First waits for transactions that are
+        writing answers. If the batch has ended, no answer can be written before this
+        transaction ends."""
         list(self.rows().filter(_OPEN).select_for_update().values_list("pk"))
         now = self.progress
         return now.answered >= self.enough or not now.open

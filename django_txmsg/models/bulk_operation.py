@@ -39,9 +39,9 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
         return self._move(pk, (BulkState.RUNNING,), state=BulkState.PAUSED)
 
     def resume(self, pk: int) -> bool:
-        """Continue after the last batch. An operation that stopped itself because
-        messages died again continues with all remaining dead letters, and does not stop
-        itself again."""
+        """Continue with the batch after the last executed batch. If the operation
+        stopped itself because messages died again, it now continues with all remaining
+        dead letters and never stops itself again."""
         stopped = ~Q(stopped_why="")
         self.filter(stopped, pk=pk, state=BulkState.PAUSED).update(
             tolerates=None, watched=[], stopped_why=""
@@ -51,8 +51,7 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
         )
 
     def cancel(self, pk: int) -> bool:
-        """End the operation now. Dead letters that the operation has processed are not
-        changed back."""
+        """End the operation now. What the operation has already done is not undone."""
         return self._move(
             pk,
             (BulkState.RUNNING, BulkState.PAUSED),
@@ -69,7 +68,8 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
 class BulkOperation(models.Model):
     """An action on all dead letters, or on all runs, that match a filter.
 
-    Messages that died and runs that began after the request are excluded, by `up_to`.
+    Dead letters and runs that were added after the request are excluded: their ids are
+    higher than `up_to`.
     """
 
     id = models.BigAutoField(primary_key=True)

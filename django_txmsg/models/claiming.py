@@ -65,7 +65,7 @@ def claim_sql(
 def bounds(
     limit: int, max_bytes: int | None = None, *, alone: int = UNLIMITED
 ) -> Sequence[Any]:
-    """Return the parameters that limit how many rows, and how many bytes (by default
-    MAX_BYTES), a claim takes. If the first message has more bytes, it is claimed alone,
-    unless it is also larger than `alone`."""
+    """Return the parameters that limit a claim to `limit` rows and to `max_bytes` (by
+    default MAX_BYTES). If the first message alone has more than `max_bytes`, the claim
+    takes only this message, or nothing if the message has more than `alone` bytes."""
     return [limit, MAX_BYTES if max_bytes is None else max_bytes, alone]

@@ -26,7 +26,7 @@ from .fields import Later, MessageKey, SqlManager, given_sql, now_sql, read_uuid
 
 
 class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """Changes operators' notes. No other class changes them."""
+    """Changes operators' notes. No other class may change a note."""
 
     def keep(
         self,
@@ -39,14 +39,14 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
         duration: dt.timedelta | None = None,
         above: int | None = None,
     ) -> FailureNote:
-        """Store a note, and whether its error is muted. `None` changes nothing.
+        """Store the note about an error, and whether the error is muted. If `note` or
+        `muted` is None, that value stays as it is.
 
-        A mute ends after `duration`, by the database's clock; `None` means never. The
-        mute does not apply while more than `above` dead letters of the error are open.
-        `seen` is the `version` of the note that the operator has read. Raises
-        TxmsgError in three cases: another operator has changed the note since; the
-        error is to be muted, but the note gives no reason; no dead letter has the
-        fingerprint.
+        The mute ends after `duration`, or never if `duration` is None. The mute does
+        not apply while more than `above` dead letters of the error are open. `seen` is
+        the `version` of the note that the operator has read. Raises TxmsgError in three
+        cases: another operator has changed the note since; the error would be muted
+        with an empty note; no dead letter has the fingerprint.
         """
         using = self._db or router.db_for_write(self.model)
         notes = self.using(using)
@@ -106,7 +106,7 @@ class FailureNote(models.Model):
 
     @property
     def version(self) -> str:
-        """A value that changes whenever the note changes; "" if there is no note."""
+        """A text that changes whenever the note changes; "" if there is no note."""
         return f"{self.noted_at.timestamp():.6f}" if self.noted_by else ""
 
 
@@ -153,7 +153,7 @@ class DeadLetterManager(SqlManager):
     def store_again(
         self, again: Sequence[Mapping[str, Any]]
     ) -> list[tuple[int, uuid.UUID]]:
-        """Copy dead letters, with their bodies, into the outbox by a single statement.
+        """Copy dead letters and their bodies into the outbox, in a single statement.
 
         Each entry of `again` has the dead letter's `id`, and the new row's `key`,
         `headers`, `replay_id` and `service`. Returns the primary key and the message id
@@ -184,11 +184,12 @@ class DeadLetterManager(SqlManager):
         return [(pk, read_uuid(message_id)) for pk, message_id in rows]
 
     def park_again(self, again: Sequence[Mapping[str, Any]], *, force: bool) -> None:
-        """Park dead letters of stages in the inbox, due now, by a single statement.
+        """Park dead letters of stages in the inbox again, in a single statement. They
+        are due now.
 
         Each entry of `again` has the dead letter's `id`, and the new row's `headers`
-        and `service`. Messages that are already parked, or that were revoked, are not
-        changed. Processed messages are changed only if `force` is set.
+        and `service`. Parked and revoked messages are not changed. A processed message
+        is parked again only if `force` is set.
         """
         connection = connections[self.db]
         source = given_sql(

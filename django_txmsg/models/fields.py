@@ -29,8 +29,8 @@ def now_sql(connection: Any) -> str:
 
 
 def clock(using: str) -> dt.datetime:
-    """Return the database's current time in UTC, so that calculations in Python do not
-    depend on the time zone of the connection."""
+    """Return the database's current time, in UTC whatever the time zone of the
+    connection is."""
     connection: Any = connections[using]
     with connection.cursor() as cursor:
         # With parameters, like everywhere: then `%%` means `%`.
@@ -57,8 +57,8 @@ def later_sql(connection: Any) -> str:
 
 
 class Later(models.Func):
-    """The database's current time plus a number of seconds. This is not an interval of
-    days, because a day may have 23 or 25 hours."""
+    """The database's current time plus a number of seconds. An interval in days would
+    not be exact, because a day may have 23 or 25 hours."""
 
     output_field = models.DateTimeField()
 
@@ -147,7 +147,7 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
 
 
 def prepared(model: type[models.Model], name: str, value: Any, connection: Any) -> Any:
-    """Convert a value to the form in which the database stores it in a model's
+    """Return a value in the form in which the database stores the values of a model's
     field."""
     field: Any = model._meta.get_field(name)
     return field.get_db_prep_save(value, connection)
@@ -201,8 +201,8 @@ def read_uuid(value: Any) -> Any:
 
 
 def given_sql(connection: Any, name: str, **columns: str) -> str:
-    """Return SQL that reads a parameter, a JSON array of objects, as a table `name`.
-    `columns` maps each column to its type in PostgreSQL."""
+    """Return SQL for a table `name` whose rows come from one parameter, a JSON array of
+    objects. `columns` maps each column to its type in PostgreSQL."""
     if connection.vendor == "postgresql":
         typed = ", ".join(f"{column} {kind}" for column, kind in columns.items())
         return f"jsonb_to_recordset(%s::jsonb) AS {name}({typed})"
@@ -246,8 +246,8 @@ class SqlManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
 
 
 class Holds(models.Func):
-    """The condition that a rule is true for a row. Each of `values` is an expression
-    that replaces the column of that name in the rule."""
+    """The condition that a rule is true for a row. `values` maps a name in the rule to
+    the expression that replaces it."""
 
     output_field = models.BooleanField()
 

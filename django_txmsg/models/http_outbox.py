@@ -31,19 +31,20 @@ PATIENCE_MS = 200
 
 
 class SessionManager(SqlManager):
-    """The two ways in which a session can end: it commits, or it is given up. Each way
-    is a single INSERT, which fails if the session has already ended in the other
-    way."""
+    """Records how a session ends: it commits, or it is given up. Each method executes
+    one INSERT, which fails if the session has already ended in the other way."""
 
     def commit(self, session_id: uuid.UUID) -> bool:
         """Record, within the session's transaction, that the session committed.
 
-        Returns False if a tombstone exists. The transaction must not commit then.
+        Returns False if the session has a tombstone. Then the transaction must not
+        commit.
         """
         return self._insert(session_id, SessionStatus.COMMITTED)
 
     def give_up(self, session_id: uuid.UUID) -> bool:
-        """Write a tombstone. Returns False if the session has committed.
+        """Write a tombstone, so that the session cannot commit any more. Returns False
+        if the session has already committed.
 
         Raises OperationalError if the session's transaction is committing and takes
         longer than PATIENCE_MS.
@@ -63,7 +64,7 @@ class SessionManager(SqlManager):
                 cursor.execute(f"PRAGMA busy_timeout = {usual}")
 
     def given_up(self, since: dt.timedelta) -> int:
-        """Count the tombstones that were written during the last `since`."""
+        """Return the number of tombstones whose age is at most `since`."""
         recent = self.filter(created_at__gte=Now() - since)
         return recent.filter(status=SessionStatus.TOMBSTONE).count()
 
@@ -101,8 +102,8 @@ class SessionRecord(models.Model):
 
 
 class IdempotencyKey(models.Model):
-    """One idempotency key of one caller. The row commits together with the effects of
-    the request."""
+    """An idempotency key of one caller. The row is written in the request's own
+    transaction, so it commits if and only if the request's effects commit."""
 
     id = models.BigAutoField(primary_key=True)
     caller = models.CharField(max_length=255)

@@ -77,7 +77,7 @@ class InboxRecord:
 
     @property
     def settled(self) -> bool:
-        """Whether the message is processed, dead or parked, so that the consumer drops
+        """Whether the message is processed, dead or parked. If so, the consumer drops
         this arrival."""
         return self.processed or self.dead or self.parked
 
@@ -126,17 +126,18 @@ class InboxManager(SqlManager):
         idempotent: bool = False,
         together: bool = False,
     ) -> dict[uuid.UUID, InboxRecord]:
-        """Count an arrival of each message, and an attempt of each message that will
-        run.
+        """Count one more arrival of each message, and one more attempt of each message
+        that the stage will process.
 
         The statement commits at once, so that a message that kills its worker is still
         counted. On PostgreSQL the commit does not wait for the disk, so a crash of the
-        server may lose the rows. A caller that later finds no row calls `recall()`.
+        server may lose the rows. To find out later whether a row was lost, call
+        `recall()`.
 
-        An `idempotent` stage also runs messages that it has already processed. With
-        `together`, the messages will run in one transaction, and no attempt is counted:
-        if the worker dies, any of the messages may be the cause, and each is delivered
-        again alone.
+        Pass `idempotent` if the stage processes a message again that it has already
+        processed. Pass `together` if the stage processes the messages in one
+        transaction. No attempt is counted then: if the worker died, any of the messages
+        could be the cause. Each message would be processed alone after its redelivery.
         """
         connection = connections[self.db]
         sql, parameters = self._recording(
@@ -161,8 +162,8 @@ class InboxManager(SqlManager):
 
         Returns the record, and whether the row was taken. With `turn`, the row is taken
         only if the message's predecessor is processed and no other transaction has
-        locked the key. Whether or not the row was taken, the transaction stays open: a
-        `StageTransaction` takes over the transaction, or the caller rolls it back.
+        locked the key. The transaction stays open even if the row was not taken: the
+        caller must pass the transaction to a `StageTransaction` or roll it back.
 
         If the call fails, pass the same `mark` to `recorded()`, which returns the
         record if the first commit succeeded. Requires psycopg 3, and a connection that
@@ -195,18 +196,18 @@ class InboxManager(SqlManager):
 
     def recorded(self, stage: str, message: Message, mark: str) -> InboxRecord | None:
         """Return the record that `record_and_begin()` committed before it failed, or
-        None if it committed nothing. `mark` is the value that the transaction gave to a
-        session setting: the setting has this value only if the transaction
-        committed."""
+        None if it committed nothing. Pass the same `mark` to both: the first
+        transaction stores `mark` in a session setting, which keeps that value only if
+        the transaction commits."""
         return self._find(
             f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
             [message.id, stage, mark],
         )
 
     def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> InboxRecord | None:
-        """Return the record of a message whose arrival was recorded before, or None if
-        the row is lost. The stage and the message id are compared too, because after a
-        crash of the server another message may have this primary key."""
+        """Return the record of a message whose arrival was recorded earlier, or None if
+        the row was lost in a crash of the server. After a crash another message may
+        have the primary key `pk`, so the stage and the message id must match too."""
         value = prepared(self.model, "message_id", message_id, connections[self.db])
         return self._find(
             "id = %s AND stage = %s AND message_id = %s", [pk, stage, value]
@@ -262,8 +263,8 @@ class InboxManager(SqlManager):
         return sql, parameters
 
     def unrecord(self, pk: int) -> None:
-        """Subtract an arrival and its attempt, because the caller will record the
-        arrival again."""
+        """Subtract one arrival and one attempt from a row. The caller then records the
+        same arrival again."""
         self.filter(pk=pk).update(
             deliveries=models.F("deliveries") - 1, attempts=models.F("attempts") - 1
         )
@@ -385,8 +386,8 @@ class InboxManager(SqlManager):
 
     def next_due(self, stage: str) -> float | None:
         """Return the seconds until a stage's next parked message is due, or None if
-        there is none. Ignores messages that a worker has claimed or that need newer
-        code."""
+        there is none. Messages that a worker has claimed, or that need newer code, are
+        ignored."""
         free = Q(lease_until=None) | Q(lease_until__lte=Now())
         rows = self.filter(free, stage=stage, due_at__isnull=False, needs_version=None)
         first = rows.order_by("due_at", "id").annotate(now=Now())
@@ -416,9 +417,9 @@ class InboxManager(SqlManager):
         )
 
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
-        """Count another attempt of a message whose worker keeps the message between
-        two attempts (blocking redelivery). Returns the attempt's number, or 0 if
-        another worker has claimed the message."""
+        """Count another attempt of a message at a stage with blocking redelivery, where
+        the worker keeps the message between two attempts. Returns the attempt's number,
+        or 0 if another worker has claimed the message."""
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
         row = self._row(
@@ -471,8 +472,8 @@ class InboxManager(SqlManager):
         return False
 
     def finish(self, ids: list[int]) -> None:
-        """Mark rows as processed, in the transaction that contains the handlers'
-        work."""
+        """Mark rows as processed. Call this in the transaction that contains the
+        handlers' work."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
         self._changed(
@@ -485,7 +486,7 @@ class InboxManager(SqlManager):
     def revoke(self, stage: str, message_id: uuid.UUID) -> bool:
         """Revoke a message, so that the stage never processes it. The message may be
         parked or dead, or may not have arrived yet. If a worker is processing the
-        message, wait for that worker.
+        message, this call waits until the worker has finished.
 
         Returns False, and changes nothing, if the message is processed.
         """
@@ -523,8 +524,9 @@ class InboxManager(SqlManager):
         *,
         revoked: bool = False,
     ) -> int:
-        """Mark a received message as dead, and clear its headers and body. The dead
-        letter has them, unless the message is `revoked`.
+        """Mark a received message as dead, and clear its headers and body. The caller
+        has stored both in a dead letter, except if the message is `revoked`: then there
+        is no dead letter.
 
         Returns 0 if the message is already processed or dead. Also returns 0 if its
         lease, `token`, has ended and another worker has claimed the message.
@@ -562,8 +564,8 @@ def read_record(row: Sequence[Any]) -> InboxRecord:
 
 def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
     """Return the condition that this code can read a row, and the condition's
-    parameters. `reads` has the types and versions that the code reads, or is None if
-    the code reads every message. The condition is empty then."""
+    parameters. `reads` lists the types and versions that the code reads. If `reads` is
+    None, the code reads every message and the condition is empty."""
     if reads is None:
         return "", []
     one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"
@@ -572,8 +574,8 @@ def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
 
 
 class InboxMessage(models.Model):
-    """One message at one stage. A unique constraint allows one row for each message at
-    each stage, so duplicates are dropped."""
+    """One message at one stage. A unique constraint allows one row for each message and
+    stage, so a stage recognises duplicates."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255)

@@ -1,4 +1,5 @@
-"""Order per key in the inbox: which messages run, wait or are released.
+"""Order per key in the inbox: decides which messages are processed, which wait, and
+which are released.
 
 A message releases its follower once the message is processed or passed. A message is
 passed if it has expired, was discarded, or is dead at a stage that skips dead messages.
@@ -10,8 +11,8 @@ due when its predecessor ends. If the predecessor waits too, the row's due time 
 
 The last statement of the transaction that ends a message releases the message's
 followers. Followers that this statement misses are checked again at growing intervals.
-If a predecessor never arrives, its followers go on after a time-out. An operator can
-release the followers of any predecessor.
+If a predecessor never arrives, its followers are released after a time-out. An operator
+can release waiting messages at any time.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ class Turn:
 
 
 def passed_sql(message: str, stage: str, *, skips: bool) -> str:
-    """Return the condition that a message releases its followers at a stage. `message`
-    is SQL for the message's id. `stage` is SQL for the stage's name, which appears in
-    the condition only once."""
+    """Return the condition that the followers of a message need not wait for it any
+    more at a stage. `message` is SQL for the message's id. `stage` is SQL for the
+    stage's name, which appears in the condition only once."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
         f" AND p.stage = {stage} AND {passes_sql(skips=skips)})"
@@ -88,8 +89,8 @@ def passed_sql(message: str, stage: str, *, skips: bool) -> str:
 
 
 def passes_sql(*, skips: bool) -> str:
-    """Return the condition that the message of the inbox row `p` releases its
-    followers."""
+    """Return the condition that the followers of the message in the inbox row `p` need
+    not wait for it any more."""
     return (
         "CASE WHEN p.processed_at IS NOT NULL THEN TRUE"
         f" WHEN p.dead_at IS NULL THEN FALSE ELSE {_dead_sql(skips)} END"
@@ -98,8 +99,8 @@ def passes_sql(*, skips: bool) -> str:
 
 def waits_sql(row: str) -> str:
     """Return the condition that a row waits for its turn: the row names a predecessor,
-    and no worker has claimed the row. A claimed message does not count, because its
-    transaction may already have released its followers."""
+    and no worker has claimed the row. A claimed row does not count, because its
+    worker's transaction may already have released the message's followers."""
     return f"{BLOCKED.sql(row)} AND {row}.lease_token IS NULL AND {OPEN.sql(row)}"
 
 
@@ -119,7 +120,7 @@ def behind_sql(row: str) -> str:
 
 
 def never_sql(connection: Any) -> str:
-    """Return SQL for the due time of a row whose predecessor will release it."""
+    """Return SQL for the due time of a row that only its predecessor makes due."""
     if connection.vendor == "postgresql":
         return f"'{NEVER}+00'::timestamptz"
     return f"'{NEVER}'"
@@ -212,7 +213,7 @@ class OrderManager(SqlManager):
     """Changes the states of messages that wait for their turn."""
 
     def has_come(self, turn: Turn) -> bool:
-        """Return whether the message's predecessor has released it."""
+        """Return whether the message need not wait for its predecessor any more."""
         if turn.after_id is None:
             return True
         before = self.filter(message_id=turn.after_id, stage=turn.stage)
@@ -224,8 +225,8 @@ class OrderManager(SqlManager):
     def let_go_by(
         self, predecessors: Collection[uuid.UUID], turn: Turn
     ) -> set[uuid.UUID]:
-        """Return which of the `predecessors` release their followers at the stage of
-        `turn`."""
+        """Return those of the `predecessors` for which no follower needs to wait any
+        more at the stage of `turn`."""
         if not predecessors:
             return set()
         connection = connections[self.db]
@@ -264,13 +265,14 @@ class OrderManager(SqlManager):
         uncounted: int,
         aside: bool = False,
     ) -> bool:
-        """Park a message whose turn has not come, and subtract `uncounted` attempts.
-        `aside` means that the turn has come, but another transaction has locked the
-        key.
+        """Park a message whose turn has not come, and subtract `uncounted` from its
+        number of attempts. Pass `aside` if the turn has come, but another transaction
+        has locked the key.
 
-        Returns whether the message can be claimed at once after all. Call this outside
-        any transaction: between the two statements of this method, other transactions
-        may commit, and the second statement must see their changes.
+        Returns True if the message can be claimed at once after all, because its
+        predecessor has ended meanwhile. Call this outside any transaction: between the
+        two statements of this method, other transactions may commit, and the second
+        statement must see their changes.
         """
         connection = connections[self.db]
         held, fence = held_sql(self.model, connection, token)
@@ -306,9 +308,9 @@ class OrderManager(SqlManager):
         return self._look(pk, turn, row[0])
 
     def _look(self, pk: int, turn: Turn, due: Any) -> bool:
-        """Check a message once more, right after it was parked. Its predecessor may
-        have ended before other transactions could see the parked row, or may itself be
-        waiting."""
+        """Check a message once more, right after it was parked. The predecessor may
+        have ended before its transaction could see the parked row. Or the predecessor
+        may itself be waiting."""
         connection = connections[self.db]
         now, never = now_sql(connection), never_sql(connection)
         # If a crash loses this, the message is rechecked later.
@@ -334,7 +336,8 @@ class OrderManager(SqlManager):
         )
 
     def wait_for_copy(self, stage: str, of: uuid.UUID, copy: uuid.UUID) -> None:
-        """Let the followers of a dead message wait for the copy that replaces it."""
+        """Let the followers of a dead message wait for the copy that replaces the dead
+        message."""
         self.filter(stage=stage, waits_for=of).update(waits_for=copy)
 
     def waiting(self, stage: str, most: int | None) -> tuple[int, int]:
@@ -359,16 +362,16 @@ class OrderManager(SqlManager):
         return int(rows.exclude(key="").filter(processed_at=None)[:most].count())
 
     def wake(self, stage: str, messages: Collection[uuid.UUID]) -> int:
-        """Make the followers of these messages due, because the messages end in this
-        transaction. Returns the number of followers. Must be the transaction's last
-        statement. A follower that is parked later checks its predecessor itself."""
+        """Make the followers of these messages due, and return the number of followers.
+        Call this last in the transaction that ends the messages. If a follower is
+        parked later, its own worker checks whether the predecessor has ended."""
         ids, values = ids_sql(connections[self.db], "waits_for", messages)
         return self._release(stage, ids, values)
 
     def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
         """Check a stage's due waiting rows again, and postpone the rows whose turn has
-        not come. Returns the number of postponed rows. Each time, a row is postponed
-        for longer; with `soon`, always for a second."""
+        not come. Returns the number of postponed rows. The longer a row has waited, the
+        longer it is postponed; with `soon`, every row is postponed for a second."""
         longest = FIRST_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
         now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
@@ -413,9 +416,10 @@ class OrderManager(SqlManager):
         retention: dt.timedelta | None,
         link: str,
     ) -> int:
-        """Release messages that have waited long enough for a missing predecessor, if
-        no earlier message of their key is open here. `link` is the header that names
-        the predecessor. Returns the number of released messages."""
+        """Release messages that have waited long enough for a missing predecessor. A
+        message is released only if the stage has no earlier unfinished message of the
+        same key. `link` is the header that names the predecessor. Returns the number of
+        released messages."""
         connection, table = connections[self.db], self._table
         held = "e.dead_at IS NULL"
         lost, parameters = "", [stage, later_value(connection, -patience)]
@@ -455,7 +459,8 @@ class OrderManager(SqlManager):
 
     def let_go(self, stage: str, key: str, *, link: str) -> int:
         """Release the first waiting message of a key, because an operator requests it.
-        Returns 1, or 0 if no message waits or the first message was released meanwhile.
+        Returns 1, or 0 if no message waits or another transaction has released the
+        first message.
 
         Raises OperationalError if a worker is processing the message and does not
         finish within PATIENCE.

@@ -37,8 +37,8 @@ class KeyTailManager(SqlManager):
         self, broker: str, ends: Mapping[Chain, uuid.UUID], longest: int
     ) -> dict[Chain, Joint]:
         """Make these messages the last messages of their chains. `longest` is the
-        largest number of messages that is now added to one chain. The tails stay locked
-        until the transaction ends, so that no other relay extends these chains
+        largest number of messages that this call adds to any one chain. The tails stay
+        locked until the transaction ends, so that no other relay extends these chains
         meanwhile. The tails are always locked in the same order, so that relays do not
         deadlock."""
         connection = connections[self.db]

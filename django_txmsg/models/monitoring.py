@@ -51,9 +51,9 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return bool(ended)
 
     def undelivered(self, service: str) -> Iterable[Alert]:
-        """Return the alerts whose beginning or end must be delivered, and which no
-        process is delivering. If an alert's beginning was not delivered, its end is not
-        delivered either."""
+        """Return the alerts whose start or end has yet to be delivered, and which no
+        process is delivering now. If the start of an alert was not delivered before the
+        alert ended, neither its start nor its end is delivered."""
         begun = Q(ended_at=None, delivered="")
         ended = Q(ended_at__isnull=False, delivered="firing")
         free = Q(lease_until=None) | Q(lease_until__lt=Now())
@@ -70,7 +70,7 @@ class AlertManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return bool(claimed)
 
     def delivered(self, alert: Alert) -> None:
-        """Record that the state of this alert was delivered."""
+        """Record that the present state of this alert was delivered."""
         self.filter(pk=alert.pk).update(delivered=alert.status, lease_until=None)
 
 
@@ -120,8 +120,8 @@ PERIOD = dt.timedelta(minutes=5)
 
 
 class PeriodCount(models.Model):
-    """How many messages one series (such as "processed") counted in one finished
-    period, at one destination or stage."""
+    """The count of one series, for example "processed", at one destination or stage in
+    one finished period."""
 
     id = models.BigAutoField(primary_key=True)
     start = models.DateTimeField()

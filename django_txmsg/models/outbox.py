@@ -48,14 +48,14 @@ Changed = list[tuple[int, str]]
 class PendingManager(SqlManager):
     """Changes pending rows by message id, and frees or holds unique keys.
 
-    `cancel()` and `make_due()` never change a row that a relay holds, because the row's
-    message may be on its way to the broker.
+    `cancel()` and `make_due()` never change a row that a relay has claimed, because the
+    relay may be sending the row's message.
     """
 
     def cancel(self, message_id: uuid.UUID, *, why: str) -> Changed:
-        """Cancel rows. No dead letter is made, because no operator needs to act. A row
-        that already has its place in the order of its key is not cancelled, because the
-        next message waits for it."""
+        """Cancel rows, without dead letters, because no operator needs to act. A row
+        that already has its place in the order of its key is not cancelled: the next
+        message of the key will wait for the row's message."""
         now = now_sql(connections[self.db])
         assign = (
             f"dead_at = {now}, cancelled_at = {now}, last_error = %s,"
@@ -117,9 +117,9 @@ class PendingManager(SqlManager):
         """Lock the pending rows with these unique keys until the open transaction ends.
         Returns the primary keys of all rows that hold the keys.
 
-        A new message with such a key is not stored. `wanted` maps each key to the
-        expiry of that new message, in seconds; `None` means never. A row that would
-        expire sooner gets this expiry.
+        The caller does not store its own messages with these keys. `wanted` maps each
+        key to the expiry of the caller's message, in seconds; `None` means never. If
+        the pending row would expire sooner, it gets this later expiry.
         """
         connection, table = connections[self.db], self._table
         now, later = now_sql(connection), later_sql(connection)

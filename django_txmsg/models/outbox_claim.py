@@ -88,7 +88,7 @@ class ClaimingManager(SqlManager):
 
         - `limit` and `max_bytes` (of bodies, by default `claiming.MAX_BYTES`) limit the
           claim. If the first row alone is larger than `max_bytes`, it is claimed only
-          with `larger`.
+          if `larger` is set.
         - `services` selects the rows that these services stored, and the rows of
           releases that did not record the service. None selects all rows.
         - `ids`, `session_id` and the destination `only` narrow the selection.
@@ -177,10 +177,10 @@ class ClaimingManager(SqlManager):
         broker: str,
         services: Sequence[str] | None = None,
     ) -> list[int]:
-        """Return the primary keys of rows that must be claimed together: the due,
-        unclaimed rows among `ids` with a key, and all earlier pending rows of these
-        keys. Returns the first `limit` keys in the order in which the rows are sent.
-        `broker` and `services` select rows as in `claim()`."""
+        """Return the ids of rows that must be claimed together: the due, unclaimed rows
+        among `ids` that have an ordering key, and all earlier pending rows with the
+        same ordering keys. Returns at most `limit` ids, in the order in which the rows
+        are sent. `broker` and `services` select rows as in `claim()`."""
         connection, table = connections[self.db], self._table
         condition, values = ids_sql(connection, "c.id", ids)
         own, stored_by = _ours_sql(services)
@@ -227,15 +227,16 @@ class ClaimingManager(SqlManager):
         )
 
     def mark_dispatched(self, ids: list[int], token: uuid.UUID) -> int:
-        """Mark rows as dispatched, because their receipts have come. Returns the number
-        of rows that still belonged to this lease."""
+        """Mark rows as dispatched, after the broker has confirmed their messages.
+        Returns the number of rows that still belonged to this lease."""
         return self._leased(
             ids, token, "dispatched_at = {now}, lease_until = NULL, lease_token = NULL"
         )
 
     def release(self, ids: list[int], token: uuid.UUID, *, error: str = "") -> int:
-        """Release rows without counting an attempt. Pass an `error` if the destination
-        currently accepts no messages; without an error, the broker did not answer."""
+        """Release rows without counting an attempt. Pass `error` if the rows'
+        destination currently accepts no messages. Omit `error` if the broker did not
+        answer."""
         free, values = "lease_until = NULL, lease_token = NULL", []
         if error:
             free, values = f"{free}, last_error = %s", [error]
@@ -311,9 +312,9 @@ def _ours_sql(services: Sequence[str] | None) -> tuple[str, list[str]]:
 
 
 def _leads_sql(table: str, row: str, ours: str, stays: str) -> str:
-    """Return the condition that a row may be sent: the row has no key, or no earlier
-    row of its key must be sent first. Only earlier pending rows `e` that meet the
-    condition `stays` must be sent first."""
+    """Return the condition that a row may be sent: the row has no key, or no other row
+    must be sent before it. An earlier pending row `e` of the same key must be sent
+    before it if `e` meets the condition `stays`."""
     return f"""
         ({row}.key = '' OR NOT EXISTS (
             SELECT 1 FROM {table} e

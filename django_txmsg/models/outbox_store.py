@@ -96,10 +96,11 @@ class StoringManager(SqlManager):
         inserted rows.
 
         A row whose message id is stored already is skipped without an error. Pass
-        `new_ids` if all ids are new. `tell_transaction` also requests the transaction's
-        id, on PostgreSQL. With `lock`, each statement takes this advisory lock of
-        PostgreSQL in shared mode, and also returns the database's clock. The lock is
-        held until the transaction ends or its savepoint is rolled back.
+        `new_ids` if all ids are new. If `tell_transaction` is set, the result on
+        PostgreSQL contains the transaction's id. If `lock` is the number of an advisory
+        lock of PostgreSQL, each statement takes that lock in shared mode and also
+        returns the database's clock. The lock is held until the transaction ends or its
+        savepoint is rolled back.
         """
         connection, table = connections[self.db], self._table
         unique = bool([row for row in rows if row.unique])
@@ -152,8 +153,8 @@ class StoringManager(SqlManager):
         return Stored(stored, xid, read_instant(locked_at))
 
     def there(self, ids: Collection[int]) -> list[tuple[int, uuid.UUID, str]]:
-        """Return the existing rows with these primary keys, in the order of the keys.
-        Each row has its primary key, message id and destination."""
+        """Return the rows that exist among these primary keys, sorted by primary key.
+        Each result has the row's primary key, message id and destination."""
         connection, table = connections[self.db], self._table
         having, keys = ids_sql(connection, "id", ids)
         rows = self._rows(

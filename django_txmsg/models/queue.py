@@ -54,9 +54,9 @@ class QueueManager(SqlManager):
         lease: float,
         room: Room | None = None,
     ) -> list[tuple[int, str, bytes, int]]:
-        """Claim due messages of a queue, in order, at most `limit`. `room` limits the
-        bytes of their bodies. By default, the claim takes at most `claiming.MAX_BYTES`,
-        or a single larger message.
+        """Claim at most `limit` due messages of a queue, in order. `room` limits the
+        total size of their bodies. Without `room`, the claim takes at most
+        `claiming.MAX_BYTES`, or a single larger message.
 
         Returns the id, headers as JSON, body and number of deliveries of each message.
         """
@@ -146,7 +146,7 @@ class QueueManager(SqlManager):
         )
 
     def release(self, ids: Sequence[int], token: uuid.UUID) -> None:
-        """Release messages. They are due at once."""
+        """Release messages, which are then due at once."""
         now = now_sql(connections[self.db])
         self._change(
             f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL",  # noqa: S608 - constants only

@@ -146,9 +146,9 @@ class RunManager(SqlManager):
             return moved
 
     def claim_due(self, service: str, flows: Collection[str], limit: int) -> list[Run]:
-        """Return runs of these flows whose deadline has passed, and postpone each
-        deadline by a minute. The caller then continues the runs. Call this inside a
-        transaction."""
+        """Return runs of these flows whose deadline has passed, and postpone each of
+        these deadlines by a minute. The caller then continues the runs. Call this
+        inside a transaction."""
         skips = connections[self.db].vendor == "postgresql"
         due = (
             self.select_for_update(skip_locked=skips)
@@ -297,8 +297,8 @@ class Run(models.Model):
         return f"{self.flow} {self.key or self.run_id}"
 
     def wait(self, waits_for: WaitsFor, step: str, **more: Any) -> None:
-        """Let the run wait for `waits_for`, and then call `step`. Unless a turn is
-        given, the run gets a new turn."""
+        """Set the columns of a run that waits: `waits_for` will continue the run, with
+        the step `step`. Unless `turn` is given, the run gets a new turn."""
         self.waits_for, self.step = waits_for, step
         self.turn = more.get("turn") or uuid.uuid4()
         self.otherwise = more.get("otherwise", "")
@@ -309,7 +309,7 @@ class Run(models.Model):
         self.resumed_at = None
 
     def end(self, outcome: Outcome) -> None:
-        """End the run, so that it waits for nothing."""
+        """Set the columns of an ended run, which waits for nothing."""
         self.wait(WaitsFor.NOTHING, self.step)
         self.turn, self.outcome, self.ended_at = None, outcome, Now()
 

@@ -1,7 +1,7 @@
 """The last tick of a recurring message, and whether the message is paused.
 
-The row ensures that each tick happens once: only one process can advance the row from
-the previous tick, and that process stores the message in the same transaction.
+The row ensures that each tick has one message: only one process can advance the row
+from the previous tick, and this process stores the message in the same transaction.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def go_on(self, row: Schedule, instant: dt.datetime, timing: str) -> None:
-        """Count the ticks of a recurring message from `instant` on, unless the row was
-        changed after the caller read it."""
+        """Let the ticks of a recurring message start at `instant`. Does nothing if the
+        row was changed after the caller read it."""
         self.filter(pk=row.pk, moves=row.moves).update(
             last_tick=instant, timing=timing, moves=row.moves + 1
         )

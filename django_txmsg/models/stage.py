@@ -43,8 +43,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         return self._notified(resumed)
 
     def _notified(self, changed: int) -> bool:
-        """If a row was `changed`, wake the consumers, which then read the stage's
-        state. Returns whether a row was changed."""
+        """Return whether a row was `changed`. If so, also wake the consumers, which
+        then read the stage's state."""
         if changed and conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})
         return bool(changed)
@@ -75,8 +75,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         }
 
     def ordered(self, stage: str) -> None:
-        """Record that a stage is ordered in this database from now on, unless that is
-        recorded already."""
+        """Record that a stage is ordered in this database, and since when. Does nothing
+        if that is recorded already."""
         if not self.filter(stage=stage, ordered_since__isnull=False).exists():
             self.get_or_create(stage=stage)
             self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
@@ -164,8 +164,8 @@ class RateLineManager(SqlManager):
         slot: int | None = None,
         count: int = 1,
     ) -> tuple[int, float]:
-        """Take the line's next slot, or `count` slots. With `slot`, return to a slot
-        that was taken before.
+        """Take the next `count` slots of a line. If `slot` is given, take no new slot:
+        `slot` was taken earlier, and only its due time is computed again.
 
         Returns the first slot, and the seconds until it is due: 0 or less if it is due
         now. On PostgreSQL the commit does not wait for the disk, so a crash may free
@@ -217,17 +217,17 @@ class RateLineManager(SqlManager):
                 self._move(cursor, "i.stage = %s", [stage])
 
     def no_more(self, stage: str) -> None:
-        """Release all messages that wait for a slot, because the stage no longer has a
-        rate."""
+        """Release all messages that wait for a slot of a stage. Call this if the stage
+        no longer has a rate."""
         waiting = InboxMessage.objects.using(self.db).filter(
             stage=stage, slot__isnull=False, due_at__isnull=False
         )
         waiting.update(due_at=Now(), slot=None, key="")
 
     def move_overdue(self, stage: str, key: str) -> None:
-        """Reschedule waiting messages of a line, after the slots of the line have
-        become later. Changes only messages whose row is already due, and at most MOVED
-        messages."""
+        """Reschedule parked messages of a line whose rows are due although their slots
+        are not. This happens after the slots of the line have become later. Changes at
+        most MOVED messages."""
         connection = connections[self.db]
         table, now = InboxMessage._meta.db_table, began_sql(connection)
         with connection.cursor() as cursor:
@@ -297,14 +297,13 @@ class StopRequestManager(models.Manager):  # type: ignore[type-arg]  # not gener
     """Creates and reads requests to stop messages."""
 
     def ask(self, stage: str, message_id: uuid.UUID, why: str) -> None:
-        """Request that the consumer stops a message while it is processing the message
-        at a stage."""
+        """Request that consumers stop a message that they are processing at a stage."""
         self.create(stage=stage, message_id=message_id, why=why[:255])
         if conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})
 
     def open(self) -> list[StopRequest]:
-        """Return the requests that are younger than HOLDS."""
+        """Return the requests that still apply: those that are younger than HOLDS."""
         return list(self.filter(at__gt=Now() - HOLDS))
 
 

@@ -53,7 +53,8 @@ class TaskRunManager(SqlManager):
 
 class TaskRun(models.Model):
     """A run of a task of django.tasks. `finished_at` is set when the task succeeds.
-    Failures are in the inbox row, the message's attempts and its dead letter."""
+    Failures are not recorded here, but in the inbox row, the message's attempts and its
+    dead letter."""
 
     id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField(unique=True)

@@ -11,7 +11,7 @@ from django.db.models.lookups import GreaterThanOrEqual
 
 
 def silent_after(heartbeat: float) -> dt.timedelta:
-    """Return the age of the last heartbeat at which a worker counts as dead.
+    """Return how long after its last heartbeat a worker counts as dead.
 
     `heartbeat` is the worker's interval between heartbeats, in seconds. Two heartbeats
     may be late or lost, and a slow database may need 15 seconds to store a heartbeat.
