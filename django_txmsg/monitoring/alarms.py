@@ -23,7 +23,7 @@ Tone = Literal["bad", "warn"]
 
 @dataclass(frozen=True)
 class Alarm:
-    """One problem. `what` is the problem, `more` its details.
+    """One problem. `what` is the problem, and `more` are its details.
 
     `table` is the name of the model whose list shows the problem. `query` selects the
     rows in that list.
@@ -53,7 +53,7 @@ def of(status: Status) -> list[Alarm]:
 
 
 def well(status: Status) -> bool:
-    """Return whether a status has no problem."""
+    """Return True if a status has no problem."""
     return not of(status)
 
 
@@ -286,8 +286,8 @@ def _dead(status: Status) -> Iterator[Alarm]:
 
 
 def _in(status: Status) -> str:
-    """Return the number of dead letters in each database, as text. Returns "" if all
-    are in the outbox's own database."""
+    """Return the number of dead letters in each database, as text. If all of them are
+    in the outbox's own database, return ""."""
     found: dict[str, int] = {}
     for place in [*status.stages.values(), *status.destinations.values()]:
         if place.dead:
@@ -346,7 +346,8 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
 
 
 def _limited(found: list[Alarm], more: str) -> list[Alarm]:
-    """Return the first LINES alarms of a finder, and one alarm that counts the rest."""
+    """Return the first LINES alarms, and one more alarm with the number of those left
+    out."""
     left = len(found) - LINES
     if left <= 0:
         return found
@@ -374,8 +375,8 @@ def _since(waiting: Waiting, now: dt.datetime) -> str:
 
 
 def _late(places: Mapping[str, Waiting]) -> str:
-    """Return the names of the places with overdue messages, as text. The place with the
-    most overdue messages comes first."""
+    """Return the names of the places with overdue messages, as text, the place with the
+    most overdue messages first."""
     late = sorted(
         ((one.overdue, name) for name, one in places.items() if one.overdue),
         key=lambda pair: (-pair[0], pair[1]),

@@ -1,9 +1,9 @@
 """Reports the beginning and the end of alarms to receivers outside the admin.
 
 Each `relay` process has a thread for alerts. Each alert is a row of the database, so
-only one process begins it. A process first writes the row, then delivers the alert, and
-then records the delivery. So an alert is delivered at least once, each time with the
-same id.
+only one process can begin it. The row is written first. A process then delivers the
+alert, and then records the delivery. So an alert is delivered at least once. If it is
+delivered again, it has the same id.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ MOST_DEAD = 50
 
 
 def wanted(picture: Status, kinds: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the current alarms of these kinds: their kind and text, by name. Each
-    error has a separate alarm for each place with dead letters. So a new error is
-    reported even if an older error is still open."""
+    """Return the kind and the text of each current alarm of these kinds, by the alarm's
+    name.
+
+    Dead letters have a separate alarm for each error and place. So a new error is
+    reported even if an older error is still open.
+    """
     found = {}
     for alarm in alarms.of(picture):
         bad = alarm.tone == "bad" and BAD in kinds
@@ -92,8 +95,8 @@ class Alerting(TimeLoop):
         return Webhook.from_environment(conf.get().ALERTS.WEBHOOK_ENV)
 
     def _keep(self, using: str) -> float:
-        """Compare the current alarms with the open alerts once, and deliver the alerts
-        that have begun or ended. Return the seconds until the next comparison."""
+        """Compare the current alarms with the open alerts once. Deliver the alerts that
+        have begun or ended. Return the seconds until the next comparison."""
         home = router.db_for_write(Alert)
         if using == home and not self.idle:
             self._compare(home)

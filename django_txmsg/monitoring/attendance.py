@@ -22,7 +22,7 @@ REPLACED = dt.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Attendance:
-    """The workers in the database at the instant `now` of its clock."""
+    """The workers that the database knows, at the instant `now` of its clock."""
 
     now: dt.datetime
     workers: list[Worker]
@@ -37,9 +37,9 @@ class Attendance:
         """The silent workers that no other process has replaced.
 
         A replacement has the same kind and runs at least the same stages. It started
-        after the silent worker did, and not earlier than REPLACED before the silent
-        worker's last heartbeat. (In a rolling update, the two overlap.) Each process
-        replaces only one worker.
+        after the silent worker, and not earlier than ten minutes (REPLACED) before the
+        silent worker's last heartbeat. (In a rolling update, the two overlap.) Each
+        process replaces only one worker.
         """
         missing = []
         younger = sorted(self.living, key=lambda one: one.started_at)
@@ -76,8 +76,8 @@ class Attendance:
 
     @property
     def serving(self) -> Counter[str]:
-        """The number of live processes that run each stage. A process is not counted if
-        the broker has refused its subscription for too long."""
+        """The number of live processes that run each stage. A process does not count
+        for a stage if the broker has refused its subscription for too long."""
         return Counter(
             name
             for one in self.living
@@ -91,8 +91,8 @@ class Attendance:
 
 
 def read(using: str, now: dt.datetime) -> Attendance:
-    """Return up to MOST workers, those with the latest heartbeats, in one query. Silent
-    workers are included."""
+    """Return the workers with the latest heartbeats, at most MOST of them, in one
+    query. This includes silent workers."""
     rows: Any = Worker.objects.using(using).order_by("-heartbeat_at")[:MOST]
     return Attendance(now, sorted(rows, key=lambda one: (one.kind, one.name)))
 

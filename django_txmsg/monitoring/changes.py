@@ -65,8 +65,8 @@ def read(using: str, kinds: Collection[str]) -> list[Change]:
 
 
 def explain(changes: Collection[Change]) -> None:
-    """If an error began at most SOON after a version of the code, set its `after` to a
-    text that names the version."""
+    """For each error that began within an hour after a version of the code, set `after`
+    to a text that names the version."""
     versions = [one for one in changes if one.kind == VERSION]
     for error in changes:
         gaps = [(error.at - one.at, one.what) for one in versions]
@@ -77,9 +77,10 @@ def explain(changes: Collection[Change]) -> None:
 
 
 def _errors(using: str) -> Iterator[Change]:
-    """Yield the errors whose first dead letter was stored in the last DAY. Resolved
-    dead letters count, too. The query reads one index entry for each error, so an error
-    with many dead letters costs no more than an error with one."""
+    """Yield the errors whose first dead letter was stored in the last 24 hours,
+    including errors whose dead letters are resolved. The query reads one index entry
+    for each error, so an error with many dead letters costs no more than an error with
+    one."""
     table, connection = "django_txmsg_deadletter", connections[using]
     first = places_sql(table, ("fingerprint",), Rule("TRUE"), "created_at")
     names = ("stage", "destination", "exception", "reason", "deaths", "fingerprint")

@@ -17,8 +17,8 @@ VENDORS = ("postgresql", "sqlite")
 
 
 def in_use() -> dict[str, str]:
-    """Return the aliases of the databases in which messages are stored, each with a
-    text that names a part of the project that uses the database."""
+    """Return the aliases of the databases in which messages are stored. Each alias has
+    a text that names a part of the project that uses the database."""
     asking = {router.db_for_write(OutboxMessage): "the outbox"}
     asking.setdefault(conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]')
     for one in recurring():
@@ -41,9 +41,9 @@ def with_tables() -> list[str]:
 
 
 def left_out() -> list[str]:
-    """Return the databases that are not known to be in use, but in which migrations
-    create our tables. They may contain messages, because any code can store messages
-    there with `using=`."""
+    """Return the databases in which migrations create our tables, although no known
+    part of the project uses them. They may still contain messages, because any code can
+    store messages there with `using=`."""
     known = {*in_use(), conf.get().LISTEN_DATABASE}  # the last: another route to one
     return [
         alias
@@ -55,7 +55,7 @@ def left_out() -> list[str]:
 
 
 def of_stage(stage: Stage) -> str | None:
-    """Return the database of a stage, or None if the stage's definition raises an
+    """Return the database of a stage. Return None if the stage's definition raises an
     error."""
     try:
         return stage.definition.using

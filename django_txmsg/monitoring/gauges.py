@@ -50,7 +50,8 @@ TEXTS = {
 
 
 class Gauges:
-    """Gauges by name. A gauge always has the same labels. `family` creates a gauge."""
+    """Gauges by name. A gauge has the same labels each time. `family` creates a
+    gauge."""
 
     def __init__(self, family: Any) -> None:
         self._family = family

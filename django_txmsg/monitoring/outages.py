@@ -36,9 +36,12 @@ class Known:
 
 
 def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
-    """Return outages as JSON for the worker's row, each with its duration so far in
-    seconds. To get an outage's beginning, the reader subtracts the duration from the
-    time of the heartbeat, which the database's clock has set."""
+    """Return outages as JSON for the worker's row, each with the seconds that it has
+    lasted so far.
+
+    The reader computes an outage's start: it subtracts these seconds from the time of
+    the heartbeat, which comes from the database's clock.
+    """
     return [
         {
             "kind": one.kind,
@@ -53,8 +56,8 @@ def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
 
 def read(workers: Iterable[Worker]) -> list[Known]:
     """Return the outages of these processes, longest first. An outage that several
-    processes report is returned once. Unreadable entries, written by another version of
-    the code, are left out."""
+    processes report is returned once. Entries that cannot be read, because another
+    version of the code has written them, are left out."""
     found: dict[tuple[str, str], Known] = {}
     for worker in workers:
         for given in worker.outages or ():
@@ -73,10 +76,10 @@ def read(workers: Iterable[Worker]) -> list[Known]:
 
 def refused(worker: Worker, now: dt.datetime) -> set[str]:
     """Return the stages whose subscription the broker has refused to this process for
-    at least LATE."""
+    at least two minutes."""
     return {one.name for one in late(read([worker]), now) if one.kind == SUBSCRIPTION}
 
 
 def late(outages: Iterable[Known], now: dt.datetime) -> list[Known]:
-    """Return the outages that have lasted for at least LATE."""
+    """Return the outages that have lasted for at least two minutes."""
     return [one for one in outages if now - one.since >= LATE]

@@ -26,8 +26,8 @@ def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | Non
 
 
 def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | None:
-    """Pause a recurring message, or resume it with its next tick. Returns its row, or
-    None if nothing changed. Raises LookupError for an unknown name."""
+    """Pause a recurring message, or resume it with its next tick. Returns the message's
+    row, or None if nothing changed. Raises LookupError for an unknown name."""
     service = conf.get().SERVICE
     rows = Schedule.objects.db_manager(schedule.database_of(name))
     changed = (
@@ -39,14 +39,14 @@ def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | N
 
 
 def said(what: str, *, paused: bool, why: str) -> str:
-    """Return the text of the audit entry about a pause or a resumption."""
+    """Return the text of the audit entry for pausing or resuming an object."""
     because = f": {why}" if why and paused else "."
     return f"{'Paused' if paused else 'Resumed'} {what}{because}"
 
 
 def _is_known(name: str, using: str) -> bool:
-    """Return whether a stage with this name exists. A stage exists if it is declared
-    here, if another process consumes it, or if it has rows."""
+    """Return True if a stage with this name is declared here, is consumed by another
+    process, or has rows."""
     consumed = Worker.objects.using(using).values_list("stages", flat=True)
     return bool(name) and (
         any(one.name == name for one in all_stages())

@@ -2,8 +2,8 @@
 hours.
 
 `relay` and `consume` count each finished period once, and store the count
-(`PeriodCount`). Readers count only the rows after the last stored period. This keeps
-reading cheap after a day with millions of messages. Readers write nothing.
+(`PeriodCount`). Readers count only the rows after the last stored period, and write
+nothing. So reading stays cheap after a day with millions of messages.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
 def _not_remembered(
     using: str, since: dt.datetime, now: dt.datetime
 ) -> Counter[tuple[dt.datetime, str]]:
-    """Count the rows of the periods without stored counts. The counts of finished
-    periods are cached in this process."""
+    """Count the rows of all periods since `since`, which have no stored counts. Cache
+    the counts of finished periods in this process."""
     known: Counter[tuple[dt.datetime, str]] = Counter()
     begin, end, counts = _unstored.get(using, (now, now, known))
     if begin <= since < end:
@@ -93,8 +93,8 @@ def forget() -> None:
 
 
 def remember(using: str, now: dt.datetime) -> None:
-    """Count and store the finished periods of the last 24 hours that have no
-    `PeriodCount` row yet."""
+    """Count the rows of finished periods of the last 24 hours that have no
+    `PeriodCount` row yet, and store these counts."""
     _, start = _remembered(using, _first_hour(now))
     if start + PERIOD + GRACE > now:
         return
@@ -123,8 +123,9 @@ def _first_hour(now: dt.datetime) -> dt.datetime:
 def _remembered(
     using: str, first: dt.datetime
 ) -> tuple[dict[tuple[dt.datetime, str], int], dt.datetime]:
-    """Return the stored counts of all periods before the first period that has none.
-    Also return the start of that first period. Rows from then on must be counted."""
+    """Return the stored counts of all periods before the first one without a stored
+    count. Also return the start of that one. The caller must count the rows from then
+    on."""
     counts: dict[tuple[dt.datetime, str], int] = {}
     starts = set()
     for start, series, count in (
@@ -144,8 +145,8 @@ def _remembered(
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
     """Return when each place last dispatched or processed a message in the last 24
-    hours, by series and place. If the last activity is known only from a stored count,
-    return the end of the count's period."""
+    hours, by series and place. If only a stored count shows this, return the end of the
+    count's period."""
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)

@@ -21,8 +21,8 @@ from . import attendance, outages, running
 
 
 class Presence:
-    """Writes the worker row of this process. A failed write is logged and not raised,
-    because the worker must continue."""
+    """Writes the worker row of this process. If a write fails, the error is only
+    logged, because the worker must continue."""
 
     def __init__(
         self, kind: str, using: str, stages: Sequence[str] = (), *, name: str = ""
@@ -66,7 +66,7 @@ class Presence:
 
     def _announce(self) -> None:
         """Record in the audit that this version of the code has begun. Do nothing if
-        the service's latest such entry names the same version."""
+        the service's latest entry about a version names the same version."""
         entries = AuditEntry.objects.db_manager(self._using)
         by, began = f"service: {self._service}"[:255], f"Version {self._version} began "
         with transaction.atomic(using=self._using):
@@ -81,9 +81,11 @@ class Presence:
 
     def refuse_rivals(self) -> None:
         """Raise ConfigurationError if another service runs a stage of the same name in
-        this database. The inbox distinguishes stages only by name. So one stage would
-        drop the messages that the other stage has processed. Only the process that
-        started later raises the error."""
+        this database. Only the process that started later raises the error.
+
+        The inbox distinguishes stages only by name. So each of the two stages would
+        drop the messages that the other has processed.
+        """
         workers = Worker.objects.using(self._using)
         found: list[tuple[Worker, set[str]]] = []
 
@@ -108,7 +110,7 @@ class Presence:
             )
 
     def leave(self) -> None:
-        """Delete the row. A process calls this when it stops normally."""
+        """Delete the row. A process calls this when it ends normally."""
         workers = Worker.objects.using(self._using)
         self._quietly(lambda: workers.filter(name=self.name).delete())
 

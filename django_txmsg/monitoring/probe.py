@@ -16,8 +16,8 @@ from django.views.decorators.http import require_safe
 
 
 def probe(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
-    """Decorate a view as a probe. Neither our middleware nor ATOMIC_REQUESTS begins a
-    transaction for such a view, on any database."""
+    """Decorate a view as a probe. For such a view, neither our middleware nor
+    ATOMIC_REQUESTS begins a transaction on any database."""
     decorated: Any = require_safe(never_cache(view))
     for alias in connections:
         decorated = transaction.non_atomic_requests(using=alias)(decorated)

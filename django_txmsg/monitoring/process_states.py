@@ -39,8 +39,9 @@ def directory() -> Path:
 
 
 def read(pid: int) -> State | None:
-    """Return the state that a process has written. Its `silent` includes the time since
-    the file was written. If the process has ended, remove its file and return None."""
+    """Return the last state that a process has written, with `silent` increased by the
+    age of the state. Return None if the file cannot be read. If the process has ended,
+    remove the file and return None."""
     path = directory() / str(pid)
     try:
         with path.open() as file:

@@ -16,8 +16,8 @@ RECENT = 2_000
 
 
 def values(using: str, table: str, column: str) -> dict[str, int]:
-    """Return the values of a column in the newest RECENT rows of a table, with their
-    counts."""
+    """Count how often each value of a column occurs in the newest RECENT rows of a
+    table."""
     connection = connections[using]
     table, column = map(connection.ops.quote_name, (table, column))
     rows = query(
@@ -45,8 +45,9 @@ def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
 def last_processed(
     using: str,
 ) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
-    """Return, for each stage in the newest rows, when it last processed a message, and
-    the 95th percentiles of processing time and critical time in seconds."""
+    """Return, for each stage in the newest rows, when it last processed a message. Also
+    return the 95th percentiles of its processing time and of its critical time, in
+    seconds."""
     rows = query(
         using,
         "SELECT stage, processed_at, started_at, created_at"

@@ -76,8 +76,8 @@ class Kind:
 
     @property
     def logged(self) -> bool:
-        """Whether `pipeline archive`, not pruning, deletes this table's rows when
-        TXMSG["LAKE"] is set."""
+        """Whether `pipeline archive` deletes this table's rows if TXMSG["LAKE"] is set.
+        Pruning then leaves them alone."""
         return isinstance(self.settled, Rule)
 
     def doomed(self, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
@@ -158,10 +158,10 @@ def prune(
     stop: threading.Event | None = None,
 ) -> int:
     """Delete the settled rows of one table that are older than their retention. Returns
-    their number.
+    the number of deleted rows.
 
-    `on_batch` is called after each transaction with the number so far. When `stop` is
-    set, pruning ends after the current transaction.
+    After each transaction, `on_batch` is called with the number of rows deleted so far.
+    When `stop` is set, pruning ends after the current transaction.
     """
     if not prunable(kind):
         return 0
@@ -278,7 +278,7 @@ class Pruner:
         self._databases, self._stop = databases, stop
 
     def run(self) -> None:
-        """Prune every hour. A failed pruning is repeated an hour later."""
+        """Prune every hour. If pruning fails, try again an hour later."""
         pause = FIRST
         while not self._stop.wait(self._announced(pause)):
             pause = EVERY

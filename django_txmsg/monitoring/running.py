@@ -30,9 +30,11 @@ class Known:
 
 def as_json() -> list[dict[str, Any]]:
     """Return the messages that handlers of this process are processing, as JSON for the
-    worker's row, each with its duration so far in seconds. To get the beginning, the
-    reader subtracts the duration from the time of the heartbeat, which the database's
-    clock has set."""
+    worker's row, each with the seconds that its handler has run so far.
+
+    The reader computes a handler's start: it subtracts these seconds from the time of
+    the heartbeat, which comes from the database's clock.
+    """
     now = time.monotonic()
     return [
         {
@@ -47,8 +49,9 @@ def as_json() -> list[dict[str, Any]]:
 
 
 def read(workers: Iterable[Worker]) -> list[Known]:
-    """Return the messages that these processes were processing, longest first.
-    Unreadable entries, written by another version of the code, are left out."""
+    """Return the messages that these processes were processing, longest first. Entries
+    that cannot be read, because another version of the code has written them, are left
+    out."""
     found = []
     for worker in workers:
         for given in worker.running if isinstance(worker.running, list) else ():

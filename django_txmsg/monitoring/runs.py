@@ -29,8 +29,8 @@ _TABLE = "django_txmsg_run"
 
 @dataclass(frozen=True)
 class Runs:
-    """The numbers of runs of one flow, each counted up to CAP: open runs, runs that
-    undo their work, and runs that are stuck at an undo."""
+    """Three numbers about the runs of one flow: open runs, runs that undo their work,
+    and runs that are stuck at an undo. Each is counted up to CAP."""
 
     service: str
     flow: str

@@ -49,8 +49,8 @@ def read() -> list[Timing]:
 
 
 def in_database(using: str, now: dt.datetime) -> list[Timing]:
-    """Return the recurring messages of one database. For the outbox's database, this
-    includes messages that have a row but are not declared here."""
+    """Return the recurring messages of one database. For the outbox's database, include
+    the messages that have a row but are not declared here."""
     declared = {one.name: one for one in recurring()}
     home = router.db_for_write(Schedule)
     if using != home and all(one.alias != using for one in declared.values()):

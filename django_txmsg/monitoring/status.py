@@ -84,7 +84,7 @@ def unconsumed(
 
 
 def _letters(name: str) -> str:
-    """Return a key that is equal for a name and its likely misspellings. Case,
+    """Return a key that is the same for a name and for its likely misspellings. Case,
     separators and the order of the letters do not change the key. A missing or
     additional letter changes the key, because "placed" and "place" are different
     words."""
@@ -93,8 +93,8 @@ def _letters(name: str) -> str:
 
 @dataclass
 class Place:
-    """A destination or a stage, with its waiting and dead messages and its last
-    activity. Times are by the database's clock, durations in seconds."""
+    """A destination or a stage, with its waiting messages, its dead messages and its
+    last activity. Times are by the database's clock. Durations are in seconds."""
 
     name: str
     database: str = ""
@@ -126,7 +126,7 @@ class Place:
 
     @property
     def label(self) -> str:
-        """The name of the place. For a place outside the outbox's database, the
+        """The name of the place. If the place is outside the outbox's database, the
         database's alias is added."""
         return labelled(self.name, self.database)
 
@@ -219,7 +219,7 @@ class Status:
 
     @property
     def unattended(self) -> list[str]:
-        """The stages that are declared here and that no live process runs."""
+        """The stages that are declared here but run in no live process."""
         declared = [place.name for place in self.stages.values() if place.known]
         return self.attendance.unattended(declared)
 
@@ -345,8 +345,8 @@ def _find_consumers(status: Status) -> None:
 
 
 def consumers_of_queues() -> dict[str, list[str]]:
-    """Return the queues from which the stages declared here receive if they use the
-    embedded broker. Each queue has the names of its stages."""
+    """Return the queues from which the stages declared here would receive with the
+    embedded broker, and for each queue the names of its stages."""
     found: dict[str, list[str]] = {}
     for one in all_stages():
         queue = queue_name(one.destination, one.subscriber)
@@ -364,8 +364,8 @@ def held_queues(paused: Collection[str]) -> set[str]:
 
 
 def labelled(name: str, database: str) -> str:
-    """Return the name of a place. For a place outside the outbox's database, add the
-    database's alias."""
+    """Return the name of a place. If the place is outside the outbox's database, add
+    the database's alias."""
     home = router.db_for_write(OutboxMessage)
     return name if database == home else f"{name} in {database}"
 

@@ -18,9 +18,12 @@ from ..stages import all_stages
 
 @dataclass(frozen=True)
 class Subscription:
-    """One subscription to a topic. It is `abandoned` if its stage belonged to this
-    service and no longer consumes the topic. A subscription of another service is never
-    `abandoned`, because the stages of other services are unknown here."""
+    """One subscription to a topic.
+
+    A subscription is `abandoned` if its stage belonged to this service and no longer
+    consumes the topic. A subscription of another service is never `abandoned`, because
+    the stages of other services are unknown here.
+    """
 
     topic: str
     subscriber: str
@@ -40,8 +43,8 @@ def served(living: Collection[Worker]) -> set[str]:
 
 
 def read(using: str, living: Collection[Worker]) -> list[Subscription]:
-    """Return all subscriptions, in one query. `living` are the live processes. They may
-    run stages that are not declared here, for example during a deployment."""
+    """Return all subscriptions, in one query. `living` are the live processes, which
+    may run stages that are not declared here (during a deployment, say)."""
     declared = {
         one.subscriber: one.destination for one in all_stages() if one.subscriber
     }

@@ -55,7 +55,8 @@ class HeldKey:
 
 
 def lines(using: str) -> dict[str, Line]:
-    """Return the blocked messages of each stage, counted up to CAP."""
+    """Return the blocked messages of each stage. At most CAP messages of a stage are
+    counted."""
     connection: Any = connections[using]
     table = InboxMessage._meta.db_table
     counts = array_sql(
@@ -84,17 +85,17 @@ def lines(using: str) -> dict[str, Line]:
 
 
 def at_least(line: Line) -> str:
-    """Return the total size of the blocked messages as text, with " and more" if not
-    all were counted."""
+    """Return the total size of the blocked messages as text. Add " and more" if not all
+    of them were counted."""
     return f"{amount(line.size)}{' and more' * (line.count > CAP)}"
 
 
 def held(
     using: str, stages: Collection[str] | None = None, *, after: float | None = None
 ) -> list[HeldKey]:
-    """Return the keys whose messages have been blocked for at least `after` seconds (by
-    default TXMSG["ORDER_PATIENCE"]). If `stages` is None, all stages are searched. The
-    longest wait comes first. At most NAMED keys are returned."""
+    """Return the keys whose messages have been blocked for at least `after` seconds,
+    the longest wait first. The default for `after` is TXMSG["ORDER_PATIENCE"]. If
+    `stages` is None, search all stages. Return at most 20 keys (NAMED)."""
     connection: Any = connections[using]
     patience = conf.get().ORDER_PATIENCE if after is None else after
     found: list[tuple[str, str, int, Any]] = []
@@ -114,7 +115,8 @@ def held(
 
 
 def behind(letter: DeadLetter) -> int:
-    """Return the number of messages that wait for a dead letter, counted up to CAP."""
+    """Return the number of messages that wait until this dead letter is resolved,
+    counted up to CAP."""
     key = str(letter.headers.get(wire.KEY, ""))[:255]
     if not key or not letter.stage or letter.resolution != Resolution.OPEN:
         return 0
@@ -124,8 +126,8 @@ def behind(letter: DeadLetter) -> int:
 
 def note(letter: DeadLetter) -> str:
     """Return a note for the operator who is about to resolve a dead letter of an
-    ordered stage. The note says what happens to the later messages of the same key.
-    Return "" if the order of messages is not affected."""
+    ordered stage. The note says what will happen to the later messages of the same key.
+    Return "" if resolving the dead letter does not affect them."""
     waiting = behind(letter)
     if waiting:
         verb = "waits" if waiting == 1 else "wait"

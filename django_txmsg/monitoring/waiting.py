@@ -52,7 +52,7 @@ class Waiting:
 
     @property
     def capped(self) -> bool:
-        """Whether the place has more messages than were counted."""
+        """Whether the place has more than CAP messages."""
         return self.count > CAP
 
 
@@ -110,7 +110,7 @@ def in_inbox(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
     """Return the messages that wait for another attempt, by stage. Blocked messages and
-    messages that need newer code are not counted. `held` are the paused stages, whose
+    messages that need newer code are not counted. `held` are the paused stages. Their
     messages never count as due."""
     return _by_place(
         using,
@@ -129,7 +129,7 @@ def in_queues(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
     """Return the messages in the embedded broker, by queue. `held` are the queues whose
-    stages are all paused. Messages in these queues never count as due."""
+    stages are all paused. Their messages never count as due."""
     return _by_place(
         using,
         "django_txmsg_queuemessage",
@@ -144,8 +144,8 @@ def in_queues(
 
 
 def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
-    """Return the runs of flows that have a deadline, by service. A relay of that
-    service stores a message when the deadline passes."""
+    """Return the runs of flows that wait for a deadline, by service. When a deadline
+    passes, a relay of that service stores a message."""
     return _by_place(
         using,
         "django_txmsg_run",
@@ -194,7 +194,7 @@ def places_sql(
 
 
 def array_sql(connection: Any, *values: str) -> str:
-    """Return SQL for a JSON array of values, so that a subquery can return several
+    """Return SQL for a JSON array of values. It allows a subquery to return several
     values."""
     build = "json_build_array" if connection.vendor == "postgresql" else "json_array"
     return f"{build}({', '.join(values)})"
@@ -206,7 +206,8 @@ def read_array(value: Any) -> Any:
 
 
 def instant_sql(connection: Any, value: str) -> str:
-    """Return SQL for an instant as JSON, in the format that `read_instant()` reads."""
+    """Return SQL that formats an instant for JSON, so that `read_instant()` can read
+    it."""
     if connection.vendor == "postgresql":
         return f"EXTRACT(EPOCH FROM {value})::float8"
     return value
@@ -225,8 +226,8 @@ def _by_place(
     held: Collection[str] = (),
 ) -> list[Waiting]:
     """Count the rows of each place, at most `most` rows per place, the earliest due
-    times first. A place with many rows does not affect the counts of other places. At
-    the places in `held`, no row counts as due."""
+    times first. A place with many rows does not affect the counts of other places. If a
+    place is in `held`, none of its rows counts as due."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1

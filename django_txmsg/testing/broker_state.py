@@ -45,14 +45,14 @@ class Record:
         self.errors: list[Exception] = []
 
     def failed(self, error: Exception) -> None:
-        """Store an error of the broker's thread, and wake the waiting test. The caller
-        holds the lock."""
+        """Store an exception that a test's function raised in the broker's thread, and
+        wake the waiting test. The caller holds the lock."""
         self.errors.append(error)
         self.changed.notify_all()
 
     def check(self) -> None:
-        """Raise the first error of the broker's thread. Later calls do not raise it
-        again."""
+        """Raise the first exception of a test's function in the broker's thread. Later
+        calls do not raise it again."""
         with self.changed:
             if self.errors:
                 raise self.errors.pop(0)
@@ -104,9 +104,9 @@ class Record:
         """Wait until a condition on the broker is true. The condition is checked after
         every event.
 
-        Raises ``AssertionError`` after the timeout, with a description of the events.
-        If a function of the test has failed in the broker's thread, raises the
-        exception of that function.
+        After the timeout, raises ``AssertionError`` with a description of the events.
+        If a function of the test has failed in the broker's thread, raises that
+        function's exception.
         """
         deadline = time.monotonic() + timeout
         with self.changed:
@@ -142,7 +142,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the broker splits the bytes that it writes, with a pause after each piece."""
+    """Into which pieces the broker splits the bytes that it writes. It pauses after
+    each piece."""
 
     every: int | None = None
     at: tuple[int, ...] = ()
@@ -180,7 +181,7 @@ class BrokerState(Record):
         self.silent = False
 
     def is_topic(self, headers: Mapping[str, str]) -> bool:
-        """Return whether the imitated broker would treat the destination in these
+        """Return True if the imitated broker would treat the destination in these
         headers as a topic."""
         if not self.profile.routes_by_header:
             return headers.get("destination", "").startswith("/topic/")

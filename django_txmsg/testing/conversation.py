@@ -37,7 +37,7 @@ class Transaction:
     spoilt: bool = False
 
     def keep(self, frame: Frame, rule: Rule | None) -> None:
-        """Keep a frame until COMMIT. The frame is then handled as if it had no
+        """Keep a frame until COMMIT, and then handle it like a frame without a
         transaction."""
         headers = {k: v for k, v in frame.headers.items() if k != "transaction"}
         self.kept.append(Kept(Frame(frame.command, headers, frame.body), rule))
@@ -65,8 +65,8 @@ class Session:
         self.replay: list[Kept] = []
 
     def ended(self) -> None:
-        """End the session: abort open transactions, and make unacknowledged messages
-        available to other clients."""
+        """End the session. Abort its open transactions, and make its unacknowledged
+        messages available to other clients."""
         self.transactions.clear()
         subscriptions, self.subscriptions = self.subscriptions, {}
         for subscription in [*subscriptions.values(), *self.ended_subscriptions]:
@@ -85,8 +85,8 @@ _NOT_PASSED_ON = frozenset(
 
 
 class RefusedError(Exception):
-    """The broker refuses a frame. The ERROR frame contains the text of this
-    exception."""
+    """The broker refuses a frame. The text of this exception is sent in the ERROR
+    frame."""
 
 
 def _connect(talk: Session, frame: Frame) -> None:
@@ -308,7 +308,8 @@ def _abort(talk: Session, frame: Frame) -> None:
 
 
 def _disconnect(talk: Session, frame: Frame) -> None:
-    """Do nothing. ``Conversation`` closes the connection after the receipt."""
+    """Do nothing here, because ``Conversation`` closes the connection after the
+    receipt."""
 
 
 COMMANDS: dict[str, Callable[[Session, Frame], None]] = {
@@ -393,8 +394,8 @@ class Conversation(Session):
             self.peer.hang_up()
 
     def _receipt(self, frame: Frame, rule: Rule | None) -> None:
-        """Send the receipt for which a frame asked. A rule may hold, drop or repeat the
-        receipt."""
+        """Send the receipt that a frame has asked for. A rule may hold, drop or repeat
+        the receipt."""
         if frame.receipt is None or frame.command in {"CONNECT", "STOMP"}:
             return
         answer = Frame("RECEIPT", {"receipt-id": frame.receipt})

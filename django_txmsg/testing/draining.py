@@ -1,4 +1,4 @@
-"""For tests of projects: processes all messages in the test's own thread.
+"""Processes all messages in the thread of a project's test.
 
 `drain()` does the work of `manage.py relay` and `manage.py consume` in the thread and
 the database connection of the test. It dispatches the outbox and runs the stages until
@@ -60,7 +60,7 @@ _UNSENT = "django_txmsg.testing.unsent.Unsent"
 class Drained:
     """The result of `drain()`: counts, and the exceptions that handlers raised.
 
-    `tasks` is the number of stored rows for Celery's workers. Their tasks are not
+    `tasks` counts the rows that are stored for Celery's workers. The tasks are not
     executed.
     """
 
@@ -74,8 +74,8 @@ class Drained:
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Record an exception that the block raises, except Refuse, Redeliver and
-        DecodeError. The exception is always raised again."""
+        """Record an exception that the block raises, unless it is a Refuse, a Redeliver
+        or a DecodeError. In every case, raise the exception again."""
         try:
             yield
         except (Refuse, Redeliver, DecodeError):
@@ -105,13 +105,14 @@ def drain(
 ) -> Drained:
     """Dispatch stored messages and run the stages until no message is left.
 
-    `stages` names the stages to run (default: all). Delayed messages, redeliveries and
-    deadlines of flows happen now if they become due within the time `ahead`.
+    `stages` names the stages to run. The default is all. With `ahead`, delayed
+    messages, redeliveries and deadlines of flows that become due within this time
+    happen now.
 
-    With `raises`, the first exception of a handler is raised at the end. Refuse and
-    Redeliver are never raised, because they are decisions of the handler. If a stage
-    has more than `limit` outcomes, AssertionError is raised, because the stage may send
-    messages in an endless loop.
+    With `raises`, `drain()` ends by raising the first exception of a handler. Refuse
+    and Redeliver are never raised, because they are decisions of the handler. If a
+    stage has more than `limit` outcomes, `drain()` raises AssertionError, because the
+    stage may send messages in an endless loop.
 
     A `TestCase` never commits, so on_commit hooks of handlers do not run. To run these
     hooks, wrap the call in `captureOnCommitCallbacks(execute=True)`.
@@ -278,8 +279,8 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
     """Replace the brokers of TXMSG["BROKERS"] by the embedded broker while the block
     runs. Other processes are not notified of new messages.
 
-    `dispatch_on_commit` replaces the setting DISPATCH_ON_COMMIT; the default is "off".
-    The broker of a Celery app is replaced by `Unsent`: the call of a task stores a row
+    `dispatch_on_commit` replaces the setting DISPATCH_ON_COMMIT. The default is "off".
+    `Unsent` replaces the broker of a Celery app. A call of a task then stores a row
     that is never sent.
     """
     brokers = {}
@@ -317,8 +318,8 @@ def _lane(using: str, broker: str) -> Iterator[Lane]:
 
 
 def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
-    """Subtract `ahead` from the due time of each row that becomes due before `until`.
-    The rows keep their order."""
+    """Make each row that becomes due before `until` due earlier, by `ahead`. The rows
+    keep their order."""
     for alias in aliases:
         later = Q(due_at__gt=Now(), due_at__lte=until)
         earlier = F("due_at") - ahead

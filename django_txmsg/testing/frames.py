@@ -25,8 +25,8 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class FrameError(Exception):
-    """The bytes are not a frame of this STOMP version. The rest of the stream cannot be
-    read."""
+    """The bytes are not a frame of this STOMP version. No later bytes of the connection
+    can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Decoder:
     broker have agreed on a STOMP version."""
 
     def __init__(self, version: str = "1.2") -> None:
-        """Start between two frames."""
+        """Create a decoder that expects the start of a frame."""
         self.version = version
         #: End-of-line bytes seen between frames: the client's heart-beats.
         self.heartbeats = 0

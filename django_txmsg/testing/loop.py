@@ -39,8 +39,8 @@ class Loop:
     def __init__(
         self, lock: threading.Condition, on_error: Callable[[Exception], None]
     ) -> None:
-        """Create a loop that uses the broker's lock. Call ``start`` to run the loop.
-        After an exception of a test's function, the loop calls ``on_error`` and
+        """Create a loop that uses the broker's lock. Call ``start`` to run the loop. If
+        a function of the test raises an exception, the loop calls ``on_error`` and
         continues."""
         self._lock = lock
         self._on_error = on_error
@@ -80,7 +80,7 @@ class Loop:
         self.wake()
 
     def wake(self) -> None:
-        """Make the loop call ``wanted()`` of all channels again, without delay."""
+        """Make the loop call ``wanted()`` of every channel again, without delay."""
         if threading.current_thread() is not self._thread:
             # If the pipe's buffer is full, it has been woken often enough.
             with contextlib.suppress(BlockingIOError):

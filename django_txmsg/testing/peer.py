@@ -86,8 +86,8 @@ class Peer:
 
     @property
     def ending(self) -> bool:
-        """Whether the connection is about to end. The client's frames are then
-        ignored."""
+        """Whether the connection has ended, or will end as soon as the queued bytes are
+        written. The client's frames are then ignored."""
         return self.closed or self._leaving
 
     # -- calls of the loop, with the lock held -------------------------------------
@@ -230,8 +230,8 @@ class Peer:
         self.broker.loop.wake()
 
     def cut(self, *, reset: bool = False) -> None:
-        """End the connection. With ``reset``, send RST at once. Otherwise, first write
-        the queued bytes, unless writing has been stopped."""
+        """End the connection. With ``reset``, send RST immediately. Otherwise, first
+        write the queued bytes, unless the broker has stopped writing."""
         if reset or self.frozen or self._handshaking:
             self.end("cut by the script", reset=reset)
         else:

@@ -1,10 +1,10 @@
 """A test's instructions for the frames that the scripted broker receives.
 
-A rule selects frames (``broker.on("SEND", nth=3)``), and its verb says what happens to
-these frames (``.reject("quota")``). If several rules select a frame, the oldest rule
-decides, unless the rule has already decided about ``times`` frames. A rule also counts
-the matching frames about which another rule decides. If no rule selects a frame, the
-profile decides.
+A rule selects frames (``broker.on("SEND", nth=3)``), and its verb says how the broker
+treats these frames (``.reject("quota")``). If several rules select a frame, the oldest
+rule decides. A rule that has decided about ``times`` frames decides no more. Every rule
+counts all matching frames, even if another rule decides about them. If no rule selects
+a frame, the profile decides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Verb(Enum):
 
 
 class Client(Protocol):
-    """The interface of a connection that a test's function can use."""
+    """The methods of a connection that a test's function may call."""
 
     def send(self, frame: Frame) -> None:
         """Send a frame to the client."""
@@ -47,7 +47,7 @@ class Client(Protocol):
 
 
 class Talk(Protocol):
-    """The interface of a conversation that a test's function can use."""
+    """The parts of a conversation that a test's function may use."""
 
     @property
     def peer(self) -> Client:
@@ -62,15 +62,15 @@ class Talk(Protocol):
 
 @dataclass(slots=True)
 class Held:
-    """A held frame. Until ``release`` is called, the broker does not handle the frame,
-    or does not send its receipt."""
+    """A frame that the broker holds back. Until ``release`` is called, the broker does
+    not handle the frame, or does not send its receipt."""
 
     frame: Frame
     let_go: Callable[[], None]
 
 
 class Rule:
-    """Selects frames. The rule's verb says what happens to these frames."""
+    """Selects frames. The rule's verb says how the broker treats these frames."""
 
     def __init__(
         self,
@@ -104,7 +104,8 @@ class Rule:
         self._seen = 0
 
     def matches(self, frame: Frame) -> bool:
-        """Return whether the rule selects the frame. Count the frame if it matches."""
+        """Return True if the rule selects the frame. Every frame with the right
+        command, destination and content counts towards ``nth``."""
         if self._command not in (frame.command, "*"):
             return False
         if self._destination is not None and frame.destination != self._destination:
@@ -115,8 +116,9 @@ class Rule:
         return self._nth is None or self._seen == self._nth
 
     def decides(self) -> bool:
-        """Return whether the rule decides about a frame that it has selected. If the
-        rule decides, count the frame towards ``times``."""
+        """Return True if the rule decides about a frame that it has selected, and count
+        the frame towards ``times``. Return False if the rule has no verb, or if
+        ``times`` is used up."""
         if self.verb is Verb.HANDLE or self._left == 0:
             return False
         if self._left is not None:
@@ -126,7 +128,7 @@ class Rule:
     # -- the verbs ----------------------------------------------------------------
 
     def hold_receipt(self) -> Rule:
-        """Handle the frame, and hold back its receipt until ``broker.release()``."""
+        """Handle the frame, but hold back its receipt until ``broker.release()``."""
         return self._do(Verb.HOLD)
 
     def park(self) -> Rule:
@@ -137,7 +139,7 @@ class Rule:
         return self._do(Verb.PARK)
 
     def drop_receipt(self) -> Rule:
-        """Handle the frame, and never send its receipt."""
+        """Handle the frame, but never send its receipt."""
         return self._do(Verb.DROP)
 
     def duplicate_receipt(self, copies: int = 2) -> Rule:
@@ -146,8 +148,8 @@ class Rule:
         return self._do(Verb.DUPLICATE)
 
     def permute_receipts(self, window: int, *, seed: int = 0) -> Rule:
-        """Hold back receipts until there are ``window`` of them, then send them in
-        random order.
+        """Hold back ``window`` receipts, then send them in random order. Repeat this
+        for the next receipts.
 
         If fewer receipts are left at the end, they wait for ``broker.release()``.
         """
@@ -183,13 +185,13 @@ class Rule:
         return self._do(Verb.CUT)
 
     def cut_after(self, *, answered: bool = False, reset: bool = False) -> Rule:
-        """Handle the frame, then end the connection. ``answered`` says whether the
-        receipt is sent first."""
+        """Handle the frame, then end the connection. With ``answered``, send the
+        receipt first."""
         self.answers, self.reset = answered, reset
         return self._do(Verb.CUT_AFTER)
 
     def stall(self) -> Rule:
-        """Stop reading, from this frame on, until ``broker.resume()``."""
+        """When this frame arrives, stop reading until ``broker.resume()``."""
         return self._do(Verb.STALL)
 
     def call_with(self, function: Callable[[Talk, Frame], object]) -> Rule:
@@ -221,8 +223,8 @@ class Script:
         return next((rule for rule in picking if rule.decides()), None)
 
     def hold(self, rule: Rule, held: Held) -> None:
-        """Hold back a frame or receipt. If the rule has a window, and the window is now
-        full, release its receipts in random order."""
+        """Hold back a frame or a receipt. If the rule has a window that is now full,
+        release the rule's receipts in random order."""
         self.held.append(held)
         if rule.window:
             rule.group.append(held)

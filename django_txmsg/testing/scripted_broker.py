@@ -40,8 +40,8 @@ class Listener:
         port: int,
         receive_buffer: int | None,
     ) -> None:
-        """Listen at once. Port 0 means any free port, which the attribute ``port`` then
-        contains."""
+        """Start to listen. With port 0, the system chooses a free port. The attribute
+        ``port`` contains the port in use."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -175,7 +175,7 @@ class ScriptedBroker(BrokerState):
                 peer.stall()
 
     def freeze(self) -> None:
-        """Stop reading and writing, and keep the sockets open, like a host that
+        """Stop reading and writing, but keep the sockets open, like a host that
         hangs."""
         with self.changed:
             for peer in self.peers:
@@ -198,7 +198,7 @@ class ScriptedBroker(BrokerState):
             self.split = Split(every, tuple(at), pause if every or at else 0.0)
 
     def silence_heartbeats(self, *, silent: bool = True) -> None:
-        """Stop sending heartbeats, and continue to send frames. With ``silent=False``,
+        """Stop sending heartbeats, but continue to send frames. With ``silent=False``,
         send heartbeats again."""
         with self.changed:
             self.silent = silent
@@ -243,7 +243,8 @@ class ScriptedBroker(BrokerState):
             return [held.frame for held in self.script.held]
 
     def wait_for_connections(self, count: int, *, timeout: float = 30.0) -> list[Peer]:
-        """Wait until exactly `count` connections are open, and return them."""
+        """Wait until exactly `count` connections are open, and return these
+        connections."""
         self.wait_until(
             lambda: len(self.peers) == count, timeout, f"{count} open connections"
         )
@@ -286,10 +287,10 @@ class ScriptedBroker(BrokerState):
         self.changed.notify_all()
 
     def close(self) -> None:
-        """Stop for good and free the port.
+        """Stop the broker permanently, and free the port.
 
-        Raises the exception of a function that the test has passed to a rule, if the
-        function has failed.
+        If a test's function, called by a rule, has failed, raises the exception of that
+        function.
         """
         self.stop()
         self.loop.stop()

@@ -1,8 +1,9 @@
 """The scripted broker's queues, subscriptions and messages, in memory.
 
-A queue keeps the order of its messages. A subscription gets at most its prefetch of
-unacknowledged messages. An unacknowledged message returns to its old place in the
-queue, marked as redelivered. A topic consists of the queues of its subscriptions.
+A queue keeps the order of its messages. The prefetch of a subscription limits its
+unacknowledged messages. If the subscription ends, its unacknowledged messages return to
+their old places in the queue, marked as redelivered. A topic consists of the queues of
+its subscriptions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _numbers = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class StoredMessage:
-    """A message at the broker. ``number`` counts all messages of the broker."""
+    """A message at the broker. ``number`` grows with each message that the broker
+    stores."""
 
     destination: str
     headers: dict[str, str]
@@ -55,7 +57,7 @@ class Subscription:
         *,
         prefetch_in_bytes: bool = False,
     ) -> None:
-        """``prefetch`` limits the unacknowledged messages, or is None for no limit.
+        """``prefetch`` limits the unacknowledged messages. None means no limit.
         ``deliver`` writes the MESSAGE frame."""
         self.name = name
         self.queue = queue
@@ -88,7 +90,8 @@ class Subscription:
         self.queue.dispatch()
 
     def stop(self) -> None:
-        """Stop receiving messages. Unacknowledged messages stay unacknowledged."""
+        """Stop receiving messages. Unacknowledged messages stay with this
+        subscription."""
         if self in self.queue.subscriptions:
             self.queue.subscriptions.remove(self)
 
@@ -105,8 +108,8 @@ class Subscription:
         return message
 
     def covered(self, ack_id: str) -> list[str]:
-        """Return the ids that an acknowledgement covers. In ``client`` mode these
-        include all earlier ids."""
+        """Return the ids that an acknowledgement of this id covers. In ``client`` mode,
+        this includes all earlier ids."""
         if ack_id not in self.pending:
             return []
         if self.ack != "client":

@@ -10,7 +10,7 @@ from ..errors import BrokerUnavailable
 
 
 class Unsent(CeleryBroker):
-    """A broker that is never available, so that stored tasks stay pending."""
+    """A broker that is never available. Tasks that are stored for it stay pending."""
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None

@@ -180,7 +180,8 @@ class Receiving(Talk):
 
 
 class Topics(Talk):
-    """Tests of topics, whose subscribers each get a copy, and of delayed messages."""
+    """Tests of delayed messages, and of topics, where each subscriber gets a copy of a
+    message."""
 
     #: Whether the broker delays messages by their `delay`, which is optional.
     holds_back = True
@@ -294,8 +295,8 @@ class Together(Talk):
     held_for = 40.0
 
     def at_once(self, work: Callable[[int, threading.Barrier], T]) -> list[T]:
-        """Call `work(number, start)` in `sessions` threads at once, and return the
-        results. Each thread should wait for the barrier `start` before it works."""
+        """Call `work(number, start)` in `sessions` threads at the same time, and return
+        the results. Each thread should wait for the barrier `start` before it works."""
         start = threading.Barrier(self.sessions)
 
         def run(number: int) -> T:
@@ -361,9 +362,9 @@ class Together(Talk):
     def test_what_a_slow_session_holds_comes_to_nobody_else(
         self, destination: str
     ) -> None:
-        """While a handler runs, nothing calls the session. Even so, the broker must not
-        give the session's deliveries to another session. So a broker with leases must
-        renew them in a separate thread."""
+        """While a handler runs, the consumer calls no method of its session. Even then,
+        the broker must not give the session's deliveries to another session. So a
+        broker with leases must renew them in a separate thread."""
         self.send(*numbered(destination, 1))
         with self.consumer(destination, prefetch=1) as slow:
             [delivery] = take(slow, 1)

@@ -33,7 +33,7 @@ class Sending(Talk):
     def test_what_is_proven_is_there_while_its_sender_goes_on(
         self, destination: str
     ) -> None:
-        """When the sender gets a receipt, a consumer must be able to receive the
+        """After the sender has got a receipt, a consumer must be able to receive the
         message, even if the sender's session stays open."""
         with self.open() as session:
             assert session.send(numbered(destination, 3)) == [None] * 3
@@ -103,8 +103,10 @@ class Sending(Talk):
     def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
         """Override this if your broker can refuse all messages to one destination.
 
-        Return a context manager in which this destination refuses messages, because it
-        is full or forbidden. Other destinations must still accept messages."""
+        Return a context manager. While its block runs, this destination must refuse
+        messages, because it is full or forbidden. Other destinations must still accept
+        messages.
+        """
         return None
 
     def test_a_destination_that_takes_nothing_says_so_and_others_go_on(
@@ -139,9 +141,11 @@ class Sending(Talk):
         assert self.rest(destination) == [b"again"]
 
     def refused(self, destination: str) -> Outgoing | None:
-        """Override this if your broker refuses some messages. Return such a message to
-        `destination`. The broker may also close the connection when it gets the
-        message."""
+        """Override this if your broker refuses some messages.
+
+        Return a message, addressed to `destination`, that your broker refuses. The
+        broker may also close the connection when it gets the message.
+        """
         return None
 
     def test_isolated_messages_show_on_which_one_a_broker_hangs_up(
@@ -209,8 +213,8 @@ class Transactions(Talk):
         self, destination: str
     ) -> None:
         """After a rollback, a transacted session must be able to acknowledge a delivery
-        by `ack()`. The consumer acknowledges a failed message in this way, after it has
-        stored the message in the database."""
+        by `ack()`. When a handler fails, the consumer stores the message in the
+        database, and then acknowledges the delivery in this way."""
         self.send(*numbered(destination, 2))
         with self.consumer(destination, transacted=True, prefetch=1) as session:
             for _ in range(2):

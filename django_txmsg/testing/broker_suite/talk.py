@@ -40,7 +40,7 @@ class Talk:
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> Session:
-        """Return a session. The end of the test closes it."""
+        """Return a session that is closed at the end of the test."""
         session = self.broker().open(transacted=transacted, subscriber=subscriber)
         return self.stack.enter_context(session)
 
@@ -64,8 +64,8 @@ class Talk:
             assert session.send(messages) == [None] * len(messages)
 
     def rest(self, destination: str) -> list[bytes]:
-        """Receive and acknowledge all messages of a queue, and return their bodies. To
-        detect the end of the queue, the method first sends a marker message."""
+        """Receive and acknowledge all messages of a queue, and return their bodies. The
+        method first sends a marker message, to detect the end of the queue."""
         end = uuid.uuid4().bytes
         self.send(Outgoing(destination, {}, end))
         found: list[bytes] = []
@@ -82,8 +82,8 @@ class Talk:
 
     @contextmanager
     def held_elsewhere(self, destination: str) -> Iterator[None]:
-        """Let another process receive two messages without acknowledging them. Kill the
-        process at the end of the block."""
+        """Start another process that receives two messages without acknowledging them.
+        Kill this process at the end of the block."""
         broker = self.broker()
         kind = type(broker)
         code = _HOLDER.format(soon=SOON)
@@ -143,9 +143,9 @@ class Capabilities(Talk):
     def test_what_is_stored_in_a_database_belongs_to_its_transaction(
         self, destination: str
     ) -> None:
-        """Messages that are sent inside a transaction of the broker's database must be
-        stored if the transaction commits, and must be discarded if it rolls back. The
-        HTTP outbox stores its control message in this way."""
+        """A message that is sent inside a transaction of the broker's database must be
+        stored if the transaction commits, and discarded if it rolls back. The HTTP
+        outbox stores its control message in this way."""
         alias = self.broker().stored_in
         if alias is None:
             return
