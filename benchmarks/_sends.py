@@ -1,6 +1,6 @@
-"""A service that sends one message after the other until its input ends. Then it
-prints, for each message, when it was sent (monotonic clock) and how long the
-transaction took."""
+"""A service that sends one message after the other until its input ends. Then it prints
+two figures for each message: when the message was sent (monotonic clock), and how long
+its transaction took."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ FILL_DEAD = f"""
 
 
 def fill(outbox: int, inbox: int, dead: int) -> None:
-    """Fill the tables. Then vacuum and analyze them, as autovacuum would do."""
+    """Fill the tables. Then vacuum and analyze them, like autovacuum."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -184,8 +184,8 @@ def commands() -> list[list[str]]:
 
 
 def run_command(words: list[str]) -> tuple[float, float]:
-    """Run a command in a forked process. Returns its seconds, and the MiB of memory
-    that it added."""
+    """Run a command in a forked process. Returns the seconds that the command took, and
+    the MiB of memory that it added."""
     from django.core.management import call_command
     from django.db import connections
 

@@ -3,8 +3,8 @@
     python -m benchmarks.amqp [--messages 10000] [--rounds 3] [--lanes 4]
 
 The first bare producer is py-amqp without a database. It sends messages from memory
-over as many connections as the relay has lanes, with the same number of open confirms.
-The second one waits for the confirm of each message, like py-amqp's
+over as many connections as the relay has lanes, and with as many unconfirmed messages
+at a time. The second one waits for the confirm of each message, like py-amqp's
 `basic_publish_confirm`.
 """
 

@@ -4,9 +4,9 @@ broker are killed.
     python -m benchmarks.celery_killed [--processes 100] [--life 0.3]
 
 The benchmark runs a project with Celery alone, and the same project with this package.
-Web processes store an order and call a task for it in one transaction, until SIGKILL
-ends them. Meanwhile the worker is killed several times, and RabbitMQ once. At the end,
-each order should have been charged exactly once.
+Each web process repeats one transaction, which stores an order and calls a task for the
+order, until the process is killed with SIGKILL. Meanwhile the worker is killed several
+times, and RabbitMQ once. At the end, each order should have been charged exactly once.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def consume(
     **stage: Any,
 ) -> float:
     """Return the rate at which a stage consumes `count` waiting messages. If `beside`
-    is given, another stage, with this destination, runs at the same time. With `empty`,
+    is given, another stage for that destination runs at the same time. With `empty`,
     the tables are emptied first."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker

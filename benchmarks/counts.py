@@ -1,4 +1,4 @@
-"""The cost of the admin's counts for a relay and a stage.
+"""How much the admin's counts slow down a relay and a stage.
 
     python -m benchmarks.counts [--messages 10000] [--rounds 7]
 

@@ -1,5 +1,6 @@
-"""The cost of flows. A flow of four steps, which sends requests to three stages, is
-compared with the same stages chained by hand, whose state is in a row.
+"""The cost of flows. A flow of four steps sends requests to three stages. It is
+compared with the same stages without a flow: each sends the next message, and a row
+keeps the state.
 
     python -m benchmarks.flows [--flows 400] [--rounds 3] [--sizes 1,10,60]
 
@@ -118,7 +119,7 @@ def declare_flow() -> Any:
 
 
 def declare_hand() -> None:
-    """Declare the stages that are chained by hand: each sends the next message."""
+    """Declare the stages without a flow: each sends the next message."""
     from django_txmsg import Destination, stage
     from tests.app.models import Order
 

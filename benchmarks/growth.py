@@ -178,8 +178,8 @@ def grow(rows: int, body: int) -> None:
 
 
 def indexes(table: str) -> tuple[list[str], list[str]]:
-    """Return the statements that drop the indexes of a table, and those that create
-    them again."""
+    """Return two lists of statements for the indexes of a table: one drops them, the
+    other creates them again."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -206,7 +206,7 @@ def indexes(table: str) -> tuple[list[str], list[str]]:
 
 
 def prune() -> int:
-    """Delete the rows that are older than their retention, as `prune_messages` does.
+    """Delete the rows that are older than their retention, like `prune_messages`.
     Returns their number."""
     from django_txmsg.monitoring import retention
 
@@ -215,7 +215,7 @@ def prune() -> int:
 
 
 def vacuum_all() -> None:
-    """Vacuum all tables, as autovacuum would do."""
+    """Vacuum all tables, like autovacuum."""
     execute("VACUUM ANALYZE django_txmsg_inboxmessage")
     vacuum()
 

@@ -59,8 +59,8 @@ def _raw_connection(url: str) -> socket.socket:
 
 
 def raw_pipelined(url: str, count: int, window: int = 1000) -> None:
-    """Send over a bare socket. Many frames are written at once, and up to `window`
-    receipts are open."""
+    """Send over a bare socket. Many frames are written at once. Up to `window` messages
+    may wait for their receipts."""
     with contextlib.closing(_raw_connection(url)) as connection:
         sent = received = 0
         while received < count:
@@ -91,8 +91,8 @@ def raw_transactions(url: str, count: int, per_commit: int = 500) -> None:
 
 
 def stomp_one_by_one(url: str, count: int) -> None:
-    """Send with stomp.py, and wait for the receipt of each message, as most users
-    do."""
+    """Send with stomp.py like most users: wait for the receipt of each message before
+    sending the next."""
     import stomp
 
     options = jms.ConnectionFactory(url)
@@ -143,7 +143,7 @@ def send_async(url: str, count: int, window: int = 1000) -> None:
 
 
 def send_batch(url: str, count: int, per_batch: int = 500) -> None:
-    """Send with `send_batch`, in batches of `per_batch` messages, as the relay does."""
+    """Send with `send_batch` like the relay, in batches of `per_batch` messages."""
     with jms.ConnectionFactory(url).create_connection() as link:
         session = link.create_session()
         for _ in range(count // per_batch):

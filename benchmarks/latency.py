@@ -1,4 +1,4 @@
-"""The time from a commit to the broker's receipt, on an idle system.
+"""The time from a commit until the broker has confirmed the message, on an idle system.
 
 python -m benchmarks.latency [--messages 300]
 """

@@ -80,8 +80,7 @@ def processes(options: argparse.Namespace) -> None:
 
 
 def rate(options: argparse.Namespace) -> None:
-    """Compare a stage whose rate is never reached with the same stage without a
-    rate."""
+    """Compare a stage that stays below its rate with the same stage without a rate."""
     from django_txmsg.envelope.stage_options import Rate
 
     from .consume import consume
@@ -104,8 +103,8 @@ def rate(options: argparse.Namespace) -> None:
 
 
 def window(options: argparse.Namespace) -> None:
-    """Run two processes with more work than the rate allows. Measure the largest number
-    of effects in any minute."""
+    """Run two processes that have more messages than the rate allows. Measure the
+    largest number of effects in any minute."""
     environment = {"BENCH_RATE": f"{RATE}/m", "BENCH_URL": URL}
     worker = Contender("txmsg", [*RUN, "--processes", "2"], environment)
     minute = min(60.0, options.seconds * 0.75)
@@ -193,7 +192,7 @@ def tenants(options: argparse.Namespace) -> None:
 
 def latency(many: int) -> tuple[float, float]:
     """Return percentiles of the time from a small tenant's call until its effect is
-    committed. The large tenant has `many` waiting messages."""
+    committed. Meanwhile, `many` messages of the large tenant wait."""
     from django.db import connection, transaction
 
     from django_txmsg import Message, send_message

@@ -1,5 +1,5 @@
-"""The cost of order: ordered stages compared with unordered ones, and links between the
-messages of a key in the relay.
+"""The cost of order. It compares ordered stages with unordered ones, and the relay with
+and without links between the messages of a key.
 
     python -m benchmarks.ordered [--messages 3000] [--rounds 3] [--followers 1000000]
         [--only keys|relay|followers]
@@ -66,8 +66,8 @@ def keys(options: argparse.Namespace) -> None:
 
 
 def relay(options: argparse.Namespace) -> None:
-    """Compare the relay for messages with keys, with and without links, and for
-    messages without keys."""
+    """Compare three cases of the relay: messages with keys and links, messages with
+    keys but without links, and messages without keys."""
     count = 3 * options.messages
     base = "no keys"
     contenders = {
@@ -107,8 +107,8 @@ def consume(
     count: int, keys: int, ordered: Any, concurrency: int, stage: str = ""
 ) -> float:
     """Return the rate at which `count` messages with `keys` different keys are
-    consumed. By default, their stage is new. `stage` names an existing one, at which
-    other messages wait."""
+    consumed. By default, a new stage consumes them. `stage` names an existing stage, at
+    which other messages wait."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing

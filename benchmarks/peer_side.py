@@ -1,9 +1,9 @@
 """The part of the benchmark that runs in an environment with django-outbox-pattern.
 
-`relay` stores PEER_COUNT messages of 300 bytes, and measures the publish command until
-the last row is marked as sent. `consume` sends as many messages to a queue, and
-measures the subscriber until its callback has saved the last one. Both print messages
-per second.
+`relay` stores PEER_COUNT messages of 300 bytes, and measures how long the publish
+command takes until the last row is marked as sent. `consume` sends the same number of
+messages to a queue, and measures how long the subscriber takes until its callback has
+saved the last one. Both print messages per second.
 """
 
 from __future__ import annotations

@@ -38,10 +38,11 @@ _BEGUN = 1_767_268_800_000_000
 def measure(
     spark: SparkSession, messages: int, day: int, count: int
 ) -> list[tuple[str, str, str, str, str]]:
-    """Measure `reconcile` for a lake with `messages` messages from each service, then
-    after each of `count` days with `day` more messages, and at last with `--since`.
-    Returns the lines of the table. Each run reads the empty databases and the lake,
-    counts the verdicts, and compares its findings with those of earlier runs."""
+    """Measure runs of `reconcile`. The first runs see a lake with `messages` messages
+    from each service. Then `day` more messages are added `count` times, with a run
+    after each. The last runs have `--since`. Each run reads the empty databases and the
+    lake, counts the verdicts, and compares its findings with those of earlier runs.
+    Returns the lines of the table."""
     directory = tempfile.mkdtemp(prefix="txmsg-bench-reconcile-")
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],

@@ -2,10 +2,10 @@
 
     python -m benchmarks.refused [--messages 20000] [--rounds 3]
 
-A running relay gets messages for a working destination. This is measured alone, and
-while 500 messages wait for a second destination, which is full or forbidden. The
-measurement starts after the first refusal, so it includes the first retries, which are
-frequent.
+A running relay gets messages for a working destination. Its rate is measured without
+other messages, and while 500 messages wait for a second destination that is full or
+forbidden. The measurement starts after the first refusal, so it includes the first
+retries, which are frequent.
 """
 
 from __future__ import annotations

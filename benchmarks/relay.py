@@ -171,8 +171,8 @@ def bare_processes(url: str, count: int, activemq: bool) -> float:
 
 
 def together(number: int, code: str) -> float:
-    """Start processes that define `work()`, and let all of them call it at the same
-    time. Returns the seconds until the last one has ended."""
+    """Start processes that define `work()`. All of them call `work()` at the same time.
+    Returns the seconds until the last process has ended."""
     running = [
         subprocess.Popen(
             [

@@ -106,7 +106,7 @@ def fill(
 
 
 def vacuum() -> None:
-    """Vacuum and analyze the outbox, as autovacuum would."""
+    """Vacuum and analyze the outbox, like autovacuum."""
     from django.db import connection
 
     with connection.cursor() as cursor:

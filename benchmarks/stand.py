@@ -132,8 +132,9 @@ def turns(
 
 
 def set_apart(server: int) -> None:
-    """Reserve one processor for a server process, as if the server had its own machine.
-    This process, and the processes that it starts later, use the other processors."""
+    """Reserve one processor for a server process. This process, and the processes that
+    it starts later, use the other processors. So the server runs as if it had its own
+    machine."""
     own, *others = sorted(os.sched_getaffinity(0))
     for thread in os.listdir(f"/proc/{server}/task"):
         os.sched_setaffinity(int(thread), {own})
@@ -155,8 +156,8 @@ def processor_time() -> Counter[str]:
 
 
 def shares(before: Counter[str], after: Counter[str]) -> str:
-    """Return each program's share of the processor time between two measurements, as
-    text."""
+    """Return a text with each program's share of the processor time between two
+    measurements."""
     spent = {name: after[name] - before[name] for name in after}
     total = sum(spent.values()) or 1
     largest = sorted(spent.items(), key=lambda item: -item[1])[:4]
@@ -196,8 +197,8 @@ def note(
     goal: str = "",
     measured: str = "",
 ) -> None:
-    """If this benchmark was started by `python -m benchmarks`, add a row to its table.
-    `measured` is the median with its unit."""
+    """If `python -m benchmarks` runs this benchmark, add a row to the table of all
+    benchmarks. `measured` is the median with its unit."""
     file = os.environ.get(ROWS)
     if file:
         row = {

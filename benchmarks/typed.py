@@ -1,4 +1,4 @@
-"""The cost of types: a typed stage and a typed send, compared with plain dicts.
+"""The cost of types: receiving and sending typed messages, compared with plain dicts.
 
 python -m benchmarks.typed [--messages 3000] [--rounds 3]
 """
@@ -84,8 +84,8 @@ def order() -> Order:
 
 
 def plain_order() -> dict[str, Any]:
-    """Return the same order as a new dict. Like a typed order, the dict is built for
-    each message."""
+    """Return the same order as a new dict. Each message gets a new dict, just as it
+    gets a new typed order."""
     lines = [{"item": one["item"], "amount": one["amount"]} for one in LINES]
     return {"number": "A-1", "text": "x" * 100, "lines": lines, "currency": "EUR"}
 
@@ -116,7 +116,7 @@ def typed(order: Order, message: Any) -> None:
 
 
 def send(count: int, body: Callable[[], object]) -> float:
-    """Return the rate of sends, with ten messages per transaction."""
+    """Return the rate at which messages are sent, with ten messages per transaction."""
     from django.db import transaction
 
     from django_txmsg import send_message

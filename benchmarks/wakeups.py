@@ -4,9 +4,12 @@ processes and of notifications.
     python -m benchmarks.wakeups [--messages 200] [--part latency|idle|commits]
 
 All processes use one PostgreSQL and `database://`, with NOTIFY and with polling. There
-are three parts: the time from the commit to the handler in an idle `run`, and to the
-dispatch by an idle `relay`; the transactions per second of an idle process; and the
-commits per second of 32 clients.
+are three parts:
+
+- latency: the time from the commit until an idle `run` calls the handler, and until an
+  idle `relay` dispatches the message
+- idle: the transactions per second of an idle process
+- commits: the commits per second of 32 clients
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ app.conf.update(
 
 
 def die_once() -> None:
-    """Kill this process, or the whole worker, if the test has created the file that
-    requests this. Deletes the file first, so this happens once."""
+    """Kill this process, or the whole worker, if the test has created a file that
+    requests it. Delete the file before the kill, so that this happens only once."""
     note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE", "/nowhere"))
     if note.exists():
         whole_worker = note.read_text() == "worker"

@@ -85,8 +85,7 @@ def _on_sqlite(item: pytest.Item) -> bool:
 
 
 def _parameters(item: pytest.Item) -> set[str]:
-    """Return those parameters of a test that are strings, because many name a
-    fixture."""
+    """Return the parameters of a test that are strings. Many of them name a fixture."""
     callspec = getattr(item, "callspec", None)
     values = callspec.params.values() if callspec else ()
     return {value for value in values if isinstance(value, str)}

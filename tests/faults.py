@@ -1,8 +1,8 @@
 """Real faults (killed processes and cut connections), and waiting without sleep.
 
 `manage()` starts `manage.py` commands as processes on the test's database. A test stops
-them with SIGTERM or kills them with SIGKILL. A hook in the process can stop it at the
-exact step at which the test kills it.
+these processes with SIGTERM or kills them with SIGKILL. To be killed at an exact step,
+a process can have a hook that makes it wait at that step.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def wait_until(
     interval: float = 0.05,
     message: str | Callable[[], str] = "",
 ) -> T:
-    """Return the condition's first true value; fail the test at the deadline.
+    """Return the condition's first true value. Fail the test if there is none before
+    the deadline.
 
-    `message` describes the condition; if it is a function, it is called only at the
-    deadline.
+    `message` describes the condition. If `message` is a function, it is called only at
+    the deadline.
     """
     end = time.monotonic() + deadline
     pause = threading.Event()
@@ -183,7 +184,7 @@ class ManageProcess:
         self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the process, if it is running, and its children."""
+        """Kill the process and its children, if they are running."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait(30)

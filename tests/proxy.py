@@ -222,7 +222,8 @@ class Proxy:
                 self._changed.notify_all()
 
     def _mark_cut(self, *, reset: bool) -> set[_Link]:
-        """Mark every link as cut. The thread that forwards its bytes then closes it."""
+        """Mark every link as cut, and return the links. The thread that forwards the
+        bytes of a link then closes the link."""
         links = set(self._links)
         for link in links:
             link.cut, link.reset = True, reset

@@ -1,11 +1,12 @@
-"""A broker for Redis Streams, with redis-py, as a user of the package might write it.
+"""A broker for Redis Streams with redis-py. It is written like the broker of a user of
+the package.
 
 A destination is a stream, and a consumer group shares its messages. A queue has one
 group, and a topic has one group for each subscriber. A received message is pending for
-its consumer. If its idle time reaches the `lease`, another consumer of the group claims
-it. While a handler runs, the package does not call the session. So a thread resets the
-idle time of the messages that the session has received. The owner of a topic's stream
-limits its length (`XTRIM`).
+its consumer. If the message's idle time reaches the `lease`, another consumer of the
+group claims the message. While a handler runs, the package does not call the session.
+So a thread resets the idle time of the messages that the session has received. The
+owner of a topic's stream limits its length (`XTRIM`).
 """
 
 from __future__ import annotations

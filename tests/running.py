@@ -189,8 +189,8 @@ def at_work(*relays: Relay) -> Iterator[None]:
 def drained(destination: str, broker: str = "default") -> list[Delivery]:
     """Receive all messages of a queue.
 
-    This function sends one more message, which marks the end, because a broker may take
-    any time to deliver a message.
+    A broker may take any time to deliver a message. So this function sends one more
+    message to mark the end.
     """
     end = uuid.uuid4().bytes
     found: list[Delivery] = []

@@ -1,4 +1,4 @@
-"""The embedded broker with queues of limited length, like the policy of a broker.
+"""The embedded broker, but with queues of limited length.
 
 `ROOM` is the number of messages that a destination still accepts. Further messages are
 refused, as by a full queue. Later messages of the same key wait.

@@ -1,9 +1,9 @@
 """Starts `manage.py` commands as forks of a process that has already imported Django.
 
 An interpreter needs a second of processor time to import Django and this package, and
-the tests start several hundred processes. A fork is a separate process. It has its own
-environment, session and output, and reads its settings itself. A test can stop and kill
-each fork alone.
+the tests start several hundred processes. A fork is a separate process, with its own
+environment, session and output. Each fork reads the settings itself. A test can stop
+and kill each fork alone.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def start(arguments: Sequence[str], env: Mapping[str, str]) -> Started:
 
 
 def serve(connection: socket.socket) -> bool:
-    """Fork a process for each request. Return True in each fork, and False when the
-    connection is closed."""
+    """Fork a process for each request. Return True in each fork. In the starter, return
+    False when the connection is closed."""
     wakes, woken = socket.socketpair()
     woken.setblocking(False)
     wakes.setblocking(False)
@@ -216,8 +216,8 @@ def _report(connection: socket.socket) -> None:
 
 
 def _become(arguments: list[str], env: dict[str, str], anew: bool, output: int) -> None:
-    """Make this fork look like a new interpreter. With `anew`, start a new interpreter
-    instead."""
+    """Make this fork look like a new interpreter. Pass anew=True to start a real new
+    interpreter instead."""
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)

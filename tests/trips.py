@@ -119,8 +119,7 @@ def begin(key: str = "A-1") -> Run:
 
 
 def waiting(key: str = "A-1") -> Run:
-    """Return a run that has booked and paid, and now waits for the approval of a
-    person."""
+    """Return a run that has booked and paid, and now waits until a person approves."""
     run = begin(key)
     drain(raises=Shop.error is None)
     run.refresh_from_db()

@@ -28,8 +28,8 @@ UTC = dt.timezone.utc
 
 @dataclass(frozen=True)
 class Alert:
-    """A measured value, and whether it is above its bound. `told` is the last status
-    that the webhook has accepted: "", "firing" or "resolved"."""
+    """A measured value and its bound, and whether the value is above the bound. `told`
+    is the last status that the webhook has accepted: "", "firing" or "resolved"."""
 
     service: str
     name: str

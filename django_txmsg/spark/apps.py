@@ -1,5 +1,5 @@
 """The pipeline as a Django app. Its migrations create the pipeline's tables, and the
-columns that reading PostgreSQL needs.
+columns that the jobs need to read from PostgreSQL.
 
 Only Django imports this module, `models` and `migrations`; the jobs do not.
 """

@@ -48,8 +48,8 @@ class Connection:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the block in one transaction. Either all of its statements are committed,
-        or none of them."""
+        """Run the block in one transaction. Either all statements of the block are
+        committed, or none."""
         if self.vendor == "postgresql":
             with self.raw.transaction():
                 yield

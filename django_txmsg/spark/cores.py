@@ -1,5 +1,5 @@
-"""Where the tasks of a Spark session run, and how many run at once. Works with Spark
-Connect, too."""
+"""Finds out where the tasks of a Spark session run, and how many of them at the same
+time. Works with Spark Connect, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_remote(spark: SparkSession) -> bool:
 
 
 def parallelism(spark: SparkSession) -> int:
-    """Return how many tasks can run at once."""
+    """Return how many tasks can run at the same time."""
     if is_remote(spark):
         places = spark.range(10_000).select(spark_partition_id().alias("place"))
         return int(places.distinct().count())

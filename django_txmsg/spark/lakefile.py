@@ -64,10 +64,10 @@ def directory_of(service: str, day: dt.date | None = None) -> str:
 class DayFiles:
     """Writes batches of one service, into one file for each day.
 
-    `clock` is the column with the instant that determines the day, or the day of all
-    rows. `complete` adds columns to the rows before they are written. `ready` is called
-    before a file is created. Rows whose column `apart` is true are written into
-    separate files, with counts in their footers.
+    `clock` is either the column with the instant that determines a row's day, or one
+    day for all rows. `complete` adds columns to the rows before they are written.
+    `ready` is called before a file is created. Rows whose column `apart` is true are
+    written into separate files, with counts in their footers.
     """
 
     def __init__(

@@ -265,7 +265,8 @@ class LakeTable:
     def orphans(self, service: str, before: dt.datetime) -> list[str]:
         """Return files of a service that are older than `before` and that the log has
         never named. Files of other services are left out, because they may belong to a
-        running job. (The Delta library would delete those, too.)"""
+        running job. (The Delta library's own clean-up would delete files of other
+        services, too.)"""
         delta = self.load()
         if delta is None:
             return []

@@ -81,8 +81,8 @@ class Ledger:
         self.connection.close()
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold the archive lock of this table. Raises EnvironmentFault at once if
-        another archiver holds it."""
+        """Hold the archive lock of this table while the block runs. Raises
+        EnvironmentFault, without waiting, if another archiver holds the lock."""
         return archiving(self.connection, self.spec, self.table.name)
 
     def clock(self) -> tuple[dt.datetime, Horizon | None]:

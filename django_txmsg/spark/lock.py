@@ -1,4 +1,4 @@
-"""Locks that are released when their process ends, even if it is killed.
+"""Locks that are released when the process that holds them ends, even if it is killed.
 
 On PostgreSQL they are advisory locks of the session. For SQLite, they are locks on a
 file beside the database.
@@ -20,8 +20,8 @@ from .spec import SourceSpec
 def archiving(
     connection: Connection, spec: SourceSpec, table: str
 ) -> AbstractContextManager[None]:
-    """Hold the archive lock of a table while the block runs. Raises Archiving at once
-    if another archiver holds it."""
+    """Hold the archive lock of a table while the block runs. Raises Archiving, without
+    waiting, if another archiver holds the lock."""
     refused = Archiving(
         f"Another run is archiving {table} of {spec.service!r}: wait for its end. (A "
         "transaction-pooling proxy breaks this lock: give the pipeline a direct "
@@ -31,14 +31,14 @@ def archiving(
 
 
 def following(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
-    """Hold the lock of `follow` for a database while the block runs. Raises Taken at
-    once if another process holds it."""
+    """Hold the lock of `follow` for a database while the block runs. Raises Taken,
+    without waiting, if another process holds the lock."""
     return _alone(connection, spec, "follow", "follow", Taken())
 
 
 def keeping(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
-    """Hold the lock on a service's journeys while the block runs. Raises Taken at once
-    if another process holds it."""
+    """Hold the lock on a service's journeys while the block runs. Raises Taken, without
+    waiting, if another process holds the lock."""
     taken = Taken(
         f"Another run is updating the journeys of {spec.service!r}: wait for its end."
     )
@@ -47,7 +47,7 @@ def keeping(connection: Connection, spec: SourceSpec) -> AbstractContextManager[
 
 def storing(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
     """Prevent erasures while the block reads messages and stores them again. Raises
-    Taken at once if an erasure is running."""
+    Taken, without waiting, if an erasure is running."""
     taken = Taken(
         f"An erasure of messages of {spec.service!r} is running: wait for its end."
     )
@@ -55,8 +55,8 @@ def storing(connection: Connection, spec: SourceSpec) -> AbstractContextManager[
 
 
 def erasure(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
-    """Prevent replays while the block erases messages. Raises Taken at once if another
-    process stores messages again."""
+    """Prevent replays while the block erases messages. Raises Taken, without waiting,
+    if another process is storing messages again."""
     taken = Taken(
         f"A replay of messages of {spec.service!r} is running: wait for its end."
     )
@@ -81,8 +81,9 @@ def _alone(
     *,
     shared: bool = False,
 ) -> Iterator[None]:
-    """Hold a lock while the block runs. Raises `refused` at once if another process
-    holds it. With `shared`, any number of processes may hold it together."""
+    """Hold a lock while the block runs. Raises `refused`, without waiting, if another
+    process holds the lock. With `shared`, any number of processes may hold the lock
+    together."""
     if spec.vendor == "sqlite":
         path = f"{os.path.realpath(spec.path)}.{file}.lock"
         try:

@@ -58,8 +58,8 @@ class Marks:
         return next(one for one in self.read() if one.lake_id == lake_id)
 
     def begin(self, lake_id: str, number: int) -> None:
-        """Record that batches up to `number` are being written into a lake. Until they
-        are settled, no other lake may receive their rows."""
+        """Record that batches up to `number` are being written into a lake. Until these
+        batches are settled, their rows must not be written into another lake."""
         self.connection.execute(
             f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
             " AND lake_id = %s AND begun_through < %s",

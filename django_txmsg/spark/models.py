@@ -46,7 +46,7 @@ class Finding(models.Model):
     """A message that `reconcile` has judged lost, doubled, dead or late.
 
     A finding is open until an operator acknowledges it with a note. If a later run does
-    not find it again, the row is deleted, unless it was acknowledged.
+    not find it again, an open finding is deleted, and an acknowledged one stays.
     """
 
     id = models.UUIDField(primary_key=True, help_text="A digest of what is found.")
@@ -79,7 +79,8 @@ class Finding(models.Model):
 
 
 class PipelineAlert(models.Model):
-    """A value that `pipeline follow` measures, and whether it is above its bound."""
+    """A value that `pipeline follow` measures, with its bound. The alert fires while
+    the value is above the bound."""
 
     id = models.BigAutoField(primary_key=True)
     service = models.CharField(max_length=255)

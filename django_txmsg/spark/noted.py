@@ -87,8 +87,8 @@ class Noted:
         since: dt.datetime | None,
     ) -> None:
         """Store the findings of a run. With `since`, the run judged only messages sent
-        since then. Earlier findings about the judged messages are deleted if this run
-        has not found them again, unless they were acknowledged."""
+        since then. An earlier finding about a judged message is deleted if this run has
+        not found it again. Acknowledged findings stay."""
         names = ("id", "service", *COLUMNS[:8])
         update = "sender", "sent_at", "seen_at"
         with closing(connect_plain(self.source)) as connection:

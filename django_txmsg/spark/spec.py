@@ -53,8 +53,8 @@ _TEXT = re.compile(r"""(['"])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 
 
 def recordable(condition: str) -> str:
-    """Return a condition as it may be stored in a run record. If it uses a column that
-    may identify a person, its text literals are replaced by digests."""
+    """Return a condition as it may be stored in a run record. If the condition uses a
+    column that may identify a person, its text literals are replaced by digests."""
     if not _PERSONAL.search(condition):
         return condition
     return _TEXT.sub(lambda text: f"'{digest(text[2])}'", condition)

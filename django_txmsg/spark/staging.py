@@ -133,8 +133,8 @@ class Staging:
 
     def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> Merged:
         """Move the rows that `tasks` have staged into the outbox, in one transaction.
-        `rate` is the number of messages that become due per second; 0 means all at
-        once.
+        `rate` is the number of messages that become due per second. With 0, all are due
+        immediately.
 
         Raises EnvironmentFault if staged rows are missing. Raises UsageError if a run
         of this name has stored other messages.

@@ -20,7 +20,7 @@ class Held:
 
     @property
     def whom(self) -> str:
-        """The session that holds the transaction open, as text."""
+        """A text that names the session that holds the transaction open."""
         since = f", open since {self.since:%Y-%m-%d %H:%M:%S} UTC" if self.since else ""
         return f"{self.holder}{since}"
 

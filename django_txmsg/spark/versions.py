@@ -16,8 +16,8 @@ def installed() -> tuple[int, ...]:
 
 
 def insist_on(since: str, what: str) -> None:
-    """Raise EnvironmentFault if PySpark is older than `since`, which the feature `what`
-    needs."""
+    """Raise EnvironmentFault if the installed PySpark is older than `since`, the first
+    version with the feature `what`."""
     if installed() < _parsed(since):
         raise EnvironmentFault(
             f"{what} needs PySpark {since} or newer, and {pyspark.__version__} is "

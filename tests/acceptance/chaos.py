@@ -187,8 +187,8 @@ class Chaos:
         self._workers[f"consume-{self._random.randint(1, 2)}"].kill()
 
     def worker_stopped_in_good_order(self) -> None:
-        """Send SIGTERM to a worker, as a deployment does. The worker must exit with
-        code 0, even while other components are broken."""
+        """Send SIGTERM to a worker, like a deployment. The worker must exit with code
+        0, even while other components are broken."""
         name = self._random.choice(list(self._workers))
         self._end(self._workers[name])
 
@@ -223,8 +223,8 @@ class Chaos:
         self._postgres.start()
 
     def postgresql_restarted(self) -> None:
-        """Restart the database server in the normal way, which ends all sessions with
-        an error."""
+        """Restart the database server in the normal way. This ends all sessions with an
+        error."""
         self._postgres.restart()
 
     def sessions_terminated(self) -> None:
@@ -288,7 +288,8 @@ class Chaos:
         self._control("clear_policy", policy)
 
     def memory_alarm(self) -> None:
-        """Raise RabbitMQ's memory alarm, so that it reads nothing from publishers."""
+        """Raise RabbitMQ's memory alarm. Until it ends, RabbitMQ reads nothing from
+        publishers."""
         self._control("set_vm_memory_high_watermark", "absolute", "1MB")
         self._enough.wait(self._random.uniform(3, 8))
         self._control("set_vm_memory_high_watermark", "0.4")
@@ -321,8 +322,8 @@ class Chaos:
                 one.send_signal(signal.SIGCONT)
 
     def _end(self, worker: ManageProcess) -> None:
-        """Send SIGTERM once the command has started. While the interpreter starts, the
-        process has no signal handler yet."""
+        """Wait until the command has started, and send SIGTERM. (While the interpreter
+        starts, the process has no signal handler yet.)"""
         at_work = ("Stop with Ctrl-C", "Consuming:")
         wait_until(
             lambda: not worker.running or any(it in worker.output for it in at_work)

@@ -1,8 +1,8 @@
 """Causes one fault at every step of one transaction mode.
 
-For each step, one process stops at that step. Then the fault hits all these processes
-at the same time. Then the system is repaired, and all processes continue. The test
-counts the effects that a customer would see.
+For each step, a process starts and stops at that step. The fault hits all these
+processes at the same time. Then the system is repaired, and all processes continue. The
+test counts the effects that a customer would see.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Play:
         )
 
     def bring_to(self, step: str, url: str = "") -> None:
-        """Put a message into the queue of `step`, and start a consumer that will stop
-        at `step` with this message."""
+        """Put a message into the queue of `step`. Start a consumer that processes the
+        message and stops at `step`."""
         self.ids[step] = put(self.stages[step])
         self.workers.append(self.consume([step], point=step, url=url))
 

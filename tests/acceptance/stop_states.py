@@ -1,7 +1,7 @@
 """The states in which the tests stop a `relay`, `consume` or `run` process.
 
 Each state is a context manager. It starts the process, and waits until the process is
-certainly in the state. At its end, it repairs the system.
+certainly in the state. On exit, the context manager repairs the system.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _silent_host() -> Iterator[tuple[int, threading.Event]]:
 
 @contextmanager
 def broker_refuses(world: World, command: str) -> Iterator[None]:
-    """Stop while the circuit breaker pauses, because nothing listens on the broker's
+    """Stop during a pause of the circuit breaker. Nothing listens on the broker's
     port."""
     world.store()
     world.start(command, url=f"stomp://u:p@127.0.0.1:{free_port()}")
@@ -219,8 +219,8 @@ def broker_is_silent(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def host_drops_packets(world: World, command: str) -> Iterator[None]:
-    """Stop while the process connects to a host that drops SYN packets. (The host's
-    queue of connections is full.)"""
+    """Stop while the process connects to a host whose queue of connections is full, so
+    that the host drops SYN packets."""
     world.store()
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket())
@@ -381,7 +381,7 @@ def with_parked_messages(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def throttled(world: World, command: str) -> Iterator[None]:
-    """Stop while a stage pauses because its handler has failed each time."""
+    """Stop while a stage pauses. Its handler has failed each time."""
     world.script["redelivery"] = {"max_redeliveries": 99, "initial_delay": 0.1}
     world.script["fail"] = True
     world.dispatch()
@@ -393,8 +393,8 @@ def throttled(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def looks_again(world: World, command: str) -> Iterator[None]:
-    """Stop during the pause before a control message is checked again. The message's
-    session does not commit."""
+    """Stop while a control message waits to be checked again. Its session does not
+    commit."""
     world.dispatch(1)
     control = ControlMessage(
         id=str(new_id()), session_id=new_id(), using="default", oracle="delay"

@@ -35,8 +35,8 @@ def run(
     postgres: PostgreSQL,
     pgbouncer: PgBouncer,
 ) -> object:
-    """Return a function that sets up the chaos on a broker. If it is called with
-    `None`, it uses the embedded broker."""
+    """Return a function that prepares a chaos run on a broker. Pass None to that
+    function to use the embedded broker."""
 
     def make(broker: StompServer | None) -> Chaos:
         return Chaos(manage, tmp_path, destination, postgres, pgbouncer, broker)

@@ -1,4 +1,4 @@
-"""Every fault at every step of every transaction mode, and its result.
+"""Causes every fault at every step of every transaction mode, and checks the result.
 
 The table in `docs/explanation/failures.md` is generated from the expectations here:
 

@@ -1,4 +1,4 @@
-"""The example project on PostgreSQL and ActiveMQ, used as its users use it."""
+"""The example project on PostgreSQL and ActiveMQ. The tests use it like a user."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Flows of four steps over three services. The services' processes are killed
-throughout.
+"""Flows of four steps over three services, whose processes are killed throughout the
+test.
 
 Each flow is answered once. Each failed flow is undone once, newest step first. No run
 and no undo stays open.
 
 A service refuses some of the flows. Some flows send requests that no stage answers.
-Some have deadlines so short that each kill lets a deadline and an answer compete.
+Some flows have deadlines so short that the deadline and the answer often come at the
+same time.
 """
 
 from __future__ import annotations
@@ -265,8 +266,8 @@ def judge(total: int) -> str:
     """Check all flows, and return their numbers by outcome as text.
 
     Each flow was answered once, after all its work. Each failed flow was undone once,
-    newest step first. No run, no undo and no dead letter is open, except those of
-    refused requests.
+    newest step first. No run and no undo is open. The only open dead letters are those
+    of refused requests.
     """
     found: dict[int, list[str]] = defaultdict(list)
     for name in Effect.objects.order_by("id").values_list("name", flat=True):

@@ -47,8 +47,8 @@ def disk() -> Iterator[services.SmallDisk]:
 
 
 def on_postgresql(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
-    """Move the tables to the small disk. The write-ahead log stays on another disk,
-    because without space for it the server would stop, which is another fault."""
+    """Move the tables to the small disk. The write-ahead log stays on another disk:
+    without space for the log the server would stop, and that is another fault."""
     place = disk.path / "tablespace"
     place.mkdir()
     if os.geteuid() == 0:
@@ -96,8 +96,8 @@ def on_sqlite(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
 
 
 def keep_full(disk: services.SmallDisk, seconds: float) -> None:
-    """Keep the disk full for `seconds`. Space that a roll-back frees, by deleting a
-    journal, is filled again."""
+    """Keep the disk full for `seconds`. If a roll-back frees space by deleting a
+    journal, fill that space again."""
     end, pause = time.monotonic() + seconds, threading.Event()
     while time.monotonic() < end:
         disk.fill()
@@ -106,7 +106,7 @@ def keep_full(disk: services.SmallDisk, seconds: float) -> None:
 
 
 def sessions() -> int:
-    """Return how many connections to the test's database were made so far."""
+    """Return how many connections to the test's database have been made so far."""
     if connection.vendor != "postgresql":
         return 0
     ((count,),) = ask(

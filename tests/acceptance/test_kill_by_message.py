@@ -1,5 +1,5 @@
-"""A message that kills its worker is buried after as many attempts as a message whose
-handler fails."""
+"""A message kills its worker at each attempt. It is buried after the same number of
+attempts as a message whose handler fails."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ATTEMPTS = 3
 
 
 def deadly() -> None:
-    """Declare a stage whose handler kills the worker when it gets the deadly
-    message."""
+    """Declare a stage whose handler kills the worker if the message is the deadly
+    one."""
 
     def handler(message: Message) -> None:
         if message.body == "deadly":

@@ -1,6 +1,6 @@
-"""Redelivery mode "broker": a worker is killed after it has sent the copy of a failed
-message, and before it acknowledges the original. The message is processed once, or
-buried once after the usual number of attempts."""
+"""Redelivery mode "broker": a worker sends a copy of a failed message, and is killed
+before it acknowledges the original. The message is processed once, or buried once after
+the usual number of attempts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = committing
 
 
 def declare() -> None:
-    """Declare stages whose handlers fail, and stop the worker after the broker has
-    stored the first copy."""
+    """Declare stages whose handlers fail. Stop the worker after the broker has stored
+    the first copy."""
 
     def handler(message: Message) -> None:
         if message.body == "always" or message.delivery_attempt == 1:

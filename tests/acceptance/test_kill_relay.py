@@ -26,7 +26,8 @@ BATCH = 20
 
 
 def arrivals(broker: str, destination: str, wanted: int) -> Counter[str]:
-    """Receive until `wanted` different messages have arrived and no more come."""
+    """Receive until `wanted` different messages have arrived and the queue is empty.
+    Return how often each message arrived."""
     seen: Counter[str] = Counter()
     with get_broker(broker).open() as session:
         session.subscribe(destination, prefetch=100)

@@ -1,4 +1,4 @@
-"""The memory that large messages use in real relay and consumer processes."""
+"""Large messages in real relay and consumer processes: how much memory they use."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _say() -> None:
 
 
 def peak(process: ManageProcess) -> float:
-    """Return the peak memory of a process in MiB. getrusage() would include the memory
-    that the parent had at the fork."""
+    """Return the peak memory of a process in MiB. (getrusage() would include the memory
+    that the parent had at the fork.)"""
     found = re.search(r"VmHWM:\s+(\d+) kB", process.output)
     assert found is not None, process.output
     return int(found[1]) / 1024

@@ -372,7 +372,7 @@ def test_a_broker_that_is_away_leaves_a_process_alive_and_ready(
 
 
 def answers_for_a_while(url: str) -> set[tuple[int, str]]:
-    """Return the different responses within eight seconds."""
+    """Request a URL for eight seconds, and return the different responses."""
     answers: list[tuple[int, str]] = []
 
     def asked() -> bool:

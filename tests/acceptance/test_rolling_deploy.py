@@ -39,7 +39,7 @@ class Deployment:
 
     @staticmethod
     def stop(worker: ManageProcess) -> None:
-        """Stop a worker with SIGTERM, as a deployment does."""
+        """Stop a worker with SIGTERM, like a deployment."""
         worker.terminate()
         assert worker.wait() == 0
 

@@ -136,8 +136,8 @@ def test_run_leaves_the_lines_to_a_log_that_is_printed(
     "command", ["txmsg run", "txmsg run --reload", "relay", "consume"]
 )
 def test_closed_output_drains_the_process(command: str, code: Path) -> None:
-    """The output is closed on the other side, as by `| head` or a closed terminal. The
-    process goes on working, and SIGTERM still drains it."""
+    """The reader of the process's output is gone, as after `| head` or in a closed
+    terminal. The process goes on working, and SIGTERM still drains it."""
     read, write = os.pipe()
     settings = {**IMPATIENT, "BROKERS": BROKERS}
     process = subprocess.Popen(
@@ -268,7 +268,8 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed(
 
 @pytest.fixture
 def world(manage: Manage, tmp_path: Path, destination: str) -> Iterator[World]:
-    """The process under test, not started yet, with its messages and its broker."""
+    """The process under test, with its messages and its broker. The process is not
+    started yet."""
     with ExitStack() as stack:
         yield World(manage, tmp_path, destination, stack)
 
@@ -285,9 +286,9 @@ def test_killed_in_a_handler_its_messages_are_processed_once(world: World) -> No
 
 @pytest.mark.postgresql
 def test_messages_of_a_stopped_process_are_processed_once(world: World) -> None:
-    """A process is suspended by SIGSTOP while it handles messages, at a moment when it
-    has no open transaction. Other processes take over its messages. After it resumes,
-    each message has been processed once."""
+    """A process handles messages, and is suspended by SIGSTOP while it has no open
+    transaction. Other processes take over its messages. After the process resumes, each
+    message has been processed once."""
     world.dispatch(1)
     world.start("run")
     wait_until(Effect.objects.exists, message=lambda: world.process.output)

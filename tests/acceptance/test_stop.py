@@ -85,7 +85,8 @@ def _table() -> Iterator[object]:
 def world(
     request: pytest.FixtureRequest, manage: Manage, tmp_path: Path, destination: str
 ) -> Iterator[World]:
-    """The process under test, not started yet, with its messages and its broker."""
+    """The process under test, with its messages and its broker. The process is not
+    started yet."""
     with ExitStack() as stack:
         made = World(manage, tmp_path, destination, stack)
         if "TXMSG_TEST_DATABASE_URL" in os.environ:

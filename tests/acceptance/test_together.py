@@ -151,8 +151,9 @@ def test_features_together_survive_kills_of_children_and_parent(
 
 
 def unfinished() -> list[str]:
-    """Return the messages that wait to be sent or processed, and those that were sent
-    and have no effect yet."""
+    """Return texts about unfinished work: messages that wait to be sent or processed,
+    at most five of each, and the number of effects if it differs from the number of
+    sent messages."""
     left = OutboxMessage.objects.filter(dispatched_at=None, cancelled_at=None)
     names = [f"outbox {one}" for one in left.values_list("message_id", flat=True)[:5]]
     rows = InboxMessage.objects.filter(processed_at=None)
@@ -164,6 +165,6 @@ def unfinished() -> list[str]:
 
 
 def parent_said(parent: ManageProcess) -> Callable[[], str]:
-    """Return a function that returns the unfinished messages and the parent's last
-    output, for the message of a failure."""
+    """Return a function for the message of a failure. It returns the unfinished work,
+    and the parent's last output."""
     return lambda: f"{unfinished()}\n{parent.output[-3000:]}"

@@ -39,7 +39,7 @@ def run(*command: str | Path, cwd: Path, warnings: str = "error") -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the source distribution, as it would be uploaded."""
+    """The wheel as it would be uploaded: built from the source distribution."""
     out = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out]
     # Our warnings are errors; those of the tools that pack and install are theirs.
@@ -55,8 +55,9 @@ def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path, wheel: Path, lent: Sequence[str]) -> Path:
-    """Create an environment with the wheel and with links to the packages `lent`.
-    Return its interpreter."""
+    """Create an environment that contains the wheel and the packages in `lent`. These
+    packages are links to the packages of this environment. Return the new environment's
+    interpreter."""
     venv.create(home, symlinks=True)
     purelib = sysconfig.get_path("purelib", vars={"base": str(home)})
     for name in lent:

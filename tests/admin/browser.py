@@ -187,8 +187,8 @@ class Browser:
         return wide
 
     def contrast(self, element: Any) -> float:
-        """Return the contrast of an element's text with its background, as WCAG defines
-        it: 1 is invisible, 4.5 is enough."""
+        """Return the contrast of an element's text with its background, by the
+        definition of WCAG: 1 is invisible, 4.5 is enough."""
         ratio: float = self.driver.execute_script(_CONTRAST, element)
         return ratio
 

@@ -60,7 +60,7 @@ def elsewhere() -> Any:
 
 
 def shown(client: Client) -> list[str]:
-    """Return the changes on the page, as text, in their order."""
+    """Return the texts of the changes on the page, in their order."""
     page = client.get(PAGE).content.decode()
     return [
         " ".join(html.unescape(re.sub(r"<[^>]*>", " ", one)).split())

@@ -40,8 +40,8 @@ def meaning_of_life() -> int:
 
 @task
 def lose_delivery() -> str:
-    """Lose the message to another worker before the task returns, as after a long
-    pause."""
+    """Let another worker take over the message before the task returns. This simulates
+    a long pause of the first worker."""
     QueueMessage.objects.update(lease_token=uuid.uuid4())
     return "done"
 
@@ -141,7 +141,7 @@ def refuse() -> None:
 
 @task
 def ask_again() -> None:
-    """Request another attempt at once."""
+    """Request another attempt without delay."""
     raise Redeliver(after=0.0)
 
 

@@ -1,4 +1,4 @@
-"""A project's second admin site, which it has made for its operators."""
+"""A second admin site of a project, for its operators."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ class TestTheEmbeddedBroker(BrokerSuite):
 
     @contextmanager
     def held_elsewhere(self, destination: str) -> Iterator[None]:
-        """Receive messages in another process, which does not acknowledge them. It has
-        the settings of the tests' database."""
+        """Start another process that receives messages and does not acknowledge them.
+        The process uses the same database as the tests."""
         code = f"from tests.contract.holder import hold; hold({self.url!r}, "
         consumer = self.manage("shell", "-c", f"{code}{destination!r})")
         consumer.wait_for_line("holds 2")
@@ -114,7 +114,7 @@ if ELSEWHERE:
 
 
 def ship(broker: Broker, batch: list[Outgoing]) -> dict[bytes, BrokerError | None]:
-    """Send the messages repeatedly until each has its outcome, as the relay does."""
+    """Send the messages, and send those without an outcome again, like the relay."""
     outcomes: dict[bytes, BrokerError | None] = {}
     isolate = False
     for _ in range(2 * len(batch)):

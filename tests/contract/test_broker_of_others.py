@@ -53,8 +53,8 @@ def named(url: str, path: str = "tests.redis_broker.RedisBroker"):
 def test_stages_work_with_the_class_that_a_setting_names(
     redis: Redis, destination: str, mode: str
 ) -> None:
-    """A project's setting names a broker class of its own. Stages receive and send
-    messages with it. A failing message is redelivered and finally buried."""
+    """A setting names a project's own broker class. Stages receive and send messages
+    with this class. A failing message is redelivered and finally buried."""
     got: list[int] = []
 
     def handler(message: Message) -> None:

@@ -32,7 +32,7 @@ class Wrong(RedisSession):
 
 
 class WrongBroker(RedisBroker):
-    """A broker whose URL names the class of its sessions in the fragment. So a process
+    """A broker whose URL ends with `#` and the name of its session class. So a process
     can create the broker from alias and URL alone."""
 
     def open(
@@ -255,8 +255,8 @@ _sending = threading.Lock()
 
 
 class LosesWhatTwoSendAtOnce(Wrong):
-    """Loses messages when two sessions send at once, because it reads, changes and
-    writes without a lock."""
+    """Loses messages when two sessions send at the same time: each session reads,
+    changes and writes without a lock."""
 
     def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
         if not _sending.acquire(blocking=False):

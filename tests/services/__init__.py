@@ -71,8 +71,8 @@ def shared(kind: type[S]) -> S:
 
 
 def _begin(kind: type[S]) -> S:
-    """Start a new server. If the start fails, because the machine is busy, try once
-    more on other ports."""
+    """Start a new server. A start can fail because the machine is busy, so try once
+    more, on other ports."""
     server = _new(kind)
     try:
         server.start()

@@ -1,4 +1,5 @@
-"""A certificate authority for `stomp+ssl://`, which exists as long as the test run."""
+"""A certificate authority for `stomp+ssl://`. It exists until the end of the test
+run."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class PostgreSQL(Server):
 
     @classmethod
     def _program(cls, name: str) -> Path | None:
-        """Return the path of a PostgreSQL program, of the newest installed version."""
+        """Return the path of a program of the newest installed PostgreSQL."""
         root = cls.root()
         return root.find(f"usr/lib/postgresql/*/bin/{name}") or root.which(name)
 

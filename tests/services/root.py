@@ -35,7 +35,7 @@ class Root:
 
     def find(self, *patterns: str) -> Path | None:
         """Return the path of a program, as seen inside the root. If a pattern matches
-        several versions, return the newest one."""
+        several versions, return the path of the newest one."""
         for pattern in patterns:
             found = sorted(self.folder.glob(pattern.lstrip("/")), key=_version)
             if found:

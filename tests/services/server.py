@@ -87,7 +87,7 @@ class Server:
         raise NotImplementedError
 
     def ready(self) -> bool:
-        """Return whether the server works, not only whether it listens."""
+        """Return whether the server works. It is not enough that the server listens."""
         raise NotImplementedError
 
     @property
@@ -126,8 +126,8 @@ class Server:
             pause.wait(0.1)
 
     def stop(self) -> None:
-        """Stop the server in the normal way. If it takes too long, kill it and raise
-        ServerFailedError."""
+        """Stop the server in the normal way. If that takes too long, kill the server
+        and raise ServerFailedError."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -142,8 +142,8 @@ class Server:
         self._settle()
 
     def kill(self) -> None:
-        """Send SIGKILL to the server and all processes that it started, like a power
-        cut."""
+        """Send SIGKILL to the server and to all processes that it started. This
+        simulates a power cut."""
         if self.process is None:
             return
         if self.running:  # otherwise another process may have its id by now
@@ -233,8 +233,9 @@ class Server:
 def free_port() -> int:
     """Return a free port that no other server gets.
 
-    A server binds its port seconds after this call, and again after it was killed.
-    Meanwhile no other server may get the port, in this test run or in a parallel one.
+    A server binds its port seconds after this call. After a kill and a restart, it
+    binds the same port again. Meanwhile no other server may get the port, in this test
+    run or in a parallel one.
     """
     return next(_PORTS)
 

@@ -27,7 +27,7 @@ class SmallDisk:
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return what is needed to mount a small disk, or None if nothing is
+        """Return what is missing to mount a small disk, or None if nothing is
         missing."""
         if os.geteuid() == 0 and shutil.which("mount"):
             return None
@@ -43,7 +43,7 @@ class SmallDisk:
 
     @property
     def is_full(self) -> bool:
-        """Return whether there is no room for a file of one page."""
+        """Return True if the disk has no room for a file of one page."""
         probe = self.path / "probe"
         try:
             probe.write_bytes(b"\0" * 4096)

@@ -67,7 +67,7 @@ def main(plan: list[dict[str, Any]]) -> None:
 
 
 def requeue(source: SourceSpec) -> None:
-    """Make a row of the first batch pending again, as an operator might with SQL."""
+    """Make a row of the first batch pending again, like an operator who uses SQL."""
     from django_txmsg.spark.connection import connect_plain
 
     connection = connect_plain(source)

@@ -1,4 +1,4 @@
-"""`archive`: which rows it moves, which it leaves, and which it refuses."""
+"""`archive`: which rows it moves, which rows it leaves, and which rows it refuses."""
 
 from __future__ import annotations
 

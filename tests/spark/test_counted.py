@@ -1,5 +1,5 @@
 """`reconcile` counts finished journeys from the footers of their files. The verdicts
-are the same as if it read their rows."""
+are the same as the verdicts from the rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The commands of the first-run page print what the page shows. They are executed after
-those of the quickstart."""
+the commands of the quickstart."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def content(journeys: Any) -> list[tuple[Any, ...]]:
 
 
 def at_once(spark: Any, spec: JobSpec) -> list[tuple[Any, ...]]:
-    """Return the journeys that are computed from all archived rows at once."""
+    """Return the journeys as computed from all archived rows in a single step."""
     with WholeLog(spark, spec) as log:
         assert log.lake is not None
         sent, received = (

@@ -1,4 +1,4 @@
-"""Other tools read the lake, as docs/how-to/read-the-lake.md shows."""
+"""Other tools read the lake. docs/how-to/read-the-lake.md shows how."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`reconcile` on real message logs: which messages it judges, which findings are new,
-and that it blocks no writer."""
+"""`reconcile` on real message logs. The tests check which messages it judges, which
+findings are new, and that no writer is blocked."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def messages_of_lake(lake: LakeSpec) -> list[str]:
 
 
 class Backup:
-    """A backup of a database, which the database's own tools make and restore."""
+    """A backup of a database, made and restored with the database's own tools."""
 
     def __init__(self, log: Log, directory: Path) -> None:
         self.log, self.file = log, directory / f"backup-{uuid.uuid4().hex}"

@@ -22,8 +22,8 @@ class Reader(Protocol):
     def read(
         self, table: Table, columns: Sequence[Column], where: str
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that the SQL condition `where` selects, as batches with
-        exactly `columns`."""
+        """Yield the rows that the SQL condition `where` selects. They come as batches
+        with exactly `columns`."""
         ...
 
 

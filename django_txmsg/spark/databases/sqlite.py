@@ -27,7 +27,7 @@ BATCH_BYTES = 16 << 20
 
 
 class Sqlite:
-    """An SQLite database file, which is only read."""
+    """An SQLite database file. It is only read, not written."""
 
     vendor = "sqlite"
 
@@ -37,7 +37,7 @@ class Sqlite:
     def read(
         self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one statement, which sees a consistent state of the
+        """Yield the rows of one statement. The statement sees a consistent state of the
         database."""
         with self.connected() as reader:
             yield from reader.read(table, columns, where)
@@ -84,7 +84,7 @@ class SqliteReader:
     def read(
         self, table: Table, columns: Sequence[Column], where: str
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one statement, which sees a consistent state of the
+        """Yield the rows of one statement. The statement sees a consistent state of the
         database."""
         yield from read_rows(self.connection, table, columns, where)
 
@@ -98,8 +98,8 @@ def instant_text(value: dt.datetime, *, upper: bool) -> str:
 
 
 def read_instant(value: Any) -> dt.datetime | None:
-    """Return an instant from a query result. SQLite's text is parsed; PostgreSQL's
-    value is returned unchanged."""
+    """Return an instant from a query result. Text from SQLite is parsed. A value from
+    PostgreSQL is returned unchanged."""
     if isinstance(value, str):
         return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
     found: dt.datetime | None = value
@@ -107,8 +107,8 @@ def read_instant(value: Any) -> dt.datetime | None:
 
 
 def read_json(value: Any) -> Any:
-    """Return JSON from a query result. SQLite's text is parsed; PostgreSQL's value is
-    returned unchanged."""
+    """Return JSON from a query result. Text from SQLite is parsed. A value from
+    PostgreSQL is returned unchanged."""
     return json.loads(value) if isinstance(value, str) else value
 
 

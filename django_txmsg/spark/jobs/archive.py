@@ -64,7 +64,7 @@ class ArchiveOptions:
 
 
 def cores_of(spark: SparkSession | None) -> int:
-    """Return the number of tasks that can run at once."""
+    """Return the number of tasks that can run at the same time."""
     if spark is None:
         return os.cpu_count() or 1
     return parallelism(spark)

@@ -198,9 +198,9 @@ def _ids(
 
 
 def _queued(connection: Connection, header: str, value: str) -> set[str]:
-    """Return the ids of queued messages with this header value. The queues are those of
-    the embedded broker. A queued message may have no outbox row here: it belongs to
-    another service, or its row was pruned."""
+    """Return the ids of the messages with this header value in the queues of the
+    embedded broker. Such a message may have no outbox row here, because it belongs to
+    another service or its row was pruned."""
     rows = connection.rows(
         f"SELECT {_header(connection, wire.MESSAGE_ID)} FROM {_QUEUE}"
         f" WHERE {_header(connection, header)} = %s",
@@ -415,8 +415,8 @@ def _from_lake(
     """Rewrite the files that contain rows of these messages.
 
     Also delete all files that the log does not name, because replaced files and files
-    of killed runs may contain such rows. This is done before and after the rewriting:
-    before, to make room on a full disk; after, for the replaced files.
+    of killed runs may contain such rows. This happens twice: before the rewriting, to
+    make room on a full disk, and after it, to delete the replaced files.
     """
     place = lake.table(name, t.StructType([]))
     if not options.dry_run:

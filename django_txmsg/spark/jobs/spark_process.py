@@ -92,8 +92,8 @@ class SparkProcess:
         return facts
 
     def _answer(self) -> dict[str, Any] | None:
-        """Return the facts of the run, which the process prints as one line of JSON.
-        Returns None if it has not printed them yet."""
+        """Return the facts of the run. The process prints them as one line of JSON.
+        Returns None if that line has not been printed yet."""
         assert self._out is not None
         # The process writes where the file's position is: reading must not move it.
         text = os.pread(self._out.fileno(), 1 << 24, self._read)

@@ -1,6 +1,6 @@
 """Reads a table of a lake as a Spark data source: only the files that the log names.
 
-The directory also contains other files: those of failed attempts, and replaced ones.
+The directory also contains replaced files and files of failed attempts.
 `spark.read.parquet()` would read these, too.
 """
 

@@ -61,8 +61,8 @@ _PREFIX, _COPY = "txmsg-snapshot-", "snapshot.sqlite3"
 
 
 def remove_left_copies() -> None:
-    """Remove the copies of databases that killed processes of this user have left. A
-    process locks a directory before it copies a database into it."""
+    """Remove the copies of databases that killed processes of this user have left. (A
+    process that makes a copy first locks the directory of the copy.)"""
     for copy in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_COPY}"):
         with suppress(OSError), _locked(copy.parent):
             shutil.rmtree(copy.parent)

@@ -48,9 +48,9 @@ class Stretch(InputPartition):
 
 
 class LogStream(DataSourceStreamReader):
-    """A stream of rows in the order of the transactions that stored them. With
-    `follow=changed`, the order is that of the transactions that last changed them, and
-    a row is read again after each change.
+    """A stream of rows, in the order of the transactions that stored them. With
+    `follow=changed`, rows are in the order of the transactions that last changed them,
+    and a row is read again after each change.
 
     How Spark requests the end of a micro-batch depends on its version: see
     `WholeStream` and `limited.LimitedStream`.
@@ -102,9 +102,9 @@ class LogStream(DataSourceStreamReader):
         return [Stretch(first, last)] if first < last else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a partition. If Spark reads it again, it yields the same
-        rows, except those that were deleted or (with `follow=changed`) changed in
-        between."""
+        """Yield the rows of a partition. If Spark reads a partition again, the same
+        rows are yielded, except rows that were deleted or (with `follow=changed`)
+        changed in between."""
         assert isinstance(partition, Stretch)
         where = self._between(partition.first, partition.last)
         if self.postgres and partition.first == 0:

@@ -40,8 +40,9 @@ class StagedTask(WriterCommitMessage):
 
 
 class OutboxWriter(DataSourceArrowWriter):
-    """Stores the messages of one run. The run's name makes the run idempotent: each row
-    has this name as its `replay_id`, which is unique together with the message id."""
+    """Stores the messages of one run. The run's name makes the run idempotent: it is
+    stored in each row as `replay_id`, and the pair of `replay_id` and message id is
+    unique."""
 
     def __init__(self, spec: SourceSpec, options: Mapping[str, str]) -> None:
         run = options.get("run", "")

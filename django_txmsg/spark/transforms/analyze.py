@@ -211,9 +211,9 @@ _UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
 
 
 def with_fingerprint(letters: DataFrame) -> DataFrame:
-    """Add the column `group`. It is the fingerprint that the service has stored. If
-    there is none, it is computed from the exception's class and its message without ids
-    and numbers."""
+    """Add the column `group`. It contains the fingerprint that the service has stored.
+    If the service has stored none, the fingerprint is computed from the reason, the
+    stage and the exception's text without ids and numbers."""
     masked = sf.regexp_replace("exception", _UUID, "#")
     masked = sf.regexp_replace(masked, r"0x[0-9a-fA-F]+|\d+", "#")
     made = sf.concat(

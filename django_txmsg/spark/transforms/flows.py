@@ -159,6 +159,7 @@ def _waits_for(what: str) -> Column:
 
 
 def _undelivered() -> Column:
-    """Return whether a run has ended, but its answer was never sent to its caller."""
+    """Return a condition: the run has ended, and its answer was not sent to the
+    caller."""
     answered = sf.col("result").isin("answered", "failed")
     return sf.coalesce(answered & (sf.col("caller") != "{}"), sf.lit(False))

@@ -99,8 +99,7 @@ class Judgement:
 
     @property
     def strictest(self) -> dt.timedelta:
-        """The shortest of the times after which messages are late, over all
-        destinations."""
+        """The shortest time after which a message is late, over all destinations."""
         return min([self.late_after, *(limit for _, limit in self.late_at)])
 
 
@@ -384,9 +383,9 @@ def _verdict(by: Judgement) -> Column:
 
 
 def _is_a_task(by: Judgement) -> Column:
-    """Return whether a message is a Celery task whose worker keeps no inbox. That is
-    assumed if the message went to a Celery broker and no inbox has received any message
-    from its destination."""
+    """Return True if the message seems to be a Celery task whose worker keeps no inbox:
+    the message went to a Celery broker, and no inbox has received any message from its
+    destination."""
     left = [
         (sf.col("sender") == service) & (sf.col("broker") == alias)
         for service, alias in by.task_brokers
