@@ -133,8 +133,8 @@ def test_a_queue_that_is_there_is_taken_as_it_is(
 def test_stage_cannot_subscribe_to_a_stream(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """A stage refuses to subscribe to a stream: it would get none of the earlier
-    messages, and RabbitMQ would report no error."""
+    """A stage refuses to subscribe to a stream, because the stage would get none of the
+    earlier messages, and RabbitMQ would report no error."""
     bare.queue_declare(
         destination,
         durable=True,

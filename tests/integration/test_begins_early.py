@@ -60,7 +60,7 @@ def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
 @pytest.mark.parametrize("own", [None, "read committed"])
 def test_a_stage_without_a_level_has_its_connections_level(own: Any) -> None:
     """OPTIONS sets the connection's isolation level. A stage that declares no level of
-    its own runs every message at this level."""
+    its own processes every message at this level."""
     seen: list[str] = []
 
     def handler(message: Message) -> None:

@@ -114,7 +114,7 @@ def test_activemq_commits_the_rest_when_a_send_with_receipt_failed(
     activemq: ActiveMQ, client: Client
 ) -> None:
     """ActiveMQ refuses one SEND of a transaction, and COMMIT stores the other messages.
-    So a client must count the refusals, and ABORT."""
+    So a client must count the refusals, and then send ABORT."""
     producer, name = client(activemq, LIMITED_USER), queue()
 
     producer.send("BEGIN", transaction="t")
@@ -331,8 +331,9 @@ def test_activemq_lets_later_receipts_overtake_those_of_a_full_queue(
 def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """The receipt of COMMIT does not cover a SEND that waits for a full queue. A client
-    must wait for every receipt of the transaction before it commits."""
+    """A SEND requests a receipt, and waits for a full queue. ActiveMQ sends the receipt
+    of COMMIT nevertheless, and then refuses the SEND. So a client must wait for the
+    receipt of every SEND before it commits."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -380,8 +381,8 @@ def test_activemq_answers_a_barrier_while_a_send_with_receipt_waits(
 def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """ActiveMQ sends the receipt of a COMMIT only after it has stored all messages of
-    the transaction. The relay relies on this."""
+    """If the SENDs of a transaction request no receipts, ActiveMQ sends the receipt of
+    COMMIT only after it has stored all their messages. The relay relies on this."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):
@@ -469,8 +470,9 @@ def test_rabbitmq_sends_receipts_in_order_over_one_queue(
 def test_rabbitmq_makes_a_queue_exclusive_for_a_send_that_says_persistent_false(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """Other connections cannot use an exclusive queue. So our client sends volatile
-    messages without the header `persistent`."""
+    """A SEND with `persistent:false` makes RabbitMQ declare an exclusive queue, which
+    other connections cannot use. So our client sends volatile messages without the
+    header `persistent`."""
     name, first, second = queue(), client(rabbitmq), client(rabbitmq)
     send(first, name, b"x", receipt="declared")
     read_to(first, "declared")
@@ -603,8 +605,8 @@ def test_a_quorum_queue_of_rabbitmq_4_drops_a_message_after_21_deliveries(
 def test_rabbitmq_4_3_delays_returned_messages_by_the_queues_rule(
     rabbitmq: RabbitMQ, channel: amqp.Channel
 ) -> None:
-    """A returned message is delivered after a delay, since RabbitMQ 4.3. The delay
-    starts at the queue's `min` and grows up to its `max`."""
+    """RabbitMQ 4.3 and later deliver a returned message after a delay. The delay starts
+    at the queue's `min` and grows up to its `max`."""
     name = quorum_queue(
         channel,
         x_delayed_retry_type="all",

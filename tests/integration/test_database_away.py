@@ -258,8 +258,8 @@ def declare() -> None:
 def test_lock_timeout_keeps_the_delivery_and_blocks_no_stage(
     broker: ScriptedBroker,
 ) -> None:
-    """Another session has locked the message's row. This is not an outage: the stage
-    keeps the delivery, and processes other messages meanwhile."""
+    """Another session has locked the message's row. The stage does not treat this as an
+    outage. It keeps the delivery, and processes other messages meanwhile."""
     other: Any = connections["default"].copy()
     with connection.cursor() as cursor:
         cursor.execute("ALTER ROLE CURRENT_USER SET lock_timeout = '50ms'")
@@ -313,7 +313,7 @@ def test_a_statements_time_out_is_a_failure_of_its_message() -> None:
 
 
 def test_a_slow_stage_acknowledges_each_message_at_once(broker: ScriptedBroker) -> None:
-    """A slow stage acknowledges each message before it runs the next one. RabbitMQ
+    """A slow stage acknowledges each message before it processes the next one. RabbitMQ
     would close the channel after waiting too long for an acknowledgement."""
     go_on = threading.Event()
 

@@ -1,5 +1,5 @@
-"""A join sends several requests. Its run continues once, even if answers arrive at the
-same time, twice, late or never."""
+"""A join sends several requests for a run. The run continues once, even if answers
+arrive at the same time, twice, late or never."""
 
 from __future__ import annotations
 
@@ -585,7 +585,7 @@ class Mail:
 @pytest.fixture
 def mailing() -> Iterator[list[dict[str, Any]]]:
     """Declare a stage for the messages of a batch, and a stage for its final message.
-    Returns the bodies of final messages."""
+    Yields a list of the bodies of final messages."""
     ends: list[dict[str, Any]] = []
 
     def mail(message: Message) -> None:

@@ -54,8 +54,8 @@ def send_late(key: str | None) -> None:
 
 @contextmanager
 def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception]]:
-    """Connect a receiver to the signal, which calls `act` only once. Yields a list of
-    the exceptions that `act` has raised."""
+    """Connect a receiver that calls `act` at the first signal. Yields a list of the
+    exceptions that `act` has raised."""
     failed: list[Exception] = []
     acted: list[bool] = []
 
@@ -161,9 +161,9 @@ def test_receiver_of_a_stages_signal_sends_once(
 def test_receiver_of_a_sessions_signal_sends_once(
     signal: Signal, key: str | None
 ) -> None:
-    """For each signal of a session, its receiver sends one message. Only
-    `control_message_sent` is sent before the commit, so only the message of its
-    receiver belongs to the session."""
+    """The receiver of a session's signal sends one message. Only the signal
+    `control_message_sent` is sent before the commit, so only its receiver's message
+    belongs to the session."""
     with (
         received(signal, lambda: send_late(key)) as failed,
         outbox_session() as session,

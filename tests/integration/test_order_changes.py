@@ -43,7 +43,8 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
     """A renamed stage does not know which messages were processed under the old name.
-    It waits for such a predecessor only a short time."""
+    It waits only a short time for a predecessor that was processed under the old
+    name."""
     destination, sent = "tests.renamed", 0
 
     def send(count: int) -> None:

@@ -301,8 +301,8 @@ def _run_in_stage(work: Callable[[], None]) -> None:
 
 
 def _run_in_batch(work: Callable[[], None]) -> None:
-    """Execute `work` in a batch with two other messages. One of them succeeds. The
-    other tries to change sent messages, and fails."""
+    """Execute `work` in a batch with two other messages. One of them succeeds and sends
+    a message. The other tries to cancel the sent message, and fails."""
     neighbours: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:

@@ -1,5 +1,6 @@
-"""The backend of django.tasks meets the requirements of Django's own backend tests. In
-addition, no task runs without a commit, none is lost, and none is executed twice."""
+"""The package's backend for django.tasks meets the requirements of Django's own backend
+tests. In addition, no task runs without a commit, none is lost, and none is executed
+twice."""
 
 from __future__ import annotations
 

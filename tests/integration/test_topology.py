@@ -243,7 +243,7 @@ def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
 
 def test_an_unknown_subscription_is_not_reported_as_removed() -> None:
     """The command removes messages that arrived just as their subscription ended, and
-    reports this. It fails if the subscription is unknown."""
+    reports this. For an unknown subscription, the command fails."""
     QueueMessage.objects.create(queue=queue.queue_name(TOPIC, "tests.late"), body=b"1")
     with txmsg():
         assert "Removed" in told("subscriptions", "remove", TOPIC, "tests.late")

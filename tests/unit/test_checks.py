@@ -355,8 +355,9 @@ def test_forbidden_option_of_a_database_is_an_error(
 
 
 def test_a_time_zone_on_sqlite_shifts_what_is_due(tmp_path: Path) -> None:
-    """With a TIME_ZONE on SQLite, due times and claims use different time zones: a new
-    message is due nine hours ago. So a check refuses the setting."""
+    """With a TIME_ZONE on SQLite, due times and claims use different time zones. With
+    Tokyo's, the due time of a new message is nine hours in the past. So a check refuses
+    the setting."""
     program = """
 import datetime as dt, django
 from django.conf import settings

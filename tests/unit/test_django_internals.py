@@ -133,9 +133,9 @@ def test_other_used_attributes_of_a_connection_exist(vendor: str, name: str) -> 
 
 
 def test_a_connection_forgets_its_block_when_it_connects() -> None:
-    """Connecting resets attributes of the connection, and a transaction that begins
-    late saves all of them. It also wraps the two methods that every cursor goes
-    through."""
+    """Connecting resets attributes of the connection. A transaction that begins late
+    saves these attributes before it connects. Every cursor first calls the two methods
+    that such a transaction replaces."""
     wrapper = type(new("sqlite3"))
     source = inspect.getsource(wrapper.connect)  # type: ignore[attr-defined]
     forgotten = {name for name in STATE if f"self.{name} =" in source}

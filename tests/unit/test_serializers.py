@@ -1,5 +1,5 @@
-"""Bodies are encoded to bytes and decoded again. A value that cannot be converted
-raises an error of the package."""
+"""Bodies are encoded to bytes and decoded again. If a value cannot be converted, the
+package raises one of its own errors."""
 
 from __future__ import annotations
 

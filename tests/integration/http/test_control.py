@@ -341,8 +341,8 @@ def test_a_delayed_session_commits_and_leaves_a_record(arrivals, heard) -> None:
 
 @on_postgresql
 def test_a_commit_after_the_tombstone_fails(arrivals, heard) -> None:
-    """The receiver gives up the session after its control message and before its
-    commit. Then the commit fails, and nothing is stored."""
+    """The receiver gives up a session whose control message has arrived and whose
+    transaction is still open. Then the commit fails, and nothing is stored."""
     http = txmsg(
         CONTROL_MESSAGE_ORACLE="delay",
         MAX_COMMIT_DURATION=0.5,

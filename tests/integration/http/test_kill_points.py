@@ -168,7 +168,7 @@ def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
 @pytest.mark.parametrize("txmsg", ["activemq"], indirect=True)
 def test_another_receiver_dispatches_if_one_is_killed(serve, consume, txmsg) -> None:
     """The broker delivers the killed receiver's control message to another receiver.
-    The other receiver waits until the first one's lease has ended."""
+    The other receiver waits until the killed receiver's lease has ended."""
     web = serve(txmsg={"DISPATCH_ON_COMMIT": "off"})
     killed = consume("before_the_send")
     assert web.post("order?number=1").status_code == 201
