@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Failed(Exception):
-    """An expected event did not happen, or an unexpected one did."""
+    """An expected event did not happen, or an unexpected event did."""
 
 
 def main() -> int:
@@ -231,14 +231,15 @@ class Shop:
         self._post(f"/orders/{number}/approve/")
 
     def run(self, run: Run, *, seconds: float = 0) -> dict[str, Any]:
-        """Return the run of a checkout as JSON. Waits up to `seconds` for its end."""
+        """Return the run of a checkout as JSON. Wait until the run has ended, at most
+        `seconds`."""
         with self._open(f"/runs/{run.run_id}/?wait={seconds}") as answer:
             found: dict[str, Any] = json.load(answer)
         return found
 
     def over(self, number: str, arrives: bool) -> dict[str, Any] | None:
-        """Return the order as JSON if it has ended as expected; None if it has not
-        ended yet. Raises Failed if it has ended otherwise."""
+        """Return the order as JSON if it has ended as expected. Return None if it has
+        not ended yet. Raise Failed if it has ended otherwise."""
         with self._open(f"/orders/{number}.json") as answer:
             order: dict[str, Any] = json.load(answer)
         dead = any(hop["state"] == "dead" for hop in order["hops"])
@@ -293,14 +294,15 @@ class Process:
         return self._log.read_text(errors="replace")
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM: the process finishes the messages in progress, and ends."""
+        """Send SIGTERM. The process then finishes the messages in progress, and
+        ends."""
         if self.alive and not self._asked:
             self._process.terminate()
         self._asked = True
 
     def stop(self) -> int:
-        """Wait until the process has ended, and return its exit code. Kill it if that
-        takes longer than ten seconds."""
+        """Send SIGTERM, wait until the process has ended, and return its exit code. If
+        it has not ended after ten seconds, kill it."""
         self.ask_to_stop()
         try:
             self._process.wait(10)
@@ -336,8 +338,8 @@ def command(environment: dict[str, str], *arguments: str) -> str:
 
 
 def wait(condition: Callable[[], T | None], what: str, processes: list[Process]) -> T:
-    """Wait until the condition returns a value, and return the value. Raises Failed
-    after a time-out, or if a process has ended."""
+    """Wait until the condition returns a value that is not empty, and return the value.
+    Raise Failed after a time-out, or if a process has ended."""
     deadline = time.monotonic() + PATIENCE
     pause = threading.Event()
     while True:

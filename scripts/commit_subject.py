@@ -21,7 +21,7 @@ STATEMENT = re.compile(
 
 
 def complaint(subject: str) -> str:
-    """Return the problem with a subject, or ""."""
+    """Return what is wrong with a subject, or "" if it is correct."""
     if len(subject) > 72:
         return f"has {len(subject)} characters; at most 72"
     if not ALLOWED.match(subject):

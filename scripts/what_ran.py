@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 def closing(name: str, run: dict[str, Any]) -> str:
     """Return a text about one run: its counts, its failures, and the tests that failed
-    only once."""
+    at first and then passed."""
     counts = Counter(outcome for outcome, *_ in run["tests"].values())
     ended = [f"{counts[one]} {one}" for one in ("passed", "failed", "skipped")]
     lines = [f"{name}: {', '.join(ended)}; exit code {run['exit']}"]
@@ -78,8 +78,8 @@ def closing(name: str, run: dict[str, Any]) -> str:
 
 
 def present(run: dict[str, Any], checkout: Path) -> dict[str, Any]:
-    """Return a run without the tests that the checkout no longer contains, such as
-    renamed ones."""
+    """Return a run without the tests that the checkout does not contain, such as
+    renamed tests."""
     return {
         **run,
         "tests": {
@@ -89,8 +89,8 @@ def present(run: dict[str, Any], checkout: Path) -> dict[str, Any]:
 
 
 def there(test: str, checkout: Path) -> bool:
-    """Return whether the checkout contains a test: its file exists and contains the
-    name of its function or class."""
+    """Return True if the checkout contains a test: the test's file exists, and contains
+    the name of the test's function or class."""
     file, _, name = test.partition("::")
     words = _words(checkout / file)
     # A module that could not be imported has no name in it.
@@ -99,7 +99,7 @@ def there(test: str, checkout: Path) -> bool:
 
 @cache
 def _words(file: Path) -> frozenset[str]:
-    """Return all words in a file. Empty if the file does not exist."""
+    """Return all words in a file, or an empty set if the file does not exist."""
     return frozenset(re.findall(r"\w+", file.read_text()) if file.is_file() else ())
 
 
@@ -124,8 +124,7 @@ def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
 def places(
     run: dict[str, Any], test: str, used: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the places in the table where this test counts, each as a row and a
-    version."""
+    """Yield each place in the table where this test counts, as a row and a version."""
     yield "Python with Django", f"{run['python']} with {run['django']}"
     for server in used:
         # A worker that crashed has not recorded its servers' versions.

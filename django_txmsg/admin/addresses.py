@@ -19,5 +19,5 @@ def address(request: HttpRequest, page: str, *args: object) -> str:
 
 
 def led(request: HttpRequest, page: str, *args: object) -> HttpResponseRedirect:
-    """Redirect to a page on the admin site that received the request."""
+    """Return a redirect to a page on the admin site that received the request."""
     return HttpResponseRedirect(address(request, page, *args))

@@ -27,7 +27,7 @@ from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_
 def audited(using: str) -> Iterator[None]:
     """Begin a transaction for an action and its audit entries. If Django's admin log is
     in another database, that database commits first. So every committed action has its
-    entries."""
+    log entries."""
     log = router.db_for_write(LogEntry)
     with transaction.atomic(using=using), transaction.atomic(using=log):
         yield
@@ -36,9 +36,9 @@ def audited(using: str) -> Iterator[None]:
 def audit(
     request: HttpRequest, subject: Model, deed: Deed, text: str, *, count: int = 1
 ) -> None:
-    """Record an action on the row `subject`, with its user, in the audit and in
-    Django's admin log. Call it within `audited()`. `count` is the number of rows that
-    the user was shown."""
+    """Record the user's action on the row `subject`, in the audit and in Django's admin
+    log. Call this within `audited()`. `count` is the number of rows that the user was
+    shown."""
     user: Any = request.user
     operation = subject if isinstance(subject, BulkOperation) else None
     AuditEntry.objects.db_manager(subject._state.db).record(
@@ -66,7 +66,7 @@ class SourceFilter(StateFilter):
 
     @staticmethod
     def conditions() -> dict[str, Q]:
-        """Return the condition of each source, by name."""
+        """Return the query condition of each source, by the source's name."""
         command, process = Q(by__startswith="command: "), Q(by__startswith="service: ")
         return {"page": ~(command | process), "command": command, "process": process}
 

@@ -1,4 +1,4 @@
-"""What all lists share. Rows cannot be edited, and a search finds only complete ids."""
+"""The base classes of all lists. Rows cannot be edited. A search finds only whole ids."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         css: ClassVar[dict[str, list[str]]] = {"all": ["django_txmsg/admin.css"]}
 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Rows cannot be added here."""
+        """Return False, because rows cannot be added here."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Rows cannot be edited here."""
+        """Return False, because rows cannot be edited here."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return whether the user may delete rows. Only lists that set `deletes` allow
-        this."""
+        """Return True if the user may delete rows. Only a list that sets `deletes`
+        allows this."""
         return self.deletes and super().has_delete_permission(request, obj)
 
     def lookup_allowed(
@@ -113,8 +113,8 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return path(route, self.admin_site.admin_view(view), name=name)
 
     def button(self, route: str, view: View, name: str) -> URLPattern:
-        """Return the URL pattern of a button. It accepts only POST, because a button
-        changes something."""
+        """Return the URL pattern of a button. The URL accepts only POST, because a
+        button changes something."""
         return self.at(route, require_POST(view), name)
 
     def led_to_list(self, request: HttpRequest) -> HttpResponseRedirect:
@@ -167,8 +167,8 @@ class RowPageAdmin(ReadOnlyAdmin):
 
 
 class MessageAdmin(RowPageAdmin):
-    """A list of messages. Only a message's page shows its body and headers, masked, and
-    only to users with the permission."""
+    """A list of messages. A message's body and headers are shown only on the page of
+    the message, masked, and only to users with the permission."""
 
     # The first column too: on a phone, the others are off the screen.
     list_display_links: Any = ("state", "message")
@@ -178,7 +178,8 @@ class MessageAdmin(RowPageAdmin):
     found_by: ClassVar[tuple[str, ...]] = ("correlation_id",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Do not load bodies or headers. Read only the task's name from the headers."""
+        """Select the rows without bodies and headers. Only the task's name is read from
+        the headers."""
         rows: QuerySet[Any] = super().get_queryset(request)
         name = KeyTextTransform(wire.TASK, "headers")
         task = When(destination__contains=wire.OF_TASKS, then=name)
@@ -230,13 +231,13 @@ def _lookups(of: Any) -> tuple[str, ...]:
 
 
 def plain(text: str) -> str:
-    """Return a text without NUL, because PostgreSQL rejects NUL."""
+    """Return a text without its NUL characters, because PostgreSQL rejects NUL."""
     return text.replace("\x00", "")
 
 
 def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
     """Return the rows whose message id equals the text. If there are none, return the
-    rows in which one of these columns equals the text.
+    rows in which one of the columns equals the text.
 
     For each comparison, a separate query first finds the primary keys. This keeps the
     list's own queries cheap.

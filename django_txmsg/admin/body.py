@@ -64,11 +64,11 @@ def read(
     bodies: bool,
     whole: bool = False,
 ) -> Any:
-    """Return the Content of a message's row. Returns None if the row does not exist or
+    """Return the Content of a message's row. Return None if the row does not exist or
     has no body.
 
-    Without `bodies`, only the headers are read. The body is shortened unless `whole` is
-    true. The database shortens it, unless a mask is configured.
+    Without `bodies`, only the headers are read. Without `whole`, the body is shortened.
+    The database shortens it, unless a mask is configured.
     """
     rows: Any = TABLES[table]._default_manager.using(using)
     rows = rows.filter(pk=pk, message_id=message_id)

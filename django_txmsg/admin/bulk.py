@@ -66,8 +66,8 @@ class BulkAdmin(RowPageAdmin):
         ] + super().get_urls()
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return whether the user may watch bulk operations. Users who may start one
-        may also watch it."""
+        """Return True if the user may watch bulk operations. A user who may start one
+        kind of bulk operation may watch all."""
         user: Any = request.user
         may_start = any(user.has_perm(name) for name in set(PERMISSIONS.values()))
         return may_start or super().has_view_permission(request, obj)
@@ -142,7 +142,7 @@ def start(
     **options: Any,
 ) -> BulkOperation:
     """Start the bulk operation that the user has confirmed, with the rate and the
-    reason from the form. `said` returns the text for the audit.
+    reason from the form. The function `said` returns the text for the audit.
 
     Raises TxmsgError. Raises ValueError if the rate is not a number.
     """

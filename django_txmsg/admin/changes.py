@@ -59,6 +59,6 @@ def show(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
 
 
 def _left(change: changes.Change) -> int:
-    """Return the x coordinate of a change on the time line."""
+    """Return the horizontal position of a change on the time line."""
     age = (timezone.now() - change.at) / changes.DAY
     return round((WIDTH - 4) * min(max(1 - age, 0.0), 1.0))

@@ -165,7 +165,7 @@ def read_filter(given: QueryDict) -> dict[str, Any]:
 
 
 def hidden_fields(filters: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the names and values of hidden form fields that contain a filter."""
+    """Return the names and values of the hidden form fields that hold a filter."""
     return [
         (name, ",".join(map(str, value)) if name == "ids" else str(value))
         for name, value in filters.items()

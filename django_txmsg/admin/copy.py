@@ -34,7 +34,8 @@ LONGEST = 256 * 1024
 
 
 class CopyPages(Pages):
-    """The form, the page with the changes, and the sending."""
+    """The form for an edited copy, and the page that shows the changes and sends the
+    copy."""
 
     def page(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Show the form (GET), show the changes (POST), or send the copy (POST with
@@ -112,7 +113,8 @@ class CopyPages(Pages):
 
 
 def unfit(letter: DeadLetter) -> str:
-    """Return why this dead letter cannot be edited. Returns "" if it can."""
+    """Return the reason why this dead letter cannot be edited, or "" if it can be
+    edited."""
     if letter.resolution != Resolution.OPEN:
         return f"Dead letter {letter.pk} is not open any more: {letter.resolution}."
     if len(letter.body) > LONGEST:
@@ -132,7 +134,7 @@ def by_lines(text: str) -> str:
 
 
 def line_end(text: str) -> str | None:
-    """Return the line end that a text uses. Returns None if it uses several."""
+    """Return the line end that a text uses, or None if it uses different ones."""
     bare = text.replace("\r\n", "")
     found = {"\r\n": "\r\n" in text, "\r": "\r" in bare, "\n": "\n" in bare}
     ends = [end for end, is_there in found.items() if is_there]
@@ -140,7 +142,7 @@ def line_end(text: str) -> str | None:
 
 
 def body_text(letter: DeadLetter) -> str:
-    """Return the body as text to edit. A body that can be decoded as JSON is
+    """Return the body as text to edit. If the body can be decoded as JSON, it is
     indented."""
     raw = bytes(letter.body)
     try:
@@ -152,7 +154,7 @@ def body_text(letter: DeadLetter) -> str:
 
 def encode(text: str, letter: DeadLetter) -> bytes:
     """Return the edited text as the body to send, with the line ends of the original.
-    An unchanged text returns the original bytes."""
+    If the text was not edited, return the bytes of the original."""
     before = body_text(letter)
     if text == by_lines(before):
         return bytes(letter.body)
@@ -180,7 +182,7 @@ def parse_headers(text: str) -> dict[str, str]:
 
 def difference(title: str, before: str, after: str) -> list[tuple[str, str]]:
     """Return the lines of a diff, each with its kind ("added", "removed", "same",
-    "place"). A title comes first. Returns [] if nothing differs."""
+    "place"). The first line is a title. Return [] if nothing differs."""
     kinds = {"+": "added", "-": "removed", "@": "place"}
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
     found = [

@@ -75,8 +75,8 @@ class CappedList(ChangeList):
         return found
 
     def get_queryset(self, request: HttpRequest, *args: Any, **options: Any) -> Any:
-        """Return only rows whose id is lower than the parameter `older`, if it is
-        given."""
+        """Return the rows. If the parameter `older` is given, return only rows whose id
+        is lower."""
         rows = super().get_queryset(request, *args, **options)
         begins = self.params.get(OLDER)
         if begins is None:
@@ -94,15 +94,15 @@ class CappedList(ChangeList):
 
     @property
     def newest(self) -> str:
-        """The query string of the first page. "" if the list shows the newest rows
-        already."""
+        """The query string of the first page, or "" if the list already shows the
+        newest rows."""
         if OLDER not in self.params:
             return ""
         return self.get_query_string()
 
     def get_results(self, request: HttpRequest) -> None:
-        """Set the number of results, and the link to older rows if there are more than
-        CAP."""
+        """Set the number of results. If there are more than CAP, also set the link to
+        older rows."""
         super().get_results(request)
         self.result_count = len(self.paginator.ids)
         if (self.show_all and self.can_show_all) or not self.multi_page:
@@ -114,10 +114,10 @@ class CappedList(ChangeList):
 
 
 def listed(count: int) -> str:
-    """Return a number of rows as text: "12", or "1,000+" above the cap."""
+    """Return a number of rows as text: "12", or "1,000+" for a number above the cap."""
     return display.capped(count, CAP)
 
 
 def count(rows: QuerySet[Any]) -> int:
-    """Count the rows, up to CAP + 1."""
+    """Count the rows, but stop at CAP + 1."""
     return rows.order_by()[: CAP + 1].values("pk").count()

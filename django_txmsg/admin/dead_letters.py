@@ -85,7 +85,7 @@ class ResolutionFilter(DeadFilter):
 
 
 class AgainFilter(admin.SimpleListFilter):
-    """Filters for dead letters that were redelivered and died again."""
+    """A filter for dead letters that were redelivered and have died again."""
 
     title = "failed again"
     parameter_name = "again"
@@ -97,7 +97,8 @@ class AgainFilter(admin.SimpleListFilter):
     def queryset(
         self, request: HttpRequest, queryset: QuerySet[DeadLetter]
     ) -> QuerySet[DeadLetter]:
-        """If chosen, select the dead letters that died more than once."""
+        """Select the dead letters that have died more than once, if the user has chosen
+        this."""
         return queryset.filter(deaths__gt=1) if self.value() else queryset
 
 
@@ -119,9 +120,10 @@ FILTERS = (
 
 
 def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, Any]]:
-    """Count the open dead letters by stage, destination, fingerprint and reason, the
-    largest count first. The filters of a page share the result of one query. "newest"
-    maps each fingerprint to the primary key of its newest dead letter."""
+    """Count the open dead letters by stage, by destination, by fingerprint and by
+    reason, the largest count first. All filters of a page use the result of one query.
+    The entry "newest" maps each fingerprint to the primary key of its newest dead
+    letter."""
     kept: dict[str, dict[str, Any]] | None = getattr(request, "_txmsg_counts", None)
     if kept is not None:
         return kept
@@ -139,7 +141,7 @@ def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, A
 
 
 class LetterList(MessageList):
-    """A list whose filter can become the filter of a bulk operation."""
+    """A list of dead letters. Its filter can become the filter of a bulk operation."""
 
     @cached_property
     def bulk_query(self) -> str:
@@ -204,7 +206,7 @@ class DeadLetterAdmin(MessageAdmin):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show the groups. Show the list if there is a query string."""
+        """Show the list if there is a query string. Otherwise show the groups."""
         if request.method == "GET" and request.GET.keys() <= {"sort"}:
             return GroupPages(self).page(request)
         more = {"title": "Dead letters", "deeds": deeds(request)}
@@ -244,8 +246,8 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="stage")
     def place(self, letter: Any) -> SafeString:
-        """The stage that gave up the message. The destination is added if its name
-        differs from the stage's name."""
+        """The stage that gave up the message. If the destination has another name, the
+        destination is added."""
         place = letter.stage
         if letter.stage != letter.destination:
             place = f"{letter.stage or '(relay)'} of {letter.destination}"
@@ -262,8 +264,8 @@ class DeadLetterAdmin(MessageAdmin):
 
 
 def deeds(request: HttpRequest) -> list[tuple[str, str]]:
-    """Return the bulk actions that the user may run on all dead letters that match the
-    list's filter. Each has its kind and its label."""
+    """Return the kind and the label of each bulk action that the user may run on all
+    dead letters that match the list's filter."""
     state = request.GET.get("resolution")
     every = "all open" if state is None else "all"
     found = {
@@ -278,8 +280,9 @@ def deeds(request: HttpRequest) -> list[tuple[str, str]]:
 
 
 def bulk_filter(query: Mapping[str, Any]) -> dict[str, str]:
-    """Return a list's query as the filter of a bulk operation. All conditions are kept:
-    with fewer, the operation would select more rows than the list shows."""
+    """Convert a list's query to the filter of a bulk operation. All conditions are
+    kept, because with fewer conditions the operation would select more rows than the
+    list shows."""
     names = [one.parameter_name for one in FILTERS if one is not DiedFilter]
     found = {name: query[name] for name in names if query.get(name) is not None}
     for name in DiedFilter.BOUNDS:

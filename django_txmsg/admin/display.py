@@ -62,8 +62,8 @@ TONES = {
 
 
 def column(title: str, show: Callable[[Any], object], of: str) -> Any:
-    """Return a column for an admin list. It shows an attribute of each row, named by
-    `of` and formatted by `show`. None is shown as "-"."""
+    """Return a column for an admin list. For each row, the column shows the attribute
+    `of`, formatted by `show`. None is shown as "-"."""
 
     @admin.display(description=title)
     def shown(_: object, row: object) -> object:
@@ -94,8 +94,8 @@ def moment(instant: dt.datetime) -> str:
 
 
 def age(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeString:
-    """Return the age of an instant as a `<time>` element: "5 min". Its title is the
-    instant."""
+    """Return the age of an instant as a `<time>` element: "5 min". The element's title
+    is the instant."""
     if instant is None:
         return format_html("{}", "-")
     length = (now or timezone.now()) - instant
@@ -126,26 +126,27 @@ def as_json(value: object) -> SafeString:
 
 
 def short_id(message_id: Any) -> SafeString:
-    """Return the end of a message id. Ids made within minutes of each other have the
-    same beginning, but different ends."""
+    """Return the end of a message id. The beginning would not help, because ids that
+    are made within minutes of each other begin alike."""
     text = str(message_id)
     return mono(f"…{text[-12:]}", text)
 
 
 def first_line(text: str, at: int = 0) -> str:
-    """Return the nonempty line with the index `at`, shortened. By default, this is the
-    first one."""
+    """Return the first nonempty line, shortened. With `at`, return the nonempty line
+    with this index."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return cut(lines[at]) if lines else ""
 
 
 def last_line(text: str) -> str:
-    """Return the last nonempty line, shortened. In a traceback, it is the error."""
+    """Return the last nonempty line, shortened. In a traceback, this line is the
+    error."""
     return first_line(text, -1)
 
 
 def tried(attempts: str, error: str) -> SafeString:
-    """Return a number of attempts, with the last line of the error below."""
+    """Return a number of attempts. Below it, show the last line of the error."""
     if not error:
         return format_html("{}", attempts)
     return format_html(
@@ -154,14 +155,15 @@ def tried(attempts: str, error: str) -> SafeString:
 
 
 def task(row: Any) -> str:
-    """Return the dotted path of the task in a row's headers. Returns "" if the row is
-    not a task."""
+    """Return the dotted path of the task from a row's headers, or "" if the row is not
+    a task."""
     headers = row.headers or {}
     return str(headers.get(wire.TASK, "")) if wire.is_task(row.destination) else ""
 
 
 def named(place: str, task: str | None) -> SafeString:
-    """Return a place's name. If the message is a task, the task's name is below."""
+    """Return the name of a place. If the message is a task, show the task's name
+    below."""
     if not task:
         return format_html("{}", place)
     return format_html("{}<br><small>{}</small>", place, cut(task))

@@ -19,9 +19,9 @@ from .counting import OLDER, count, listed
 
 
 class CountingFilter(admin.SimpleListFilter):
-    """A filter whose choices show their numbers of rows. It selects the rows whose
-    column `parameter_name` has the chosen value. The empty text is a valid choice: it
-    finds the relay's dead letters, which have no stage."""
+    """A filter that shows the number of rows of each choice. It selects the rows whose
+    column `parameter_name` has the chosen value. The empty text is a valid choice,
+    which finds the relay's dead letters, because these have no stage."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
         """Yield the choices, each labelled with its number of rows."""
@@ -32,13 +32,13 @@ class CountingFilter(admin.SimpleListFilter):
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
         """Yield the value, the label and the number of rows of each choice. The number
-        is None if the label already shows it."""
+        is None if the label already contains it."""
         raise NotImplementedError
 
     def has_output(self) -> bool:
-        """Return whether the filter is shown. A filter with one choice is shown,
-        because of its count. A filter with a value is shown, even if the value is not a
-        choice."""
+        """Return True if the filter is shown. It is shown even with a single choice,
+        because of the number of rows. It is also shown if it has a value, even if the
+        value is not one of the choices."""
         return bool(self.lookup_choices) or self.value() is not None
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -92,7 +92,7 @@ class PlaceFilter(CountingFilter):
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Yield the values with their counts among the newest rows."""
+        """Yield the values, each with its number of rows among the newest rows."""
         using, table = model_admin.get_queryset(request).db, model_admin.opts.db_table
         found = recent.values(using, table, str(self.parameter_name))
         counts = dict.fromkeys(self.known(), 0) | found
@@ -139,7 +139,7 @@ class BetweenFilter(admin.SimpleListFilter):
             self.used_parameters["before"] = params.pop("before")[-1]
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return a single choice, for which the template shows a form."""
+        """Return a single choice. The template shows a form for it."""
         return [("", "")]
 
     def expected_parameters(self) -> list[str | None]:
@@ -174,8 +174,8 @@ def filter_of(base: type[Any], title: str, **attributes: str) -> Any:
 
 
 def read_time(text: str) -> dt.datetime | None:
-    """Return the instant of a date or time in ISO format. Without an offset, it is in
-    the current time zone. Returns None if the text is neither a date nor a time."""
+    """Return the instant of a date or time in ISO format. A time without an offset is
+    in the current time zone. Return None if the text is neither a date nor a time."""
     try:
         found = parse_datetime(text)
         if found is None and (day := parse_date(text)) is not None:

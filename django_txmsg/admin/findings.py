@@ -100,7 +100,8 @@ class FindingAdmin(ReadOnlyAdmin):
         self, request: HttpRequest, chosen: QuerySet[Finding]
     ) -> HttpResponse | None:
         """Ask for confirmation, then request a replay of the selected messages.
-        `pipeline follow` carries out the request; this process does not run Spark."""
+        `pipeline follow` carries out the request, because this process does not run
+        Spark."""
         findings = chosen.filter(acknowledged_at=None, sender__in=conf.get().services)
         shown = None
         if "confirmed" in request.POST:
@@ -185,8 +186,8 @@ class FindingAdmin(ReadOnlyAdmin):
         text: str,
         **changes: Any,
     ) -> int:
-        """Change these findings, and add an audit entry for each. Returns their
-        number."""
+        """Change these findings, and add an audit entry for each. Return the number of
+        findings."""
         using = router.db_for_write(Finding)  # the list may be read from a replica
         with audited(using):
             rows = findings.using(using).select_for_update().order_by("pk")

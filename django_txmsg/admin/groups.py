@@ -42,7 +42,8 @@ class GroupPages(Pages):
     """The page with groups of dead letters, and the form for an operator's note."""
 
     def page(self, request: HttpRequest) -> HttpResponse:
-        """Show open dead letters grouped by error, the largest groups first."""
+        """Show open dead letters grouped by error. By default, the largest groups come
+        first."""
         insist(self._admin.has_view_permission(request))
         using = router.db_for_read(DeadLetter)
         latest = request.GET.get("sort") == "latest"
@@ -97,9 +98,12 @@ class GroupPages(Pages):
 
 
 def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
-    """Return groups of open dead letters, one for each fingerprint, with an example and
-    the operator's note. The largest groups come first, or with `latest` those with the
-    newest dead letter. Muted groups come last."""
+    """Return groups of open dead letters, one group for each fingerprint. The first
+    groups, which a page shows, have an example and the operator's note.
+
+    The largest groups come first. With `latest`, the groups with the newest dead
+    letters come first. Muted groups always come last.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for one in dead.by_error(using):
         group = groups.setdefault(

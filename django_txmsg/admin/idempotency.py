@@ -41,8 +41,8 @@ class IdempotencyAdmin(ReadOnlyAdmin):
         return rows.filter(key=text)
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return whether the user may see the list. Rows have no pages: a page would
-        show the response."""
+        """Return True if the user may see the list. Return False for a single row,
+        because a row's page would show the response."""
         return obj is None and super().has_view_permission(request)
 
     @admin.display(description="key")

@@ -26,7 +26,7 @@ class InboxStateFilter(StateFilter):
 
     @staticmethod
     def conditions() -> dict[str, Q]:
-        """Return the condition of each choice."""
+        """Return the query condition of each choice."""
         return {
             "redelivering": Q(Holds(inbox.PARKED & ~inbox.BLOCKED)),
             "blocked": Q(Holds(inbox.BLOCKED)),
@@ -69,13 +69,14 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="stage")
     def place(self, row: Any) -> SafeString:
-        """The stage. For a task, also its name, as long as the inbox row has the
-        headers."""
+        """The stage. For a task, the task's name is below, as long as the inbox row has
+        the headers."""
         return display.named(row.stage, row.task)
 
     @admin.display(description="next attempt")
     def due(self, row: InboxMessage) -> SafeString | str:
-        """When a parked message is tried again, or what it waits for."""
+        """The time of a parked message's next attempt, or what the message waits
+        for."""
         if row.due_at is None:
             return "-"
         if row.waits_for is not None:
@@ -91,8 +92,8 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="attempts")
     def tries(self, row: InboxMessage) -> SafeString:
-        """The numbers of attempts, of allowed attempts and of deliveries, and the last
-        error."""
+        """The number of attempts, the number of allowed attempts, the number of
+        deliveries, and the last error."""
         most = attempts_allowed().get(row.stage)
         text = f"{row.attempts} of {most}" if most else str(row.attempts)
         if row.deliveries > 1:

@@ -56,11 +56,11 @@ class Node:
 
 
 def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node]:
-    """Return the messages that are related to a message, as a tree: each cause before
-    its effects.
+    """Return the messages that are related to a message, as a tree in which each cause
+    comes before its effects.
 
-    The first message of a tree has no correlation id. The others have the id of the
-    first message as their correlation id.
+    The first message of a tree has no correlation id. The id of the first message is
+    the correlation id of all others.
     """
     name = correlation_id or str(message_id)
     same = Q(correlation_id=name)
@@ -119,7 +119,8 @@ def _in_order(nodes: dict[uuid.UUID, Node]) -> list[Node]:
 
 @dataclass
 class Event:
-    """One event in a message's history. `gap` is the time since the previous event."""
+    """One event in a message's history. `gap` is the time from the previous event to
+    this one."""
 
     at: dt.datetime
     what: str
@@ -312,8 +313,8 @@ class MessagePages(Pages):
         )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Reschedule a pending message. It becomes due after the number of minutes that
-        the user has entered."""
+        """Reschedule a pending message. The user enters the number of minutes after
+        which it becomes due."""
         insist(allowed(request)["reschedule"])
         minutes = given(request, "minutes") or "0"
         entry = f"due in {minutes} minutes"
@@ -403,16 +404,16 @@ def allowed(request: HttpRequest) -> dict[str, bool]:
 
 
 def _reason(request: HttpRequest, most: int) -> tuple[str, str]:
-    """Return the reason that the user entered, and the same reason with the user's
-    name."""
+    """Return two texts: the reason that the user entered, and this reason with the
+    user's name."""
     why, user = given(request)[:most], request.user.get_username()
     return why, f"by {user}: {why}" if why else f"by {user}"
 
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
-    """Return the state to show for a message that may have several rows. The first of
-    these decides: an open dead letter, an outbox row that is not dispatched, a parked
-    inbox row, the last inbox row."""
+    """Return the state to show for a message that may have several rows. The state
+    comes from the first of these that exists: an open dead letter, an outbox row that
+    is not dispatched, a parked inbox row, the last inbox row."""
     if any(letter.resolution == "open" for letter in letters):
         return "dead"
     for row in outbox:

@@ -38,8 +38,8 @@ class Page:
 
 
 def pages(request: HttpRequest) -> list[Page]:
-    """Return the entries for this user: the pages that exist on this admin site, that
-    are used in this project, and that the user may see."""
+    """Return the entries of the navigation bar for this user. A page has an entry if it
+    exists on this admin site, is used in this project, and may be seen by the user."""
     may = request.user.has_perm
     first = address(request, "admin:app_list", "django_txmsg")
     used = {

@@ -29,7 +29,7 @@ class OutboxStateFilter(StateFilter):
 
     @staticmethod
     def conditions() -> dict[str, Q]:
-        """Return the condition of each state, by name."""
+        """Return the query condition of each state, by the state's name."""
         return {
             "pending": PENDING,
             "overdue": Q(is_overdue(outbox.DUE)),
@@ -71,7 +71,8 @@ class OutboxAdmin(MessageAdmin):
         ]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[OutboxMessage]:
-        """Add whether a row is overdue, and the states of the message at its stages."""
+        """Add to each row whether it is overdue, and the states of its message at the
+        stages."""
         rows: QuerySet[OutboxMessage] = super().get_queryset(request)
         here: Any = InboxMessage.objects.filter(message_id=OuterRef("message_id"))
         letters = DeadLetter.objects.filter(message_id=OuterRef("message_id"))
@@ -100,7 +101,7 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="destination")
     def place(self, row: Any) -> SafeString:
-        """The destination. For a task, also its name."""
+        """The destination. For a task, the task's name is below."""
         return display.named(row.destination, row.task)
 
     @admin.display(description="next attempt")
@@ -118,7 +119,8 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="failed attempts")
     def tries(self, row: OutboxMessage) -> SafeString | str:
-        """The numbers of failed and of allowed dispatches, and the last error."""
+        """The number of failed dispatches, the number of allowed dispatches, and the
+        last error."""
         if not row.attempts:
             return "-"
         return display.tried(

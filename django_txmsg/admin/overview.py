@@ -99,8 +99,8 @@ def _address(request: HttpRequest, alarm: Alarm) -> str:
 
 
 def _in_order(places: dict[str, Place]) -> tuple[list[Place], list[Place]]:
-    """Return the places in two lists: busy ones, worst first, and idle ones. If only a
-    few places are idle, the first list contains all places."""
+    """Return two lists of places: busy places, worst first, and idle places. If only a
+    few places are idle, put all places into the first list."""
     ordered = sorted(
         places.values(), key=lambda one: (-one.waiting.overdue, -one.dead, one.name)
     )

@@ -51,7 +51,7 @@ def show(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
 def _allowances(
     admin: ReadOnlyAdmin, request: HttpRequest, model: type[Model]
 ) -> Iterator[Allowance]:
-    """Yield the permissions for one model's list, both granted and not granted."""
+    """Yield each permission for one model's list, whether the user has it or not."""
     label, name = model._meta.app_label, model._meta.model_name
     rows = model._meta.verbose_name_plural
     named = [(f"view_{name}", f"Can view {rows}"), *model._meta.permissions]

@@ -28,16 +28,16 @@ class PipelineRunAdmin(ReadOnlyAdmin):
 
     @admin.display(description="outcome")
     def outcome(self, run: PipelineRun) -> str:
-        """The run's state. "interrupted" if the process was killed and could not record
-        its end."""
+        """The run's state. The state is "interrupted" if the process was killed and
+        could not record the end of the run."""
         return "interrupted" if run.interrupted else run.get_state_display()
 
     row_count = display.column("rows", display.exact, "rows")
 
     @admin.display(description="took")
     def took(self, run: PipelineRun) -> str:
-        """The duration of the run so far. "-" if the run was interrupted or has not
-        begun."""
+        """The duration of the run, or its duration so far. "-" if the run was
+        interrupted or has not begun."""
         if run.interrupted or run.state == RunState.REQUESTED:
             return "-"
         spent = (run.finished_at or timezone.now()) - run.started_at

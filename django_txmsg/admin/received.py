@@ -16,21 +16,22 @@ from ..rules.rule import Rule
 
 
 def is_overdue(due: Rule = inbox.DUE) -> Holds:
-    """Return the condition that a row is overdue: it was already `due` two minutes
-    ago."""
+    """Return the condition that a row is overdue. A row is overdue if the rule `due`
+    was already true two minutes ago."""
     return Holds(due, now=Later(-OVERDUE.total_seconds()))
 
 
 def has(rows: QuerySet[Any]) -> Subquery:
-    """Return an expression that is true if the subquery finds a row. It is evaluated
-    for each row of a list. With `Exists`, PostgreSQL may read the whole table, because
-    its planner does not know that the list shows only a few rows."""
+    """Return an expression that is true if the subquery finds a row. The database
+    evaluates the expression for each row of a list. With `Exists`, PostgreSQL might
+    read the whole table, because its planner does not know that the list shows only a
+    few rows."""
     return Subquery(rows.order_by().values(found=Value(True))[:1])
 
 
 def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:
-    """Add whether the row's stage is paused, whether the row is overdue, and whether
-    its dead letter is discarded."""
+    """Add three values to each row: whether its stage is paused, whether it is overdue,
+    and whether its dead letter is discarded."""
     discarded = DeadLetter.objects.filter(
         message_id=OuterRef("message_id"),
         stage=OuterRef("stage"),
@@ -42,7 +43,7 @@ def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:
 
 
 def is_held(row: InboxMessage) -> bool:
-    """Return whether the stage of a row from `with_state()` is paused."""
+    """Return True if the stage of a row from `with_state()` is paused."""
     return bool(getattr(row, "held", False))
 
 

@@ -44,7 +44,7 @@ class RunStateFilter(StateFilter):
 
     @staticmethod
     def conditions() -> dict[str, Q]:
-        """Return the condition of each state, by name."""
+        """Return the query condition of each state, by the state's name."""
         return runs.states()
 
 
@@ -73,7 +73,7 @@ class StepFilter(admin.SimpleListFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Return the steps of the chosen flow. If no flow is chosen, return the steps
-        of all."""
+        of all flows."""
         flow = request.GET.get("flow")
         chosen = [one for one in declarations() if flow in (None, one.name)]
         return [
@@ -81,7 +81,7 @@ class StepFilter(admin.SimpleListFilter):
         ]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Select the runs whose next step is the chosen one."""
+        """Select the runs whose next step is the chosen step."""
         return queryset.filter(step=self.value()) if self.value() else queryset
 
 

@@ -1,6 +1,6 @@
-"""Draws a run as a sequence diagram of three lines. The caller is on the left, the flow
-in the middle, and all participants share the line on the right. Each step is a box that
-shows how the state changed. Three lines fit the screen of a phone."""
+"""Draws a run as a sequence diagram of three lines. The left line is the caller, the
+middle line is the flow, and the right line is all other participants. Each step is a
+box that shows how the state changed. Three lines fit the screen of a phone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLER, FLOW, OTHERS = 12, 170, 328
 
 @dataclass
 class Arrow:
-    """A message between two lines, or from the flow to itself."""
+    """A message from one line to another, or from the flow to itself."""
 
     y: int
     text: str
@@ -114,8 +114,8 @@ def sequence(run: Run, *, signals: Collection[str], states: bool) -> Sequence:
 
 
 def difference(before: Any, after: Any) -> list[tuple[str, str]]:
-    """Return the fields that differ between two states, as lines of a diff. Each line
-    has its kind ("added", "removed" or "place")."""
+    """Return the fields that differ between two states, as the lines of a diff. Each
+    line has its kind ("added", "removed" or "place")."""
     if not isinstance(before, Mapping) or not isinstance(after, Mapping):
         return [] if before == after else [("added", f"+ {_text(after)}")]
     lines = []
@@ -146,8 +146,8 @@ def _came(
     *,
     first: bool,
 ) -> tuple[int, str]:
-    """Return where the message that started a step came from: a line of the diagram,
-    and the label of the arrow."""
+    """Return the origin of the message that started a step, as a line of the diagram.
+    Also return the label of the arrow."""
     kind, _, place = waits.partition(" ")
     of = types.get(step.message_id, "")
     if first:
@@ -172,8 +172,8 @@ def _came(
 
 
 def _leaves(then: str) -> tuple[int, str]:
-    """Return where the message that a step sends goes to: a line of the diagram, and
-    the label of the arrow."""
+    """Return the target of the message that a step sends, as a line of the diagram.
+    Also return the label of the arrow."""
     kind, _, place = then.partition(" ")
     return {
         "answer": (OTHERS, f"asks {place}"),

@@ -32,7 +32,7 @@ from .pausing import PausableAdmin
 @dataclass
 class Channel:
     """One destination in the contract, with its messages. `sent` is true if this
-    service sends to it. `stages` are the stages that consume it."""
+    service sends to the destination. `stages` are the stages that consume it."""
 
     address: str
     sent: bool = False
@@ -153,8 +153,8 @@ class StageAdmin(PausableAdmin):
         }
 
     def limit(self, request: HttpRequest) -> HttpResponse:
-        """Set another rate for a stage, for an hour. If no rate is entered, restore the
-        declared rate."""
+        """Set another rate for a stage, for an hour. If the user enters no rate,
+        restore the stage's declared rate."""
         insist(request.user.has_perm("django_txmsg.limit_stage"))
         name, rate = given(request, "stage"), given(request, "rate")
         states, said = rates.states(), f"Stage {name} has its own rate again."

@@ -69,7 +69,8 @@ class WorkerAdmin(ReadOnlyAdmin):
 
     @admin.display(description="state")
     def state(self, worker: Worker) -> SafeString:
-        """The worker's state: "alive", or "silent" if its last heartbeat is too old."""
+        """The worker's state. The state is "silent" if the last heartbeat is too old,
+        and otherwise "alive"."""
         return display.badge("alive" if worker.lives(timezone.now()) else "silent")
 
     @admin.display(description="stages")
