@@ -71,8 +71,8 @@ def main() -> None:
 
 
 def measured(call: Callable[[int], Any], rows: int, alone: bool) -> float:
-    """Return the microseconds per task. All calls are in one transaction, or with
-    `alone` each in its own."""
+    """Return the microseconds per task. With `alone`, each call has its own
+    transaction. Otherwise all calls are in one transaction."""
     from django.db import transaction
 
     clean()

@@ -131,7 +131,7 @@ def execute(*statements: str) -> None:
 
 def relayed(new_id: str) -> float:
     """Return the rate at which a relay claims and settles messages. `new_id` is the SQL
-    for their ids."""
+    expression for the ids of the messages."""
     fill(MESSAGES, dispatched=False, new_id=new_id)
     vacuum()
     return rate(MESSAGES, lane())

@@ -38,7 +38,7 @@ Contender = Callable[[str, int], None]
 
 
 def _frame(extra: str) -> bytes:
-    """Return the bytes that django_txmsg.jms writes for a message, composed by hand."""
+    """Compose the same bytes that django_txmsg.jms writes for a message."""
     return (
         f"SEND\ndestination:/queue/{QUEUE}\npersistent:true\ncontent-length:300\n"
         f"content-type:application/octet-stream\ntxmsg-id:{uuid.uuid4()}\n{extra}\n"

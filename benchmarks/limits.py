@@ -1,13 +1,14 @@
-"""Stages under limits: of their process, their rate, the service that they call, and
-other tenants.
+"""Measures stages under limits: those of a process, of a rate, of a slow service, and
+of competing tenants.
 
     python -m benchmarks.limits [--part PART] [--rounds 3]
 
 Each part takes at most two minutes on a quiet machine:
 
 - processes: a handler that computes, in one process and in two
-- rate: a stage whose rate is never reached, compared with the stage without a rate
-- window: the most effects of two processes in any minute, compared with the rate
+- rate: a stage that stays below its rate, compared with the stage without a rate
+- window: the largest number of effects of two processes in any minute, compared with
+  the rate
 - calls: 100 HTTP calls of one second each, by coroutines, with concurrency=100
 - tenants: the latency of a small tenant alone, and while another has 100,000 messages
 """

@@ -167,7 +167,7 @@ def done(stage: str) -> int:
 
 def hold(stage: str, count: int) -> None:
     """Create a second inbox table, in which `count` messages wait behind a blocked one.
-    It is created once, because that takes longer than all rounds."""
+    The table is created only once, because creating it takes longer than all rounds."""
     from django.db import connection
 
     with connection.cursor() as cursor:

@@ -126,8 +126,9 @@ def fill_lake(
     day: int,
 ) -> None:
     """Archive messages with these numbers as one settled batch. Each of two services
-    has sent the other `day` messages a day. One in twenty goes to a topic, the others
-    to a queue. One in a thousand of the messages is lost on its way to the queue."""
+    has sent `day` messages a day to the other. One in twenty goes to a topic, the
+    others to a queue. One in a thousand of the messages is lost on its way to the
+    queue."""
     ids = spark.range(numbers.start, numbers.stop)
     ids = ids.withColumn("h", sf.md5(sf.col("id").cast("string")))
     ids = ids.withColumn("batch_id", sf.lit(batch).cast("long"))

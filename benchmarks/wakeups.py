@@ -32,8 +32,8 @@ CLIENTS, PROCESSES = 32, 2
 
 
 def main() -> None:
-    """Run the measurements. With `--role`, act as one of the processes that they
-    start."""
+    """Run the measurements. Pass `--role` to act as one of the processes that the
+    measurements start."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=200)
     parser.add_argument("--part", choices=["latency", "idle", "commits"])
@@ -155,7 +155,7 @@ def idle(url: str) -> None:
 
 
 def commits(url: str, rounds: int) -> None:
-    """Measure the commits of 32 clients that each store a message."""
+    """Measure the rate at which 32 clients commit. Each commit stores a message."""
     from django_txmsg.models import OutboxMessage
 
     def run(notify: bool) -> Callable[[], float]:

@@ -9,12 +9,12 @@ For each backend it measures:
 - the rate of enqueueing, in a transaction with a row;
 - the latency of an idle system;
 - the processor time per task;
-- the number of tasks that did not run within 90 seconds after a SIGKILL of the worker,
-  and of those that ran twice.
+- after a SIGKILL of the worker: the number of tasks that did not run within 90 seconds,
+  and the number of tasks that ran twice.
 
 Everything runs in a separate environment, which is created on demand. Each figure is
-stored in a file at once. With `--keep FILE`, a new run continues where an earlier run
-with the same file ended.
+stored in a file as soon as it is measured. With `--keep FILE`, a new run continues
+where an earlier run with the same file ended.
 """
 
 from __future__ import annotations

@@ -154,10 +154,10 @@ class Ledger:
         columns: Sequence[Column],
         advance: Callable[[Connection], None],
     ) -> bool:
-        """Delete a batch's rows in a transaction that compares their checksums with
-        `sums`, and calls `advance` for the mark. If the checksums differ, nothing is
-        deleted, and the result is False. On PostgreSQL, several purges may run at once,
-        each with its own connection."""
+        """Delete a batch's rows, and call `advance` for the mark, in one transaction.
+        Returns True if the number and the checksum of the deleted rows equal `sums`.
+        Otherwise the transaction is rolled back, and False is returned. On PostgreSQL,
+        several purges may run at once, each with its own connection."""
         connection = connect_plain(self.spec)
         try:
             with connection.transaction():

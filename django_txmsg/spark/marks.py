@@ -29,7 +29,8 @@ class Mark:
 
 
 class Marks:
-    """The marks of one table. They use the connection of its archiver."""
+    """The marks of one table. They are read and written through the connection of the
+    table's archiver."""
 
     def __init__(self, connection: Connection, source: str) -> None:
         self.connection, self.source = connection, source

@@ -273,7 +273,7 @@ Letter = tuple[int, str]
 def ask_to_redeliver(
     spec: SourceSpec, name: str, letters: Sequence[Letter], *, rate: float, why: str
 ) -> int | None:
-    """Request that a service redelivers these dead letters. Returns the id of its bulk
+    """Request that a service redelivers these dead letters. Returns the id of the bulk
     operation. Returns None if there are no dead letters, or if a request with this name
     exists.
 

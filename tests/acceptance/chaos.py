@@ -404,8 +404,8 @@ class Chaos:
         report.dead = [str(one) for one in DeadLetter.objects.all()]
 
     def _not_done(self) -> tuple[set[str], list[str]]:
-        """Return the numbers of the placed orders, and the names of their missing
-        effects."""
+        """Return the numbers of all placed orders, and the names of the effects that
+        these orders should have had and have not."""
         placed = set(Order.objects.values_list("number", flat=True))
         effects = set(Effect.objects.values_list("name", flat=True))
         return placed, sorted(set(_effects(placed)) - effects)

@@ -82,7 +82,7 @@ class World:
         self.process: ManageProcess
 
     def settings(self, url: str = "") -> dict[str, Any]:
-        """Return the settings of the process under test, whose broker is at `url`.
+        """Return the settings of the process under test. Its broker is at `url`.
         Without `url`, return the settings of the test's own process."""
         return {
             **IMPATIENT,
@@ -381,7 +381,8 @@ def with_parked_messages(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def throttled(world: World, command: str) -> Iterator[None]:
-    """Stop while a stage pauses. Its handler has failed each time."""
+    """Stop while a stage pauses. The stage pauses because its handler has failed each
+    time."""
     world.script["redelivery"] = {"max_redeliveries": 99, "initial_delay": 0.1}
     world.script["fail"] = True
     world.dispatch()

@@ -1,5 +1,5 @@
-"""A confirmed action changes exactly the rows that the confirmation showed. It changes
-nothing if it cannot be logged."""
+"""A confirmed action changes exactly the rows that the confirmation showed. If the
+action cannot be logged, nothing is changed."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ PASSWORD = "txmsg-keystore"
 
 class Certificates:
     """A directory with a certificate authority, and with a certificate for `localhost`
-    that it has signed."""
+    that the authority has signed."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(exist_ok=True)

@@ -31,8 +31,8 @@ SECRET = "a-secret-of-anns"
 
 
 def log_of_a_person(log: Log) -> uuid.UUID:
-    """Store three messages in every table that can contain messages. One of them is
-    about a person: return its id. Tests erase that message."""
+    """Store three messages in every table that can contain messages. Return the id of
+    the message that is about a person. (Tests erase that message.)"""
     log.send_many(2)
     ann, session = uuid.uuid4(), uuid.uuid4()
     log.send(

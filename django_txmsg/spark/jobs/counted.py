@@ -77,7 +77,7 @@ def usable(
 def received_by_all(lines: Iterable[Line], listeners: Mapping[str, Listening]) -> bool:
     """Return True if the counted messages were received by exactly the stages that
     listened to their topics. Returns False if a stage began or stopped listening while
-    these messages were sent, because the counts do not show which of them that stage
+    these messages were sent, because the counts do not show which messages that stage
     should have received."""
     for line in lines:
         if line.receivers is None:

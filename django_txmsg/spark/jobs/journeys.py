@@ -1,8 +1,10 @@
-"""Maintains the lake's table of journeys. It has one row for each message and consumer.
+"""Maintains the lake's table of journeys. The table has one row for each message and
+consumer.
 
-It covers the settled batches of the archive. A run adds new batches with one log entry,
-which also removes the replaced files and records the last batches. So a killed run has
-either added them completely or not at all. Days without new rows keep their files.
+The table covers the settled batches of the archive. A run adds new batches with one log
+entry, which also removes the replaced files and records the last batches. So a killed
+run has either added its batches completely or not at all. Days without new rows keep
+their files.
 
 A settled batch changes only if the lake or the database is restored from a backup: rows
 may leave the batch (`amended`), or another batch may get its number. When `erase` or

@@ -160,8 +160,8 @@ class ReconcileOptions:
 
 @dataclass
 class Reconciliation:
-    """The result of `reconcile`: the number of each verdict per destination, and
-    example findings."""
+    """The result of `reconcile`: for each destination, the number of messages with each
+    verdict, and example findings."""
 
     horizon: dt.datetime
     counts: dict[str, int] = field(default_factory=dict)

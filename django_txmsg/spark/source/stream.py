@@ -94,9 +94,9 @@ class LogStream(DataSourceStreamReader):
     def partitions(
         self, start: dict[str, Any], end: dict[str, Any]
     ) -> Sequence[InputPartition]:
-        """Return a single partition for each micro-batch. A micro-batch is small, and
-        must be read by a single statement, so that it is read from one state of the
-        database."""
+        """Return a single partition for each micro-batch. A micro-batch is small. A
+        single statement must read it, because two statements could see different states
+        of the database."""
         self.insist_on_one_cluster(start, end)
         first, last = int(start["position"]), int(end["position"])
         return [Stretch(first, last)] if first < last else []
