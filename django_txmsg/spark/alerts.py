@@ -92,9 +92,10 @@ class Alerts:
         self, name: str, value: float, bound: float, summary: str, *, hold: bool = False
     ) -> None:
         """Record a measured value. The alert fires while the value is above its bound.
-        If the value exceeds the bound again before the webhook has accepted the end of
-        the alert, the alert continues under the same id. Pass hold=True to keep the
-        alert firing until the webhook has accepted its beginning."""
+        If the webhook has accepted the beginning of an alert, but not its end, and the
+        value exceeds the bound again, the alert continues under the same id. Pass
+        hold=True to keep the alert firing until the webhook has accepted its
+        beginning."""
         firing, now = value > bound, self._parameter(dt.datetime.now(UTC))
         self.connection.execute(
             f"INSERT INTO {_ALERTS} AS old (service, name, value, bound, firing, since,"

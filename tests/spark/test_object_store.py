@@ -1,5 +1,5 @@
-"""A lake in an object store: rows are written and read back, and access keys appear in
-no output."""
+"""A lake in an object store: rows are written and read back, and the access key is
+written nowhere."""
 
 from __future__ import annotations
 

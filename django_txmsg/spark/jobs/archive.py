@@ -348,9 +348,10 @@ class Archiver:
     def _purge_one(
         self, one: Written, through: int | None, before: Future[bool] | None
     ) -> bool:
-        """Delete a batch's rows in one transaction. Returns False without deleting if a
-        row has changed. On SQLite, always returns False: the rows are then deleted in
-        small slices."""
+        """Delete a batch's rows in one transaction, and return True. Return False
+        without deleting if a row has changed, or if the batch before was not deleted
+        either. On SQLite, always return False: the rows are then deleted in small
+        slices."""
         if self.source.vendor == "sqlite":
             return False  # in slices: every other writer waits for us
         mark = self.mark.purged_through if through is None else through
