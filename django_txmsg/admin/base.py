@@ -1,4 +1,5 @@
-"""The base classes of all lists. Rows cannot be edited. A search finds only whole ids."""
+"""The base classes of all lists. Rows cannot be edited. A search finds only complete
+ids."""
 
 from __future__ import annotations
 
@@ -167,8 +168,8 @@ class RowPageAdmin(ReadOnlyAdmin):
 
 
 class MessageAdmin(RowPageAdmin):
-    """A list of messages. A message's body and headers are shown only on the page of
-    the message, masked, and only to users with the permission."""
+    """A list of messages. Only a message's own page shows its body and headers. They
+    are masked, and shown only to users with the permission."""
 
     # The first column too: on a phone, the others are off the screen.
     list_display_links: Any = ("state", "message")

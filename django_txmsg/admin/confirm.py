@@ -1,9 +1,9 @@
 """The page that asks for confirmation before an action on dead letters. It shows their
-number, age and places, and the consequences.
+number, age and places, and the consequences of the action.
 
-The same page serves one dead letter, a selection, a group, and all that match a filter.
-A small operation is finished before the response. A large one runs in the background
-and has a page with its progress.
+The same page serves one dead letter, a selection, a group, or all dead letters that
+match a filter. A small operation is finished before the response. A large operation
+runs in the background, and has a page with its progress.
 """
 
 from __future__ import annotations

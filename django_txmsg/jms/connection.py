@@ -271,8 +271,9 @@ class ConnectionFactory:
     ) -> Connection:
         """Connect to the first host that accepts the connection.
 
-        Raises ``ConnectionFailedError`` if no host accepts. Its text has the reason for
-        every host. Raises ``ValueError`` if the user or password contains a line break.
+        Raises ``ConnectionFailedError`` if no host accepts. The error's text has the
+        reason for every host. Raises ``ValueError`` if the user or password contains a
+        line break.
         """
         options = self.options
         if user is not None:

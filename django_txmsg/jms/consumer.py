@@ -202,8 +202,8 @@ class MessageConsumer(Closing):
         ActiveMQ at once, RabbitMQ when the connection ends.
 
         If the broker does not confirm the end of the subscription, the consumer only
-        logs the failure, because the subscription ends with the connection. An error is
-        raised only if a durable subscription could not be deleted.
+        logs the failure, because the subscription ends with the connection. Raises an
+        error only if a durable subscription could not be deleted.
         """
         try:
             self._close(delete=delete_subscription)

@@ -1,7 +1,7 @@
 """Counts open dead letters by place and error.
 
-The admin, `message_status`, the metrics and the alarms use only this module to count
-them.
+The admin, `message_status`, the metrics and the alarms get their counts only from this
+module.
 """
 
 from __future__ import annotations

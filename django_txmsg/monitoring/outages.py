@@ -36,11 +36,11 @@ class Known:
 
 
 def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
-    """Return outages as JSON for the worker's row, each with the seconds that it has
-    lasted so far.
+    """Return outages as JSON for the worker's row. Each has its duration so far, in
+    seconds.
 
-    The reader computes an outage's start: it subtracts these seconds from the time of
-    the heartbeat, which comes from the database's clock.
+    The time of the heartbeat comes from the database's clock. To get an outage's start
+    time, the reader subtracts the duration from the time of the heartbeat.
     """
     return [
         {

@@ -69,7 +69,7 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
 def _not_remembered(
     using: str, since: dt.datetime, now: dt.datetime
 ) -> Counter[tuple[dt.datetime, str]]:
-    """Count the rows of all periods since `since`, which have no stored counts. Cache
+    """Count the rows of the periods from `since` on, which have no stored counts. Cache
     the counts of finished periods in this process."""
     known: Counter[tuple[dt.datetime, str]] = Counter()
     begin, end, counts = _unstored.get(using, (now, now, known))

@@ -30,10 +30,10 @@ class Known:
 
 def as_json() -> list[dict[str, Any]]:
     """Return the messages that handlers of this process are processing, as JSON for the
-    worker's row, each with the seconds that its handler has run so far.
+    worker's row. Each has its duration so far, in seconds.
 
-    The reader computes a handler's start: it subtracts these seconds from the time of
-    the heartbeat, which comes from the database's clock.
+    The time of the heartbeat comes from the database's clock. To get a start time, the
+    reader subtracts the duration from the time of the heartbeat.
     """
     now = time.monotonic()
     return [

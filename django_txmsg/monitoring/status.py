@@ -345,8 +345,8 @@ def _find_consumers(status: Status) -> None:
 
 
 def consumers_of_queues() -> dict[str, list[str]]:
-    """Return the queues from which the stages declared here would receive with the
-    embedded broker, and for each queue the names of its stages."""
+    """Map each queue to the names of the stages declared here that consume it. The
+    queues have the names that they would have on the embedded broker."""
     found: dict[str, list[str]] = {}
     for one in all_stages():
         queue = queue_name(one.destination, one.subscriber)

@@ -318,8 +318,8 @@ def _lane(using: str, broker: str) -> Iterator[Lane]:
 
 
 def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
-    """Make each row that becomes due before `until` due earlier, by `ahead`. The rows
-    keep their order."""
+    """Subtract `ahead` from the due time of each row, if the due time is between now
+    and `until`. The rows keep their order."""
     for alias in aliases:
         later = Q(due_at__gt=Now(), due_at__lte=until)
         earlier = F("due_at") - ahead

@@ -49,8 +49,8 @@ class Peer:
     ) -> None:
         """Use an accepted socket. ``number`` is the number of the connection, from 1.
 
-        ``handler`` creates the handler of frames. ``on_end`` is called at the end of
-        the connection.
+        ``handler`` creates the object that answers the client's frames. ``on_end`` is
+        called at the end of the connection.
         """
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:

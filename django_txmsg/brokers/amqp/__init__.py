@@ -1,6 +1,6 @@
 """Hops 4 to 6 on RabbitMQ over AMQP 0-9-1, with py-amqp.
 
-py-amqp does the handshake and encodes AMQP's methods. This package implements
-publishing, deliveries and confirms itself, because throughput depends on them. A single
-write or read can contain many messages.
+py-amqp does the handshake and encodes AMQP's methods. For more throughput, this package
+itself implements publishing, deliveries and confirms, so that a single write or read
+can contain many messages.
 """
