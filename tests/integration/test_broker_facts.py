@@ -70,8 +70,8 @@ def send(
     headers: Mapping[str, str] | None = None,
     **more: str,
 ) -> None:
-    """Send a SEND frame. `more` are further headers. Without `headers`, the message is
-    persistent."""
+    """Send a SEND frame. Unless `headers` are given, the message is persistent. `more`
+    are further headers."""
     chosen = STORED if headers is None else headers
     client.send("SEND", {"destination": destination, **chosen}, body, **more)
 

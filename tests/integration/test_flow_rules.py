@@ -202,7 +202,7 @@ def late() -> Iterator[list[uuid.UUID | None]]:
 
 
 def begun(number: int = 1) -> Run:
-    """Start a run. It has stored its request, which is not relayed yet."""
+    """Start a run. The run has stored its request, which is not relayed yet."""
     with transaction.atomic():
         run = start(Obedient, Ruled(number), key=str(number))
     ship()

@@ -1,4 +1,4 @@
-"""A turn of a run costs the same with many waiting runs, sleeps and branches as with
+"""A turn of a run takes as long with many waiting runs, sleeps and branches as with
 few."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`@stage(..., timeout=)`: a handler's query is cancelled, and the attempt fails."""
+"""`@stage(..., timeout=)`: after this time, a handler's query is cancelled, and the
+attempt fails."""
 
 from __future__ import annotations
 

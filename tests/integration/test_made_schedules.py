@@ -32,8 +32,8 @@ URL = "/admin/django_txmsg/schedule/"
 
 @pytest.fixture(autouse=True)
 def _nothing_leaves_by_itself(impatient: None) -> None:
-    """Use settings without a thread that dispatches after commits, because it would
-    outlive its test."""
+    """Use settings without a thread that dispatches after commits, because the thread
+    would outlive its test."""
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ MINUTE = dt.timedelta(minutes=1)
 
 @pytest.fixture(autouse=True)
 def _nothing_leaves_by_itself(impatient: None) -> None:
-    """Use settings without a thread that dispatches after commits, because it would
-    outlive its test."""
+    """Use settings without a thread that dispatches after commits, because the thread
+    would outlive its test."""
 
 
 class Clock:

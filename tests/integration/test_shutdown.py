@@ -1,4 +1,4 @@
-"""A process that stops finishes the messages in progress, and starts no others."""
+"""A stopping process finishes the messages in progress, and starts no others."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ class Life(RuleBasedStateMachine):
 
     @rule(target=sent, claim=consumes(claims), receipt=st.booleans())
     def send(self, claim: tuple[uuid.UUID, list[Claimed]], receipt: bool) -> object:
-        """Send the batch. Without `receipt`, the receipt is lost, so the relay never
-        settles these rows."""
+        """Send the batch. If `receipt` is false, the broker's receipt is lost, so the
+        relay never settles these rows."""
         token, rows = claim
         with get_broker("default").open() as session:
             session.send(

@@ -223,8 +223,8 @@ class Program:
             self.world.rows.append(Row(message.id))
 
     def _send_again(self, which: int) -> None:
-        """Send a message with an id that was used before. It is refused, unless its row
-        was rolled back."""
+        """Send a message with an id that was used before. If a row has this id, the
+        message is refused."""
         message_id = self._one_of_the_sent(which)
         if any(row.id == message_id for row in self.world.rows):
             with pytest.raises(DuplicateMessage):

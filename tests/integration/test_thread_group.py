@@ -96,8 +96,8 @@ def test_all_threads_of_a_group_end_with_the_first_error() -> None:
 
 
 def hook() -> None:
-    """Let a user's receiver of a signal raise an exception, which ends the thread that
-    the test names."""
+    """Connect a receiver to the signal that the test names. The receiver raises an
+    exception that ends its thread."""
 
     def receiver(**_: Any) -> None:
         raise GeneratorExit

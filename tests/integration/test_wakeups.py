@@ -309,7 +309,7 @@ def test_a_forked_process_sends_its_own_notifications() -> None:
 def pooled(
     pgbouncer: services.PgBouncer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """The alias `other` leads to the same database, through a pooler in transaction
+    """Connect the alias `other` to the same database, through a pooler in transaction
     mode."""
     given = {
         **connections.databases["default"],
@@ -327,8 +327,8 @@ def _listens() -> bool:
 
 
 def checked() -> list[str]:
-    """Run the database checks in another thread, and return the ids of their
-    messages."""
+    """Run the database checks in another thread, and return the ids of the problems
+    that they report."""
     found: list[str] = []
 
     def ask() -> None:

@@ -152,7 +152,8 @@ class Groups(RuleBasedStateMachine):
             actor.end(end.removeprefix("wait, "))
 
     def store(self) -> None:
-        """Handle a short request. If no control group is open, this opens one."""
+        """Handle a short request. The request opens a control group, unless one is
+        open."""
         short = self.actors[2]
         short.begin()
         short.do(send, "")

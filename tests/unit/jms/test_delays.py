@@ -1,5 +1,5 @@
-"""Delayed sends, with a broker's scheduler, or with messages that expire in a queue
-without consumers."""
+"""Delayed messages, through a broker's scheduler, or through expiry in a queue without
+consumers."""
 
 from __future__ import annotations
 

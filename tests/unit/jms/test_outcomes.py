@@ -1,4 +1,5 @@
-"""No send completes before its receipt. Each error is reported once, in one place."""
+"""No sent message completes before its receipt arrives. Each error is reported once, in
+one place."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ Connect = Callable[..., jms.Connection]
 
 
 class Trier:
-    """A listener whose callback calls a function, and keeps the exception that it
-    raises."""
+    """A listener whose callback calls a function, and keeps the exception that the
+    function raises."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
