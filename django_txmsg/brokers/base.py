@@ -179,8 +179,8 @@ class Broker(abc.ABC):
     """The address of a message server, under an alias.
 
     A broker is thread-safe. It holds no connection and no other object that is unsafe
-    after a fork. Many sessions can be open at once. A subclass sets the attributes,
-    which declare the broker's abilities, in its body or in `__init__`.
+    after a fork. Many sessions can be open at once. The attributes declare the broker's
+    abilities. A subclass sets them in its body or in `__init__`.
     """
 
     #: The alias of the Django database in which it stores its messages, or None for a
@@ -253,7 +253,7 @@ LONGEST_GROUP = 1.0
 
 
 def acknowledges_now(gathered: int, *, prefetch: int, since: float) -> bool:
-    """Return whether a consumer must now send the acknowledgements that it has
+    """Return True if a consumer must now send the acknowledgements that it has
     gathered. `since` is the monotonic time of its last acknowledgement.
 
     A busy consumer acknowledges in groups. A crash then causes more duplicates. A slow

@@ -1,7 +1,7 @@
 """Hop 4 for Celery: sends task messages to the broker of a Celery app.
 
 The URL `celery://module:app` names the app. kombu sends the messages. Celery's workers
-receive them, and no stage can.
+receive them. Stages cannot receive them.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class _Callables:
 
 
 def as_listener(listener: object) -> CompletionListener:
-    """Return a completion listener for ``listener``, which is a completion listener or
-    a pair ``(on_completion, on_exception)`` of callables.
+    """Return a completion listener. ``listener`` is such an object already, or a pair
+    ``(on_completion, on_exception)`` of callables.
 
     Raises ``ValueError`` for anything else, including ``None``.
     """

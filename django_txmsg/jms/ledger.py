@@ -58,8 +58,8 @@ class Owner(Protocol):
 
 class Pending:
     """A frame that waits for its receipt. Subclasses handle the outcome in
-    ``on_settled``. (A callback instead would create a reference cycle for each
-    send.)"""
+    ``on_settled``. (If each send passed a callback instead, it would create a reference
+    cycle.)"""
 
     __slots__ = (
         "deadline", "error", "owner", "receipt", "sequence", "since", "state",
@@ -186,8 +186,8 @@ class Ledger:
         unknown id is ignored.
 
         With ``names_receipts``, the broker leaves out the id only for a frame that
-        asked for no receipt. An ERROR without an id then makes every transaction fail
-        that may have written this frame.
+        asked for no receipt. After an ERROR without an id, every transaction that may
+        have written this frame fails.
 
         Without ``names_receipts``, the broker may leave out the id for any frame. If
         only one frame is unanswered, the ERROR rejects this frame. If all unanswered

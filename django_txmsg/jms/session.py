@@ -116,7 +116,7 @@ class Session(SendingSession):
         not raised:
 
         - ``None``: the broker has stored the message;
-        - ``SendRejectedError``: the broker refused the message for good;
+        - ``SendRejectedError``: the broker refused the message permanently;
         - ``SendOutcomeUnknownError``: send the message again with the same id;
         - ``SendHeldBackError``: an earlier message of the same key is not stored, so
           this message was not sent.

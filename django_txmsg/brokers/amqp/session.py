@@ -234,7 +234,7 @@ class Subscription:
         )
 
     def _came_before(self, table: Mapping[str, Any]) -> bool:
-        """Return whether a message was delivered before, according to its headers. The
+        """Return True if the headers show that a message was delivered before. The
         broker counts deliveries that come back to a queue, and records messages that
         the queue has dead-lettered."""
         count = table.get("x-delivery-count")

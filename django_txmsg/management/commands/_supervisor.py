@@ -47,12 +47,12 @@ def is_child() -> bool:
 
 
 def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
-    """Start a child process that runs this process's command.
+    """Start a child process that runs this process's command. Call this in the main
+    thread.
 
     `pipe` is the read end of a pipe to which this process never writes. When this
-    process dies, the pipe closes, and the child detects that. The child inherits the
-    environment variables, and gets those in `environment` too. Call this in the main
-    thread.
+    process dies, the pipe closes, and the child detects that. The child gets the
+    environment variables of this process and those in `environment`.
     """
     # A terminal's Ctrl-C reaches both, and the child must get it only once, from its
     # parent. A process group of its own would keep a debugger from the keyboard. A
