@@ -375,8 +375,8 @@ def _since(waiting: Waiting, now: dt.datetime) -> str:
 
 
 def _late(places: Mapping[str, Waiting]) -> str:
-    """Return the names of the places with overdue messages, as text, the place with the
-    most overdue messages first."""
+    """Return the names of the places with overdue messages, as text. The place with the
+    most overdue messages comes first."""
     late = sorted(
         ((one.overdue, name) for name, one in places.items() if one.overdue),
         key=lambda pair: (-pair[0], pair[1]),

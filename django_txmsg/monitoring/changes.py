@@ -1,4 +1,4 @@
-"""What changed in the last day: versions that began, actions of operators, and the
+"""What changed in the last day: new versions of the code, actions of operators, and the
 first dead letter of each error."""
 
 from __future__ import annotations

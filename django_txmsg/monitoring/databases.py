@@ -31,8 +31,8 @@ def in_use() -> dict[str, str]:
 
 
 def with_tables() -> list[str]:
-    """Return the databases in use in which migrations create our tables. The outbox's
-    database comes first."""
+    """Of the databases in use, return those in which migrations create our tables. The
+    outbox's database comes first."""
     return [
         alias
         for alias in in_use()

@@ -76,9 +76,9 @@ class Gauges:
         self.set(f"{kind}_oldest_due_age_seconds", max(age, 0.0), **labels)
 
     def line(self, place: Place, now: dt.datetime, /, **labels: str) -> None:
-        """Set the gauges for an ordered stage: its blocked messages, their bytes and
-        the age of the oldest in seconds, the held keys, and whether the stage is
-        full."""
+        """Set the gauges for an ordered stage: the number of its blocked messages,
+        their size in bytes, the age of the oldest in seconds, the number of held keys,
+        and whether the stage is full."""
         line = place.line
         age = (now - line.since).total_seconds() if line.since else 0.0
         self.set("stage_blocked", line.count, **labels)

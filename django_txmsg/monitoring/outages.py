@@ -2,7 +2,7 @@
 that a process cannot use.
 
 With each heartbeat, a process writes its outages into its row. The overview,
-`message_status` and the health view read them here.
+`message_status` and the health view read the outages through this module.
 """
 
 from __future__ import annotations

@@ -123,9 +123,9 @@ def _first_hour(now: dt.datetime) -> dt.datetime:
 def _remembered(
     using: str, first: dt.datetime
 ) -> tuple[dict[tuple[dt.datetime, str], int], dt.datetime]:
-    """Return the stored counts of all periods before the first one without a stored
-    count. Also return the start of that one. The caller must count the rows from then
-    on."""
+    """Return the stored counts of all periods before the first period without a stored
+    count. Also return the start of that period. The caller must count the rows from
+    then on."""
     counts: dict[tuple[dt.datetime, str], int] = {}
     starts = set()
     for start, series, count in (

@@ -1,8 +1,9 @@
 """The subscriptions to topics of the embedded broker, and whether their stages still
 exist.
 
-A subscription receives a copy of each message until an operator removes it. If its
-stage was renamed or removed, its queue grows without limit.
+A subscription receives a copy of each message until an operator removes the
+subscription. If its stage was renamed or removed, the subscription's queue grows
+without limit.
 """
 
 from __future__ import annotations

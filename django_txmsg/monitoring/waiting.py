@@ -176,11 +176,12 @@ def places_sql(
     table: str, columns: tuple[str, ...], rule: Rule, first: str = ""
 ) -> str:
     """Return a CTE `places (id)` that selects the id of one row for each place. A place
-    is a combination of values in `columns`. Only rows that satisfy the rule count. With
-    `first`, the CTE selects the row with the lowest value in that column.
+    is a combination of values in `columns`. Rows that do not satisfy the rule are
+    ignored. With `first`, the CTE selects the row with the lowest value in that column.
 
     An index must begin with these columns. PostgreSQL then reads one index entry per
-    place, so a place with many rows costs no more than a place with one."""
+    place, so a place with many rows costs no more than a place with one.
+    """
     place = ", ".join(columns)
     order = f", {first}" if first else ""
     after = ", ".join(f"n.{name}" for name in columns)

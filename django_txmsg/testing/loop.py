@@ -1,4 +1,4 @@
-"""The only thread of the scripted broker, which waits for sockets and timers.
+"""The scripted broker's only thread. It waits for sockets and timers.
 
 The thread holds the broker's lock while it handles a frame or a timer. Every public
 method of the broker takes this lock, so a test never sees a frame that is only partly
