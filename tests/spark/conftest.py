@@ -25,8 +25,8 @@ from .log import Log
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: The JVM compiles for minutes of work, not for days: halves the time of the suite.
-JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+#: Spark's settings for every JVM of the tests, those of their processes among them.
+CONF = Path(__file__).parent / "conf"
 
 
 def since_pyspark(*version: int) -> pytest.MarkDecorator:
@@ -44,8 +44,10 @@ analyzes = since_pyspark(4, 1, 2)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignore warnings that earlier PySpark releases cause. These releases leave sockets
-    open after collecting rows, and use time zones that pandas deprecates."""
+    """Set Spark's settings, and ignore warnings that earlier PySpark releases cause.
+    These releases leave sockets open after collecting rows, and use time zones that
+    pandas deprecates."""
+    os.environ["SPARK_CONF_DIR"] = str(CONF)
     if installed() < (4, 2):
         os.environ.setdefault("PYARROW_IGNORE_TIMEZONE", "1")
         config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")
@@ -80,7 +82,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
             "spark.ui.enabled": "false",
             "spark.sql.shuffle.partitions": "2",
             "spark.sql.warehouse.dir": str(warehouse),
-            "spark.driver.extraJavaOptions": JAVA_OPTIONS,
             "spark.ui.showConsoleProgress": "false",
         },
     )

@@ -19,7 +19,6 @@ from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.session import build
 from django_txmsg.spark.spec import LakeSpec, SourceSpec
 from tests.spark.archives import OVERLAPPING, SMALL
-from tests.spark.conftest import JAVA_OPTIONS
 
 #: Steps that come only where a row has changed while its batch was on the way.
 DIFFERING = ("settled", "amending", "amended")
@@ -27,10 +26,7 @@ DIFFERING = ("settled", "amending", "amended")
 
 def main(plan: list[dict[str, Any]]) -> None:
     """Let every archive reach its step, and then kill the process group."""
-    spark = build(
-        "kill",
-        {"spark.master": "local[2]", "spark.driver.extraJavaOptions": JAVA_OPTIONS},
-    )
+    spark = build("kill", {"spark.master": "local[2]"})
     arrived = threading.Semaphore(0)
 
     def run(one: dict[str, Any]) -> None:

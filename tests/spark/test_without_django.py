@@ -43,7 +43,7 @@ from tests.spark.archives import (
     hashes_in,
     hashes_of_lake,
 )
-from tests.spark.conftest import JAVA_OPTIONS, ROOT
+from tests.spark.conftest import CONF, ROOT
 from tests.spark.log import Log
 
 PACKAGE = Path(django_txmsg.__file__).parent
@@ -340,8 +340,6 @@ def cluster(tmp_path: Path) -> Iterator[str]:
 
 SETTINGS = {
     "spark.driver.host": "127.0.0.1",
-    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
-    "spark.executor.extraJavaOptions": JAVA_OPTIONS,
     "spark.executor.memory": "512m",
     "spark.sql.shuffle.partitions": "2",
     "spark.ui.enabled": "false",
@@ -416,7 +414,8 @@ def test_a_real_cluster_runs_what_is_printed_with_the_package_as_a_zip(
     lake = LakeSpec(f"file://{tmp_path}/lake")
     events = tmp_path / "events"
     events.mkdir()
-    lines = [f"{name} {value}" for name, value in SETTINGS.items()]
+    lines = (CONF / "spark-defaults.conf").read_text().splitlines()
+    lines += [f"{name} {value}" for name, value in SETTINGS.items()]
     lines.append(f"spark.eventLog.dir file://{events}")
     # No task before both are there: on a busy machine the first could do all of it.
     lines += ["spark.cores.max 2", "spark.scheduler.minRegisteredResourcesRatio 1.0",
