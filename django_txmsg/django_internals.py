@@ -72,8 +72,7 @@ def is_broken(connection: Any) -> bool:
 
 def _rolled_back_by_sqlite(connection: Any) -> bool:
     """Return whether SQLite has rolled back the open transaction by itself, as it does
-    if the disk is full. Statements that follow would be committed at once, one by
-    one."""
+    if the disk is full. Any further statement would then be committed by itself."""
     raw = connection.connection
     begun = connection.in_atomic_block and not connection.autocommit
     return bool(
@@ -132,8 +131,8 @@ def refuses_durable(error: BaseException) -> bool:
 
 
 def hear_rollbacks(connection: Any, hear: Callable[[bool], None]) -> Callable[[], None]:
-    """Call `hear` at each `set_rollback()` of the current innermost block, with the
-    same argument. Returns a function that ends these calls."""
+    """Call `hear` at each `set_rollback()` in the current innermost block, with the
+    argument of `set_rollback()`. Returns a function that ends these calls."""
     usual, level = connection.set_rollback, len(connection.atomic_blocks)
     before = connection.__dict__.get("set_rollback")
 
@@ -163,8 +162,9 @@ def under_savepoint(connection: Any, name: str) -> Iterator[None]:
 
 
 def last_hook(connection: Any) -> Callable[[], object] | None:
-    """Return the last registered hook, if it was registered under the currently open
-    savepoints. A rollback that drops the next hook then also drops this hook."""
+    """Return the last registered hook if it was registered under the currently open
+    savepoints, else None. Any rollback that would drop a hook registered now also drops
+    the returned hook."""
     for savepoints, hook, *_ in connection.run_on_commit[-1:]:
         if connection.in_atomic_block and savepoints == set(connection.savepoint_ids):
             return hook  # type: ignore[no-any-return]  # Django has no types here

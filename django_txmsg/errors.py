@@ -138,8 +138,9 @@ class DispatchUnknown(BrokerError):
 
     `hung_up` is True if the broker ended the connection, as some brokers do when they
     refuse a message. The messages of the batch are then sent one by one. If the broker
-    hangs up on a single message, that counts as the message's failed attempt. If the
-    broker only does not answer, the whole broker is paused, and no attempt is counted.
+    hangs up on a single message, that counts as a failed attempt of the message. If
+    `hung_up` is False, the broker only did not answer: then the whole broker is paused,
+    and no attempt is counted.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ STATES = ("ok", "late", "degraded", "stuck")
 
 @dataclass(frozen=True)
 class Health:
-    """How long messages of each kind have been due, how many relays and consumers are
-    alive, and further numbers."""
+    """The state of the messages and processes: how long messages of each kind have been
+    due, how many relays and consumers are alive, and further numbers."""
 
     oldest: dict[str, dt.timedelta]
     workers: dict[str, int]

@@ -91,8 +91,8 @@ _EVENTS = {
 
 
 def announced(signal: Signal) -> bool:
-    """Return whether this event is logged or has a receiver. Otherwise callers need not
-    collect its arguments."""
+    """Return whether this event is logged or has a receiver. If not, the caller need
+    not collect the event's arguments."""
     return bool(signal.receivers) or log.isEnabledFor(_EVENTS[signal][1])
 
 

@@ -97,8 +97,8 @@ class Stage:
         return self._definition is not None
 
     def resolved(self) -> Stage:
-        """Return a copy of the stage whose redelivery policy and transaction are fixed.
-        So all steps of a message use the same values."""
+        """Return a copy of the stage with a fixed redelivery policy and transaction, so
+        that all steps of a message's processing use the same values."""
         assert self.reader is None or self.reader  # a missing codec is an error at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
 

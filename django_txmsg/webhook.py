@@ -51,8 +51,8 @@ def alert_message(
     summary: str,
     **facts: Any,
 ) -> dict[str, Any]:
-    """Return the message about the beginning or the end of an alert. Both messages have
-    the same id."""
+    """Return the message about the start or the end of an alert. Both messages of an
+    alert have the same id."""
     began = since.astimezone(dt.timezone.utc).isoformat() if since else ""
     place, status = f"{service}/{name}", "firing" if firing else "resolved"
     return {

@@ -60,7 +60,7 @@ _NAMES = frozenset({REPLY_TO, TICKET, FLOW, HOP, UNDOES})
 
 
 def of_conversation(name: str) -> bool:
-    """Return whether this is a header of a conversation, which all its messages
+    """Return whether this is one of the headers that all messages of a conversation
     have."""
     return name in _NAMES or name.startswith(PROP)
 
@@ -140,8 +140,8 @@ def is_control(destination: str) -> bool:
 
 
 def task_destination(service: str, backend: str) -> str:
-    """Return the destination of a backend's tasks. With a queue name appended, it is
-    the destination of that queue."""
+    """Return the destination of a backend's tasks. The destination of one queue is this
+    text followed by the queue's name."""
     return f"{service}{OF_TASKS}{backend}"
 
 
@@ -367,8 +367,8 @@ def _instant(text: str | None) -> dt.datetime | None:
 def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
     """Return the predecessor of a message in the order of its key: the predecessor's
     id, and its place in the order. None if the header is missing or unreadable. Also
-    None if a message from another system names itself, because that message could never
-    run."""
+    None if a message from another system names itself as its predecessor: it would wait
+    for itself for ever."""
     before, _, at = headers.get(AFTER, "").partition(";at=")
     try:
         instant, found = parse_instant(at), uuid.UUID(before)

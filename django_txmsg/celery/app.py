@@ -68,8 +68,8 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         )
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Call the task. Its message is stored in the outbox and sent after the commit,
-        even after a crash."""
+        """Call the task. Its message is stored in the outbox, and sent after the commit
+        even if the process dies."""
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:

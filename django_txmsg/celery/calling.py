@@ -90,8 +90,8 @@ class _Patience:
         backend.iter_native = self.iter_native
 
     def on_task_call(self, producer: Any, task_id: str) -> Any:
-        """Call the backend's own method. Do nothing if the task's message is kept for
-        the outbox."""
+        """Call the backend's own method, unless the task's message is kept for the
+        outbox."""
         return {} if hasattr(producer, "published") else self._call(producer, task_id)
 
     def add_pending_result(self, result: Any, **options: Any) -> Any:
@@ -320,8 +320,8 @@ def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
 
 
 def _place(connection: kombu.Connection) -> tuple[Any, ...]:
-    """Return the parts of a connection's URL that identify the broker. The user name is
-    not one of them."""
+    """Return the parts of a connection's URL that identify the broker, without the user
+    name."""
     info = connection.info()
     place = [info[key] for key in ("transport", "hostname", "port", "virtual_host")]
     if "redis" in place[0]:
@@ -330,8 +330,8 @@ def _place(connection: kombu.Connection) -> tuple[Any, ...]:
 
 
 def _derived(current: Scope) -> uuid.UUID:
-    """Return the id of a task that a stage or a OnceTask calls. The id is the same in
-    each attempt of the stage or OnceTask."""
+    """Return the id for a task that a stage or a OnceTask calls. Each attempt of the
+    stage or OnceTask derives the same id."""
     assert current.cause is not None
     service = conf.get().SERVICE
     ordinal = next(current.ordinals)

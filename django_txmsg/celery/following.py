@@ -59,8 +59,8 @@ def publish(app: Any, publications: Sequence[Publication]) -> None:
 
 
 def close() -> None:
-    """Close this thread's session. In a forked child, only forget the session, because
-    it belongs to the parent."""
+    """Close this thread's session. In a forked child, only discard the object, because
+    the session belongs to the parent."""
     kept, _open.kept = getattr(_open, "kept", None), None
     if kept is not None and kept[0][0] == os.getpid():
         kept[1].close()
@@ -82,8 +82,8 @@ def _session(app: Any) -> tuple[CelerySession, bool]:
 # Celery creates the id of a link when it calls the link: a copy of the task would call
 # it under another id, and the link's work would be done twice.
 def cause_of(request: Any) -> str:
-    """Return the text from which the ids of a task's links are derived. In Celery, a
-    task and its replacement have the same id. Their texts differ."""
+    """Return the text from which the ids of a task's links are derived. In Celery a
+    task and its replacement have the same id, but these texts differ."""
     return f"celery/{request.id}/{request.replaced_task_nesting or 0}"
 
 

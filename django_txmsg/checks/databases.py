@@ -1,6 +1,6 @@
-"""Checks of databases: pools that are too small for the threads of one process, poolers
-that do not forward notifications, and open runs of flows that this code cannot
-continue."""
+"""Checks of databases. They find pools that are too small for the threads of one
+process, poolers that do not forward notifications, and open runs of flows that this
+code cannot continue."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def size_of(pool: Any) -> int:
 
 
 def consumer(alias: str) -> int:
-    """Return how many threads of a consumer that runs all stages can use a connection
-    to this database at the same time."""
+    """Return how many threads of one consumer can use a connection to this database at
+    the same time, if the consumer runs all stages."""
     settings = conf.get()
     embedded = [name for name in settings.BROKERS if _works_in(name, alias)]
     need = 1 + 1 + 1  # its main thread, bulk operations, leases
@@ -142,8 +142,9 @@ def check_notifications(aliases: Sequence[str]) -> Iterator[CheckMessage]:
 
 
 def check_runs(asked: Sequence[str]) -> Iterator[CheckMessage]:
-    """Report open runs of flows if this code lacks their flow, their step or a type.
-    Such a run is not lost: it waits for code that has what is missing."""
+    """Report open runs of flows that this code cannot continue, because it lacks their
+    flow, their step or a type. Such a run is not lost: it waits until code with the
+    missing part runs."""
     known = {one.name: one for one in declarations()}
     for using in databases.with_tables():
         if using not in asked:

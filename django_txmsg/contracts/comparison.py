@@ -1,7 +1,7 @@
 """Breaking changes of the contract.
 
-There are two kinds of breaking changes. New code cannot read messages that are already
-on their way. Or old code, of other services or of running processes, cannot read new
+A change is breaking in two cases: new code cannot read messages that are already on
+their way, or old code (of other services or of running processes) cannot read new
 messages. This module also finds rows that still wait for a destination or a type which
 the contract no longer has.
 """
@@ -140,7 +140,8 @@ def _last(pointer: str) -> str:
 
 
 def waiting(committed: Contract, current: Contract, using: str) -> Iterator[Change]:
-    """Yield each removed entry of the contract for which rows still wait."""
+    """Yield each entry that the contract no longer has although rows still wait for
+    it."""
     now = current["channels"]
     for channel in committed.get("channels", {}):
         if channel not in now:

@@ -72,8 +72,9 @@ Contract = dict[str, Any]
 def build(committed: Contract | None = None) -> Contract:
     """Return the contract of all stages and destinations that this process declares.
 
-    `committed` is the previous contract: a comparison shows which old versions can read
-    a new version. Raises ConfigurationError if no codec handles a type.
+    `committed` is the previous contract. Its schemas show which old versions of a type
+    can read the type's new version. Raises ConfigurationError if no codec handles a
+    type.
     """
     return _Builder(committed or {}).build()
 
@@ -210,8 +211,8 @@ def _pointer(*names: str) -> str:
 
 
 def _rooted(schema: Any, within: str, was: str = "#") -> Any:
-    """Return the schema with its references rewritten: they begin with `within` instead
-    of `was`, so that they are valid in the whole document."""
+    """Return a schema whose references begin with `within` instead of `was`, so that
+    they are valid in the whole document."""
     if isinstance(schema, dict):
         return {
             key: within + value.removeprefix(was)

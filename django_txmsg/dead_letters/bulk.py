@@ -50,8 +50,8 @@ PAUSE = 0.5
 
 
 def died_again(operation: BulkOperation, using: str) -> int:
-    """Return how many messages that the operation redelivered have died again. A
-    message counts even if it died because of another error."""
+    """Return how many of the messages that the operation redelivered have died again,
+    of the same error or of another one."""
     filters = {name: operation.filter[name] for name in operation.filter.keys() & _KEPT}
     letters = selection.filtered(filters, using=using).filter(
         pk__lte=operation.cursor,
@@ -83,9 +83,9 @@ def unsettled(operation: BulkOperation, using: str) -> bool:
 
 
 def most(operation: BulkOperation, back: int) -> int:
-    """Return the size limit of the operation's next batch. `back` is how many messages
-    have died again. Until a message has succeeded, a batch is just large enough to stop
-    the operation if all its messages die."""
+    """Return the largest size of the operation's next batch. `back` is how many
+    messages have died again. As long as no message has succeeded, the batch is only so
+    large that the operation stops if the whole batch dies."""
     assert operation.tolerates is not None
     if operation.done > back:
         return STEPS[-1] * 10
@@ -93,8 +93,8 @@ def most(operation: BulkOperation, back: int) -> int:
 
 
 def next_step(step: int, batch: list[DeadLetter], tally: Tally) -> dict[str, Any]:
-    """Return the columns to store after a batch: the messages whose outcome the next
-    batch waits for, and the size of that batch."""
+    """Return the columns to store after `batch`: the messages whose outcome the next
+    batch must wait for, and the size of the next batch."""
     watched = [one.pk for one in batch if one.pk not in tally.skipped]
     if step > STEPS[-1]:
         return {"watched": []}
@@ -160,13 +160,13 @@ def start(
 ) -> BulkOperation:
     """Request the operation `kind` for all rows that match now. No row is changed yet.
 
-    `rate` limits the rows per second. Messages that die later are not included. With
-    `shown`, only the rows that the operator was shown are included. Raises Changed if
-    one of the shown rows no longer matches.
+    `rate` limits the rows per second. Messages that die after this call are not
+    included. If `shown` is given, only the rows that the operator was shown are
+    included, and Changed is raised if one of these no longer matches.
 
-    With `tolerates`, a redelivery begins with one message, then 10, then 100, then the
-    rest. Each batch waits for the outcome of the batch before. The operation stops
-    itself when more than `tolerates` messages have died again.
+    If `tolerates` is given, a redelivery takes one message first, then 10, then 100,
+    then the rest. Each batch waits for the outcome of the batch before. The operation
+    stops itself when more than `tolerates` messages have died again.
     """
     if wrong := dead_letters.wrong_rate(rate):
         raise TxmsgError(wrong)
@@ -234,10 +234,10 @@ def finish(
     patience: float | None = None,
     on_batch: Callable[[BulkOperation], None] | None = None,
 ) -> BulkOperation:
-    """Execute one operation until it ends, for at most `patience` seconds. Other
-    processes may execute some of its batches.
+    """Execute one operation until it ends, is paused, or `patience` seconds have
+    passed. Other processes may execute some of its batches.
 
-    Returns the operation, which has ended, is paused, or is still running.
+    Returns the operation in its present state.
     """
     using = operation._state.db or "default"
     deadline = None if patience is None else time.monotonic() + patience

@@ -141,9 +141,10 @@ _BATCH = 100
 
 
 def bury_unread(using: str, stage: str = "") -> int:
-    """Bury the parked messages that need newer code, of `stage` or of all stages, in
-    transactions of limited size. Returns the number of buried messages. If an operator
-    redelivers such a message, it waits for the newer code again."""
+    """Bury the messages of `stage`, or of all stages, that are parked because they need
+    newer code. Each transaction has a limited size. Returns the number of buried
+    messages. If an operator redelivers such a message, it waits for the newer code
+    again."""
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))

@@ -138,9 +138,9 @@ def _known(
 
 
 def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
-    """Return the stages that park their messages in this database: stages that this
-    service declares for the database, and stages of live processes that run other
-    code."""
+    """Return the names of the stages that park their messages in this database. These
+    are the stages that this service declares for the database, and undeclared stages
+    that live processes run."""
     declared = {one.name: one.definition.using for one in all_stages()}
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):

@@ -167,12 +167,13 @@ class Shown:
         return f"{self.count}.{self.up_to}.{self.as_of}"
 
     def before(self, filters: Mapping[str, Any]) -> str:
-        """Return a time that is later than the death of every shown dead letter."""
+        """Return the filter `before` for the shown dead letters: all of them died
+        earlier than this time."""
         given = filters.get("before", self.as_of)
         return min((self.as_of, str(given)), key=_instant)
 
     def bound(self, rows: QuerySet[Any]) -> QuerySet[Any]:
-        """Return the shown rows that still match."""
+        """Return those of `rows` that the page showed to the operator."""
         return rows.filter(pk__lte=self.up_to, created_at__lt=_instant(self.as_of))
 
     def insist(self, rows: QuerySet[Any]) -> QuerySet[Any]:

@@ -1,8 +1,8 @@
 """The stored form of an exception: its text, its traceback, and a fingerprint by which
 failures are grouped.
 
-An exception's text, cause, notes and even class name may come from code that raises.
-The failure is still recorded. Pure: no Django, no I/O.
+Reading an exception's text, cause, notes or even class name may call code of the
+application that raises. The failure is recorded even then. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class Failure:
 
     @classmethod
     def because(cls, reason: str, detail: str) -> Failure:
-        """Return a failure without an exception, for a decision of this package or of
-        the broker. The fingerprint combines the reason with the text, in which numbers
-        and ids are left out. So all refusals of one kind have the same fingerprint."""
+        """Return the stored form of a failure without an exception: this package or the
+        broker has decided that the message fails. The fingerprint combines the reason
+        with the text, in which numbers and ids are left out. So all refusals of one
+        kind have the same fingerprint."""
         same = _VARIABLE.sub("#", _clean(detail)[:MAX_EXCEPTION].lower())
         digest = hashlib.sha256(f"2|{reason}|{same}".encode()).hexdigest()
         return cls(_cut(_clean(detail), MAX_EXCEPTION), "", digest[:16])
@@ -76,9 +77,9 @@ def class_name(error: BaseException) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether the error is a KeyboardInterrupt of Ctrl-C. Python raises this
-    interrupt only in the main thread. In any other thread, application code has raised
-    the KeyboardInterrupt, so the error is an ordinary failure."""
+    """Return whether the error is the KeyboardInterrupt of a Ctrl-C. Python raises it
+    only in the main thread. In any other thread, application code has raised the
+    KeyboardInterrupt, so the error is an ordinary failure."""
     main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and main
 
@@ -114,9 +115,9 @@ def _bare_name(kind: type[BaseException]) -> str:
 
 
 def _from_the_application(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback that begins at the first frame of the application: this
-    package's frames before it are removed. If another library's frame comes first,
-    return the whole traceback."""
+    """Return a traceback without the frames of this package before the first frame of
+    the application. If a frame of another library comes before that frame, return the
+    whole traceback."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OURS):
         rest = rest.tb_next

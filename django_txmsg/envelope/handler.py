@@ -78,7 +78,7 @@ def is_coroutine(handler: Any) -> bool:
 
 
 def check(handler: Any, *, coroutine: bool = False) -> None:
-    """Raise ConfigurationError unless this can be a handler. A handler is a plain
+    """Raise ConfigurationError unless `handler` can be a handler. A handler is a plain
     function, or a coroutine function if `coroutine` is true. A call of a generator
     function, or of a coroutine function without `coroutine`, would run no code, and the
     message would still count as processed."""

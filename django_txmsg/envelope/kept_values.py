@@ -71,9 +71,9 @@ def _is_model(kind: type) -> bool:
 
 
 def _replaces_its_value(sent: Any) -> bool:
-    """Return whether a value can stand for its plain text or number. This is false for
-    a member of an Enum whose text differs from the member's value. Members of Django's
-    choices, IntEnum and StrEnum behave like their values."""
+    """Return whether a value behaves like its plain text or number. All values do,
+    except members of an Enum whose `str()` differs from their value. Members of
+    Django's choices, IntEnum and StrEnum behave like their values."""
     if not isinstance(sent, enum.Enum) or isinstance(sent, int):
         return True
     return isinstance(sent, str) and str(sent) == sent.value

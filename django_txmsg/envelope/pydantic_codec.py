@@ -290,8 +290,8 @@ class PydanticCodec(Codec):
         from pydantic.json_schema import GenerateJsonSchema
 
         class Telling(GenerateJsonSchema):
-            """Makes the schemas of two types differ if pydantic would give both the
-            same schema."""
+            """Adds what distinguishes two types for which pydantic alone would generate
+            the same schema."""
 
             def decimal_schema(self, schema: Any) -> Any:
                 found = super().decimal_schema(schema)

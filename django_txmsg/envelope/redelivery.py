@@ -133,8 +133,9 @@ class Dead:
 def decide(
     policy: RedeliveryPolicy, attempt: int, error: BaseException
 ) -> RedeliverAfter | Dead:
-    """Return what follows after `error` in attempt number `attempt` (from 1). If the
-    error is an exception group, each exception in the group counts."""
+    """Return what follows after attempt number `attempt` (from 1) has failed with
+    `error`. If the error is an exception group, the policy is applied to each exception
+    in the group."""
     errors = list(_flat(error))
     if any(isinstance(one, (Refuse, *policy.refuse_on)) for one in errors):
         return Dead("refused")

@@ -1,8 +1,8 @@
 """Checks whether code with one JSON Schema can read the bodies that code with another
 JSON Schema writes.
 
-Pure: no Django, no I/O. If the comparison is not sure, the result is "no": a wrong "no"
-costs a developer some time, whereas a wrong "yes" loses messages.
+Pure: no Django, no I/O. If the comparison cannot decide, the result is "no". A wrong
+"no" costs a developer some time, whereas a wrong "yes" loses messages.
 """
 
 from __future__ import annotations

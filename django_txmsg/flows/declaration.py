@@ -125,8 +125,7 @@ class Declaration:
         return next(taking, None)
 
     def name_of(self, method: object, of: object) -> str:
-        """Return the name of the step `method`, a bound method of the flow's object
-        `of`.
+        """Return the name of the step for `method`, a bound method of the object `of`.
 
         Raises ConfigurationError if `method` is not a step of that object.
         """

@@ -94,7 +94,8 @@ def begin(declared: Declaration, message: Message) -> None:
 
 
 def go_on(declared: Declaration, message: Message) -> None:
-    """Continue a run. The message was sent to the flow's destination `NAME.steps`."""
+    """Continue a run with a message that was sent to the flow's destination
+    `NAME.steps`."""
     given = message.conversation
     if wire.UNDOES in given:
         return _cancelled(declared, message)
@@ -201,7 +202,7 @@ def _cancelled(declared: Declaration, message: Message) -> None:
 
 
 class Going:
-    """A run while one message continues it. This object exists until the end of the
+    """A run that one message is continuing. This object exists until the end of the
     transaction."""
 
     def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
@@ -415,8 +416,8 @@ class Going:
         undoes: str = "",
         expires: dt.timedelta | None = None,
     ) -> Message:
-        """Store a message that continues this run. With `replies`, the answer to the
-        message continues the run."""
+        """Store a message with this run's ticket. With `replies`, the answer to the
+        message continues the run. Otherwise the message itself continues the run."""
         given = self._headers()
         given[wire.TICKET] = wire.ticket(self.run.run_id, turn)
         if undoes:
@@ -441,9 +442,10 @@ class Going:
         return given
 
     def _answered(self) -> None:
-        """Record that the run's request was executed. A requested flow may have
-        answered first, and may still be undoing its work. If this run cancels that flow
-        later, the cancellation waits for these undos."""
+        """Record that the run's request was executed. If the request went to a flow,
+        that flow may have answered before it has undone its own work. Should this run
+        cancel that flow later, the cancellation waits until that flow's undos are
+        confirmed."""
         if self.run.undos:
             rows = self._open_undos().filter(request_id=self.run.request_id)
             rows.update(answered=True)
@@ -621,8 +623,8 @@ _WRITTEN = (
 
 
 def _late(declared: Declaration, message: Message, run_id: uuid.UUID | None) -> None:
-    """Drop a message that arrived after its run had continued. Log that, and send the
-    signal `flow_late`."""
+    """Log a message that arrived after its run had continued, and send the signal
+    `flow_late`. The message has no other effect."""
     log.info(
         "flow %s: message %s arrived after run %s had continued, and is dropped",
         declared.name,
@@ -640,7 +642,8 @@ def _then(run: Run) -> str:
 
 
 def _back(message: Message) -> dict[str, str]:
-    """Return the headers of a caller's message that the answer must contain."""
+    """Return those headers of a caller's message that the answer to the caller must
+    contain."""
     return {
         name: value
         for name, value in message.conversation.items()

@@ -94,16 +94,16 @@ def _marked(method: Any, *, is_signal: bool, was: str | tuple[str, ...]) -> Any:
 
 
 class Flow(Generic[In, Out]):
-    """A conversation of several steps between services. Between the steps, no process
-    waits for the run.
+    """A conversation of several steps between services. Between two steps the run is
+    only a row: no process waits.
 
     `class Checkout(Flow[PlaceOrder, Answer], name="orders.checkout")` declares a flow.
     A PlaceOrder starts a run by the step `start`, and the caller gets an Answer. The
     annotated fields of the class are the state of a run, stored as JSON of at most 64
     KiB. `version` is the version of the state, like the version of a message type.
-    `within` is the default deadline of an ask or a wait, or `None`.
-    `using` and `broker` apply to the flow's two stages. `concurrency` is the number of
-    threads in each process for each stage.
+    `within` is the default deadline of an ask or a wait, or `None`. `using` and
+    `broker` apply to the flow's two stages. `concurrency` is the number of threads in
+    each process for each stage.
     """
 
     destination: ClassVar[Destination[Any, Any]]
@@ -311,7 +311,7 @@ class Flow(Generic[In, Out]):
 
     def hand_over(self, flow: type[Flow[Body, Out]], body: Body) -> HandOver:
         """End this run, and let a run of another flow answer the caller of this run.
-        Registered undos are dropped, as they are after an answer."""
+        The registered undos of this run are dropped, as they are when a run answers."""
         return self._note(HandOver(flow.destination, body))
 
     def undo(self, destination: Destination[Body, Any], body: Body) -> None:

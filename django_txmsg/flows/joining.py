@@ -1,5 +1,5 @@
-"""Joins: a run sends many requests at once, and one message continues the run after the
-answers.
+"""Joins: a run sends many requests together, and after their answers a single message
+continues the run.
 
 Each answer is written to its branch in a transaction of its own, which does not lock
 the run. If the answer may be the last, the transaction also stores a message to the

@@ -79,8 +79,9 @@ def send_signal(
     since: dt.datetime | None = None,
     delay: dt.timedelta | None = None,
 ) -> None:
-    """Store a signal that is delivered after `delay`. A signal whose run has not begun
-    yet is stored again. Then `since` is the time when the signal was first stored."""
+    """Store a signal that is delivered after `delay`. If the signal's run has not begun
+    yet when the signal is delivered, the flow stores the signal again. `since` is then
+    the time when the signal was first stored."""
     taking = {one.name: one for one in declared.signals.values()}.values()
     fitting = [
         one

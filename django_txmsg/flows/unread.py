@@ -42,8 +42,8 @@ class UnreadReader(BodyReader):
 
     @property
     def types(self) -> tuple[BodyType, ...]:
-        """Return no types, so that contracts do not list these messages. Only the flow,
-        and the flows and stages from which it requests something, exchange them."""
+        """Return no types, so that contracts do not list these messages: only the flow
+        itself, and the stages and flows to which it sends requests, exchange them."""
         return ()
 
     @property

@@ -111,9 +111,9 @@ class Channel:
     def send(self, outgoing: Outgoing) -> None:
         """Send one message, and return when the broker has confirmed it.
 
-        Raises BrokerUnavailable at once during the pause after a failure. Raises
-        DispatchUnknown if no answer arrives within CONTROL_TIMEOUT, or another
-        BrokerError.
+        Raises BrokerUnavailable without trying during the pause after a failure. Raises
+        DispatchUnknown if the broker does not answer within CONTROL_TIMEOUT. Raises
+        another BrokerError if the message cannot be sent.
         """
         mine = _Sending(outgoing)
         if self.broker.stored_in is not None:
@@ -170,7 +170,7 @@ class Channel:
     def _lead(self, mine: _Sending) -> None:
         """Send the gathered messages in the existing session. If there is no session,
         or too little time is left, start a thread that opens a session and sends the
-        messages. So no request waits longer than its time-out."""
+        messages. So no request waits for a new session longer than its time-out."""
         with self._lock:
             group, self._gathered = self._gathered, []
         with self._telling(group):
@@ -216,8 +216,8 @@ class Channel:
 
     @contextlib.contextmanager
     def _telling(self, group: list[_Sending]) -> Iterator[None]:
-        """If the block raises, end each message of the group with an error, because its
-        request waits for an outcome."""
+        """If the block raises, report an error to each request whose message is in the
+        group, because that request waits for an outcome."""
         try:
             yield
         except BrokerError as error:
@@ -278,8 +278,7 @@ class Channel:
 
 
 def _unproven(outcome: BrokerError | None) -> bool:
-    """Return true if, after this outcome, the broker may or may not have stored the
-    message."""
+    """Return whether this outcome leaves open if the broker has stored the message."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)
 

@@ -59,8 +59,8 @@ _ASK = """
 
 
 class Verdict(enum.Enum):
-    """Whether a group has ended: no session can join any more, and all sessions that
-    joined have ended."""
+    """Whether a group has ended. It has if no session can join any more and all
+    sessions that joined have ended."""
 
     EARLY = "early"
     HELD = "held"
@@ -112,8 +112,9 @@ class Group:
 
     def vouch(self, stored_at: dt.datetime) -> None:
         """Ensure that a confirmed control message covers the rows that were stored at
-        `stored_at`, by the database's clock. Send a message if necessary. Raises
-        BrokerError if the broker does not confirm the message."""
+        `stored_at`, by the database's clock. If the group's message does not cover
+        them, send another one. Raises BrokerError if the broker does not confirm the
+        message."""
         self._groups.note(stored_at)
         if self.opened_at is None:
             self.open(stored_at)
@@ -165,7 +166,8 @@ class Groups:
         return Group(self)
 
     def offer(self, group: Group) -> None:
-        """Let sessions join this group, unless the open group stays open for longer."""
+        """Make this the open group, which sessions join. Does nothing if the present
+        open group closes later than this group."""
         with self._lock:
             if self._open is None or self._open.closes < group.closes:
                 self._open = group

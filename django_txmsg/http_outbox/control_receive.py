@@ -61,8 +61,9 @@ class Look:
         return min(most, first * 2.0 ** min(self.attempts - 1, 30))
 
     def patient(self) -> bool:
-        """Return whether to wait once more for another process that holds the messages.
-        If that process is dead, the wait is long enough for its lease to end."""
+        """Return whether to wait once more for another process that has claimed the
+        messages. The waits together are long enough for that process's lease to end if
+        the process is dead."""
         if self.stuck_since is None:
             self.stuck_since = time.monotonic()
         return time.monotonic() - self.stuck_since < conf.get().RELAY.LEASE + PATIENCE
@@ -73,8 +74,8 @@ _lock = threading.Lock()
 
 
 def remember(control: ControlMessage) -> Look:
-    """Count one more check of a control message's session. Returns the state of the
-    checks."""
+    """Count one more check of the session that a control message names, and return the
+    state of these checks."""
     with _lock:
         look = _looks.pop(control.id, None)
         if look is None:
@@ -270,8 +271,9 @@ _foreign: set[tuple[str, str]] = set()
 def _look_at_group(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
-    """Send a group's messages that their own processes should have sent by now. Returns
-    the outcome when the group has ended."""
+    """If the group has ended, send its messages that are still pending, and return the
+    outcome. If it has not ended, send the messages that their own processes should have
+    sent by now, and raise LookAgain."""
     using, group = control.using, control.session_id
     if control.joined_until is None:
         raise ValueError("a control group's message has no end")

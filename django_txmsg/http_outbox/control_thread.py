@@ -43,8 +43,8 @@ HOLD = 30.0
 
 @dataclass(order=True)
 class _Held:
-    """A delivery that the thread keeps: when its next check is due, and since when it
-    has been kept."""
+    """A delivery that the thread keeps, the time of its next check, and the time since
+    which it has been kept."""
 
     due: float = field(init=False, default=0.0)
     number: int = field(init=False, default_factory=itertools.count().__next__)
@@ -156,9 +156,9 @@ class ControlThread:
         self._activity.note()
 
     def _send_again(self, session: Session, message: ControlMessage | None) -> bool:
-        """Send the message to the end of the queue, with its remaining time to live.
-        Returns False if the broker does not accept it. A message whose session need not
-        be checked any more is not sent."""
+        """Send a copy of the message to the end of the queue, with the remaining time
+        to live. Returns False if the broker does not accept the copy. If the session
+        need not be checked any more, nothing is sent."""
         if message is None or not message.signed or message.left <= 0:
             session_id = message and message.session_id
             log.warning("session %s is not checked any more", session_id)

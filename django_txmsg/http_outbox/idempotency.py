@@ -57,7 +57,7 @@ def wanted(request: HttpRequest) -> bool:
 
 
 def impossible() -> HttpResponse:
-    """Return the error response for a request that has a key, although its view has no
+    """Return the error response to a request with an Idempotency-Key whose view has no
     outbox session."""
     return _problem(
         400,
@@ -127,8 +127,8 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
 
 
 def is_free_again(request: HttpRequest, response: HttpResponseBase) -> bool:
-    """Return whether the request will be rolled back because of its response, so that
-    its key can be used again."""
+    """Return whether this response makes the request roll back. Then the key is not
+    stored, and can be used again."""
     claimed = hasattr(request, "_txmsg_idempotency")
     return claimed and response.status_code in RETRIABLE
 
@@ -228,8 +228,8 @@ def _caller(request: HttpRequest) -> str | None:
 
 @cache
 def _log_unknown_caller() -> None:
-    """Log, once per process, that callers cannot be identified, because only the
-    developer can change that."""
+    """Log once per process that callers cannot be identified. Only the developer can
+    change that."""
     _log.warning(
         "A request with an Idempotency-Key was refused, since nothing identifies its "
         'caller. Put something into the sessions of guests, or set TXMSG["HTTP"]'

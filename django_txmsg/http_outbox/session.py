@@ -40,8 +40,9 @@ class OutboxSession:
     """One transaction and the messages that are stored in it.
 
     `metadata` are headers for the control message, for example a tenant. Receivers of
-    the signal `control_message_handled` get these headers. `reading` means that the
-    session probably writes nothing, which saves a lock on SQLite.
+    the signal `control_message_handled` get these headers. Pass `reading=True` if the
+    session probably writes nothing. On SQLite the session then takes the write lock
+    only at its first write.
     """
 
     def __init__(self, using: str | None = None, *, reading: bool = False) -> None:
@@ -82,8 +83,8 @@ class OutboxSession:
         return self._block.spoiled
 
     def refused_to_write(self, error: Exception) -> bool:
-        """Return whether SQLite refused a write because the session began with
-        `reading` and another connection has written since."""
+        """Return whether SQLite refused a write of this session. That happens if the
+        session began with `reading` and another connection has written since then."""
         sqlite = connections[self.using].vendor == "sqlite"
         # Not an error of another database, nor of the view's own.
         ours = self._reading and sqlite and error is self._block.cause

@@ -39,7 +39,8 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
 class _Lost(Exception):
-    """The lease has ended, so another relay may have linked these messages."""
+    """The lane's lease has ended, so another relay may have linked the same
+    messages."""
 
 
 def link(
@@ -102,8 +103,8 @@ Claim = Callable[[str | None], list[Claimed]]
 
 
 class Sweep:
-    """The position in the index at which a lane's last search for rows ended, and at
-    which its next search begins.
+    """The position in the index at which a lane's next search for rows begins: that of
+    the first row in its last claim.
 
     Settled rows leave dead index entries behind, which PostgreSQL cannot remove while
     any old snapshot is open. See docs/decisions/dispatch-floor-and-sweep.md.
@@ -117,14 +118,14 @@ class Sweep:
         self._swept_at = self._cost = 0.0
 
     def rewind(self) -> None:
-        """Let the next search begin at the first row, because rows before the position
-        can be claimed again."""
+        """Let the next search begin at the start of the index. Call this when rows
+        before the position can be claimed again."""
         self._floor = None
 
     def claim(self, claim: Claim) -> list[Claimed]:
-        """Claim rows, beginning at the position where the last search ended. If no row
-        is found there, or the last search from the first row was long ago, begin at the
-        first row."""
+        """Claim rows, searching from this position. If there is no row, or if the last
+        search from the start of the index was long ago, search from the start of the
+        index."""
         began = time.monotonic()
         due = began - self._swept_at >= max(1.0, self._cost / self.SHARE)
         claimed = claim(self._floor) if self._floor and not due else []
@@ -274,9 +275,9 @@ class Lane:
         return len(held)
 
     def held_back(self, ids: list[int]) -> list[int]:
-        """Return the ids of the due rows that must wait for earlier rows of their keys,
-        together with the ids of these earlier rows. Returns at most as many ids as a
-        batch has rows."""
+        """Return the ids of the due rows among `ids` that have a key, together with the
+        ids of all earlier pending rows of these keys. Returns at most one batch of
+        ids."""
         return self._outbox().held_back(
             ids,
             self._batch_size,

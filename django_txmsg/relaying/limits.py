@@ -1,10 +1,10 @@
 """Limits that the lanes of one process share: how many lanes use the database at a
 time, and how much memory the bodies take.
 
-Without the first limit, all lanes would use the database at the same time, and then all
-would wait for the broker, so that one of the two would always be idle. The second limit
-exists because a body is copied several times while it is sent. This limit applies to
-all lanes of a database and broker together.
+Without the first limit, the lanes would all use the database at the same time, and then
+all wait for the broker. So either the database or the broker would always be idle. The
+second limit exists because a body is copied several times while it is sent. This limit
+applies to all lanes of a database and broker together.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ class _NotReceived(Exception):
 
 
 def _delays(topics: Collection[str]) -> Iterator[float]:
-    """Yield the times at which delayed messages become due. Their notifications contain
-    the delays."""
+    """Yield the times at which delayed messages become due. The notification of a
+    delayed message contains its delay."""
     for one in topics:
         if one.startswith("+"):
             # Any client of the database can send notifications of any content.

@@ -43,7 +43,7 @@ class Trial:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until the trial is due; None while a lane runs it."""
+        """Seconds until the trial is due; None while a lane is running the trial."""
         return None if self.taken else self.breaker.remaining
 
 
@@ -114,8 +114,8 @@ class Pauses:
 
     def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
         """End a trial. `claimed` is the number of messages in the trial, or None if the
-        trial did not finish. The pause ends once a trial has stored at least `enough`
-        messages."""
+        trial did not finish. The pause ends once the broker has stored a trial of at
+        least `enough` messages, or if the broker's last refusal is some time ago."""
         over = False
         with self._lock:
             trial.taken = False

@@ -145,8 +145,8 @@ class Settlement:
 
     def still_held(self, rows: list[Claimed]) -> list[Claimed]:
         """Return the rows that still belong to this claim. If the lease has ever ended,
-        that excludes rows that were cancelled or that another relay has claimed
-        since."""
+        other relays may have claimed some rows since, and others may be cancelled:
+        these rows are omitted."""
         if not (rows and self._lease.lapsed):
             return rows
         ids = [row.id for row in rows]
@@ -238,7 +238,7 @@ class Settlement:
 
         A receipt must not be lost if the database is unavailable, so the statement is
         repeated until the lease has ended. After a repetition the number of changed
-        rows is unknown, and `count` is returned instead.
+        rows is unknown, so `count` is returned instead.
         """
         connection = connections[self.using]
         pause, repeated = 0.05, False

@@ -29,8 +29,8 @@ class Rule:
         )
 
     def parts(self) -> Iterator[tuple[str, str]]:
-        """Yield the text in pieces. Each piece comes with the name that follows it, or
-        with ""."""
+        """Yield the text in pieces, each with the name that follows the piece, or with
+        "" if none follows."""
         for text, name, _, _ in Formatter().parse(self.text):
             yield text, name or ""
 

@@ -93,10 +93,10 @@ class Breaker:
         """Record that the server is down. Only the first failure of an outage is
         logged. With `progress`, the pauses start again with the shortest.
 
-        If the server has worked only for a shorter time than the last pause, this is
-        still the same outage. (On a full disk, for example, some writes succeed.) The
-        log has then reported the end of the outage too early. Once the pauses are long,
-        another log line corrects that.
+        If the server has worked for a shorter time than the last pause, this failure
+        belongs to the same outage. (On a full disk, for example, some writes succeed.)
+        The log has then reported the end of the outage too early. Once the pauses are
+        long, another log line corrects that.
         """
         with self._lock:
             self.error = error
@@ -128,7 +128,7 @@ class Breaker:
             self._until = time.monotonic() + seconds
 
     def worked(self) -> None:
-        """Record that the server answers again."""
+        """Record that the server has answered, which ends an outage."""
         if self._failures:
             with self._lock:
                 failures, self._failures, self._until = self._failures, 0, 0.0

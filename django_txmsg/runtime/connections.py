@@ -62,9 +62,9 @@ def shed(using: str, size: int) -> None:
 
 
 def leave_blocks() -> list[str]:
-    """Roll back the atomic blocks that a handler has entered and not left. Otherwise
-    the next handler would run inside these blocks. Returns the aliases of the blocks'
-    databases.
+    """Roll back the atomic blocks that a handler has entered and not left, because the
+    next handler of this thread would run inside them. Returns the aliases of the
+    databases that had such blocks.
 
     Call this outside all atomic blocks of this package.
     """

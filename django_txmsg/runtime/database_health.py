@@ -170,7 +170,8 @@ def note(using: str, error: BaseException) -> bool:
 def usable(using: str) -> bool:
     """Return whether the database can be used. Queries the database only if this
     process has recorded an outage. During an outage, only one thread at a time probes
-    the database; for other threads this returns False at once."""
+    the database. Meanwhile this returns False for the other threads, without
+    waiting."""
     shared = breaker(using)
     if shared.error is None:
         return True
@@ -212,8 +213,8 @@ class Retry:
         return time.monotonic() >= self._until and usable(self._using)
 
     def failed(self, error: BaseException) -> None:
-        """Record a refusal. If only the connection was broken, the next try may follow
-        at once. Otherwise the next try follows after a pause, or when the database is
+        """Record a refusal. If only the connection was broken, the next try need not
+        wait. Otherwise it must wait for the end of a pause, or until the database is
         available again.
 
         Call this outside any atomic block.

@@ -26,7 +26,7 @@ class Running:
 
 @contextmanager
 def running(stage: str, message_id: uuid.UUID, attempt: int) -> Iterator[None]:
-    """Record that this thread runs a handler, while the block runs."""
+    """Record, for the duration of the block, that this thread runs a handler."""
     thread = threading.current_thread()
     ident, since = threading.get_ident(), time.monotonic()
     _running[ident] = Running(thread.name, stage, message_id, attempt, since)

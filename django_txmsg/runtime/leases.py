@@ -30,8 +30,8 @@ class Lease:
 
     The function `renew` must extend the lease to `seconds` from now, in one statement
     that checks the lease's fencing token. Another thread calls this function when half
-    of the lease's time has passed. `since` is the value of `time.monotonic()` just
-    before the claim, with which the lease began.
+    of the lease's time has passed. The lease began with the claim of the rows; `since`
+    is the value of `time.monotonic()` just before that claim.
     """
 
     def __init__(

@@ -31,8 +31,9 @@ def begin(name: str) -> None:
 
 
 def turned(pause: float = 0.0) -> None:
-    """Record that the current thread's loop has run once more, and may now wait for
-    `pause` seconds. Does nothing in a thread that has not called `begin()`."""
+    """Record that the current thread has completed an iteration of its loop, and that
+    it may now wait for `pause` seconds. Does nothing in a thread that has not called
+    `begin()`."""
     ident = threading.get_ident()
     known = _loops.get(ident)
     if known is not None:

@@ -64,8 +64,8 @@ class Wakeup:
         return has_listener(self.using)
 
     def due(self) -> bool:
-        """Return whether to query now: with a listener, once after each wake-up;
-        without a listener, always."""
+        """Return whether the thread should query now. With a listener, that is so once
+        after each wake-up. Without a listener, it is always so."""
         rung = self._rung.is_set()
         if rung:  # else a ring right now would be lost
             self._rung.clear()

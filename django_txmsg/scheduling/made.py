@@ -85,7 +85,7 @@ def make_recurring(
 
 
 def said(name: str, expression: str, destination: str) -> str:
-    """Return the text for the audit log about a recurring message that was created."""
+    """Return the text for the audit log about the creation of a recurring message."""
     return f"Made recurring message {name}: {expression} to {destination}."
 
 
@@ -100,8 +100,8 @@ def _rows() -> Any:
 
 
 def read(rows: Iterable[Schedule]) -> dict[str, Recurring]:
-    """Return, by name, the recurring messages of these rows that were created at run
-    time. Log and skip a row that this code cannot read."""
+    """Return, by name, those recurring messages in these rows that were created at run
+    time. A row that this code cannot read is logged and skipped."""
     declared = {one.name for one in recurring()}
     found: dict[str, Recurring] = {}
     for row in rows:

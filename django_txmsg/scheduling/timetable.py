@@ -67,8 +67,7 @@ class Recurring:
 
     @property
     def makes_up_all(self) -> bool:
-        """Whether all missed ticks are caught up. Otherwise only the latest missed tick
-        is."""
+        """Whether all missed ticks are caught up, instead of only the latest one."""
         return (self.missed or conf.get().MISSED_TICKS) == "all"
 
     def check_timing(self) -> None:

@@ -32,7 +32,7 @@ _UNDECIDED = frozenset({"attempts_exhausted", "worker_lost"})
 class Dead:
     """The answer to a request that no stage will process: the stage refused the
     request, the broker rejected it, no code can read it, or an operator discarded it.
-    `reason` is the code of the dead letter."""
+    `reason` is the same code as in the dead letter."""
 
     reason: str
 
@@ -49,8 +49,8 @@ class Buried:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the answer to a message is sent. `given` has the message's headers, some of
-    which the answer repeats."""
+    """Where the answer to a message is sent. `given` contains the headers of that
+    message. The answer repeats some of them."""
 
     destination: str
     given: Mapping[str, str]
@@ -81,9 +81,9 @@ class Address:
         using: str | None = None,
         broker: str = "default",
     ) -> Message:
-        """Store the answer. With an annotation, the answer is encoded as an object of
-        that type. The answer has the correlation id of the request, or else of the
-        message that the stage is processing."""
+        """Store the answer. If an annotation is given, encode the answer as an object
+        of that type. The answer gets the correlation id of the request. If the request
+        has none, it gets that of the message which the stage is processing."""
         destination: str | TypedName[Any] = self.destination
         if annotation is not None and not isinstance(answer, Dead):
             destination = TypedName(self.destination, annotation)
@@ -104,7 +104,8 @@ class Address:
 
 
 def hop(given: Mapping[str, str]) -> int:
-    """Return the number of steps that the flow has run since its last sleep or wait."""
+    """Return the number of steps that the run of the flow has made since its last sleep
+    or wait."""
     text = given.get(wire.HOP, "0")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
@@ -138,9 +139,9 @@ def answer_dead(
     """Report to the requester that no stage will process a request, and ensure that no
     stage does. Runs inside the open transaction.
 
-    If an operator can still redeliver the request, only a gather that waits to send its
-    next request gets a report. A dead undo is not reported, because an undo must be
-    done.
+    If an operator can still redeliver the request, no answer is sent. But if the
+    requester is a gather that holds back further requests, it gets `Buried`. For a dead
+    undo nothing is reported, because an undo must be done.
     """
     if wire.UNDOES in headers:
         return

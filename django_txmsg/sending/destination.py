@@ -1,5 +1,5 @@
-"""Destinations that declare the type of their bodies, so that bodies are checked when
-they are sent, too."""
+"""Destinations that declare the type of their bodies. Bodies are then checked not only
+when they are received, but also when they are sent."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Destination(TypedName[Body], Generic[Body, Reply]):
     `@stage(orders_place)` passes a PlaceOrder to the handler. `reply` is the type of
     the answer that the stage returns to a flow. Both types may be unions.
 
-    With `foreign`, the consumer does not use this package: a flow's requests have JMS's
-    `reply-to` and `correlation-id`, and the consumer copies both to its answer. Raises
-    InvalidMessage if some broker could not carry the name.
+    Pass `foreign=True` if the consumer does not use this package. A flow's requests
+    then have JMS's `reply-to` and `correlation-id`. The consumer must send its answer
+    to `reply-to`, with the same `correlation-id`. Raises InvalidMessage if some broker
+    could not carry the name.
     """
 
     @overload

@@ -154,8 +154,8 @@ def send_parts(
 
 
 def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
-    """Add a conversation's headers to a message. If the consumer does not use this
-    package, also add the JMS headers with the same meaning."""
+    """Add a conversation's headers to a message. If the destination is foreign, also
+    add the JMS headers with the same meaning."""
     row.headers |= conversation
     if row.destination in foreign and wire.is_request(row.headers):
         row.headers[wire.JMS_REPLY_TO] = row.headers[wire.REPLY_TO]

@@ -25,8 +25,9 @@ def cancel_message(
     dead, or if a relay is sending it now. Also returns False if the message has a key
     and a relay has claimed it before, because later messages of the key must follow it.
 
-    If a relay has sent the message and received no answer, the message may still
-    arrive. Raises InvalidMessage if the id is not a UUID.
+    If a relay has sent the message before and received no answer from the broker, the
+    message may arrive although it is cancelled. Raises InvalidMessage if the id is not
+    a UUID.
     """
     alias = _alias(message_id, using)
     return bool(OutboxMessage.objects.db_manager(alias).cancel(message_id, why=why))
@@ -41,14 +42,14 @@ def reschedule_message(
 ) -> bool:
     """Change when a pending message is sent: `delay` from now, by the database's clock,
     or at the aware datetime `at`. A time in the past means now. The message's expiry
-    does not change. Later messages of the same key are sent after the message.
+    does not change. Later messages of the same key are still sent after this message.
 
     Returns False, and changes nothing, if the message does not exist, is dispatched or
     dead, or if a relay is sending it now.
 
-    If a relay has sent the message and received no answer, the message may arrive
-    earlier, and again when it is due. Raises InvalidMessage if the id or the time is
-    not valid.
+    If a relay has sent the message before and received no answer, the message may
+    already have arrived, and arrives again when it is due. Raises InvalidMessage if the
+    id or the time is not valid.
     """
     if (delay is None) == (at is None):
         raise InvalidMessage("reschedule_message() takes either delay= or at=.")

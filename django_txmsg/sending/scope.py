@@ -123,8 +123,8 @@ class Scope:
     - `join`, if set, is called before each INSERT on `using`. The function returns the
       session id of the rows, and the lock that the INSERT takes, if any. `newest` is
       the database's clock at the last INSERT with such a lock.
-    - `transactions` has, by connection, the ids of the transactions that stored rows
-      without such a lock, if the database reports these ids.
+    - `transactions` maps each connection to the ids of the transactions that stored
+      rows without such a lock, if the database reports these ids.
     - `ended` means that messages sent from now on do not belong to the scope. Code that
       runs longer, such as a task of an async view, still has the scope in its context.
     """
@@ -183,8 +183,9 @@ def handlers_running() -> int:
 
 
 def _forked() -> None:
-    """Leave the scope in a forked child process. Otherwise the child would go on
-    counting its parent's messages, and derive the same ids for other messages."""
+    """Leave the scope in a forked child process. Otherwise the child would continue the
+    parent's numbering of messages, and so derive for its own messages the ids of the
+    parent's messages."""
     _scope.set(None)
     _inside.clear()
 

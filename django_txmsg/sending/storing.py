@@ -22,8 +22,8 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     """Insert rows into the outbox and return the creation time of each row.
 
     Raises DuplicateMessage, and stores nothing, if one of the ids is stored already.
-    But a row whose id was derived from the message that a stage processes is only
-    skipped, unless the row has a unique key.
+    One kind of row is skipped instead, unless it has a unique key: a row whose id was
+    derived from the message that a stage is processing.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
@@ -92,9 +92,9 @@ def after_commit(
     new: Mapping[int, uuid.UUID] | None = None,
     due: Collection[int] = (),
 ) -> AfterCommit:
-    """Wake the dispatcher once the transaction has committed. `new` maps the primary
-    keys of new rows to their message ids; `due` has the primary keys of other rows.
-    Returns the hook.
+    """Register a hook that wakes the dispatcher after the commit, and return the hook.
+    `new` maps the primary keys of new rows to their message ids. `due` lists the
+    primary keys of older rows that are now due.
 
     Rows that are stored one after the other under the same savepoints share one hook,
     and are dispatched together.
@@ -132,9 +132,9 @@ class AfterCommit:
     savepoint.
 
     Django drops the hook when an `atomic()` block is rolled back, but keeps the hook
-    after `savepoint_rollback()` and `ROLLBACK TO SAVEPOINT`. So some of the rows may
-    not exist. No dispatcher can claim a missing row, and no event is sent for a missing
-    row.
+    after `savepoint_rollback()` and `ROLLBACK TO SAVEPOINT`. So some of the hook's rows
+    may not exist. That does no harm: no dispatcher can claim a missing row, and no
+    event is sent for one.
     """
 
     def __init__(

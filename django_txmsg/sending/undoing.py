@@ -1,5 +1,5 @@
-"""Runs an undo only if the request that it undoes was processed, and never before the
-request."""
+"""Runs an undo only after the request that it undoes was processed. If the request was
+not processed, neither the request nor the undo ever takes effect."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
 
 def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
     """Confirm an undo in doubt, after an operator has checked whether its request was
-    done. The run continues. From now on, no stage processes the undo, and none of the
-    stages `doing` processes its request. Runs inside the caller's transaction.
+    done. The run continues. From now on, no stage processes the undo, and no stage in
+    `doing` processes the request that it undoes. Runs inside the caller's transaction.
 
     Raises DecodeError if no answer can be sent to the run.
     """
@@ -122,8 +122,9 @@ def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
 
 
 def _close(letters: QuerySet[DeadLetter]) -> None:
-    """Discard dead letters whose flow has gone on. The caller must change their inbox
-    rows only afterwards: a redelivery locks dead letters and rows in the same order."""
+    """Discard dead letters whose run no longer waits for them. Call this before
+    changing their inbox rows: a redelivery also locks first the dead letters and then
+    the rows."""
     letters.filter(resolution=Resolution.OPEN).update(
         resolution=Resolution.DISCARDED,
         resolved_at=Now(),

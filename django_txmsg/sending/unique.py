@@ -82,9 +82,10 @@ def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
 
 
 def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
-    """Find rows in the same call that have the same unique key. Returns, for each
-    message that is not stored, its id and the id of the message that is stored instead.
-    Raises AlreadyPending if such a row has `on_conflict="error"`."""
+    """Find rows of the same call that have the same unique key. Return a dict: it maps
+    the id of each message that is not stored to the id of the message that is stored
+    instead. Raises AlreadyPending if a row with a repeated key has
+    `on_conflict="error"`."""
     first: dict[str, NewMessage] = {}
     holders: dict[uuid.UUID, uuid.UUID] = {}
     for row in rows:
@@ -110,9 +111,9 @@ def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
 
 
 def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, Message]:
-    """Return, for each row that is skipped, the message that holds its key. If that
-    message has been sent meanwhile, the row is not in the result. Also cancels the
-    messages that a row replaces."""
+    """Return, for each skipped row, the pending message that holds its key. A row is
+    omitted if that message has been sent meanwhile. Also cancels the messages that a
+    row replaces."""
     known = OutboxMessage.objects.using(alias)
     pending = OutboxMessage.objects.db_manager(alias)
     current = current_scope()

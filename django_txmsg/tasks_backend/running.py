@@ -1,8 +1,8 @@
 """Hop 8 for a task: calls the task's function and stores the return value.
 
 In mode "outbox", the stage's transaction contains the task's work and the return value.
-In mode "none", the task runs without a transaction; if its worker is lost meanwhile,
-the task runs again. A task that has finished does not run again.
+In mode "none", the task runs without a transaction, and runs again if its worker dies
+meanwhile. In both modes, a task that has finished does not run again.
 """
 
 from __future__ import annotations
