@@ -23,9 +23,9 @@ def archiving(
     """Hold the archive lock of a table while the block runs. Raises Archiving, without
     waiting, if another archiver holds the lock."""
     refused = Archiving(
-        f"Another run is archiving {table} of {spec.service!r}: wait for its end. (A "
-        "transaction-pooling proxy breaks this lock: give the pipeline a direct "
-        "connection.)"
+        f"Another archive, sweep or erasure of {table} of {spec.service!r} is running: "
+        "wait for its end. (A transaction-pooling proxy breaks this lock: give the "
+        "pipeline a direct connection.)"
     )
     return _alone(connection, spec, f"{table}-archive", f"archive/{table}", refused)
 

@@ -244,7 +244,7 @@ def test_two_archives_of_a_table_exclude_each_other(
 
     def intrude(step: str) -> None:
         if step == "planned":
-            with pytest.raises(EnvironmentFault, match="Another run is archiving"):
+            with pytest.raises(EnvironmentFault, match="sweep or erasure of outbox"):
                 archive(spark, log, lake)
             refusals.append(step)
 

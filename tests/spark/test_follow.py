@@ -482,7 +482,7 @@ def test_a_concurrent_archive_is_not_reported_as_a_lake_outage(
         working.join()
 
     assert firing == []
-    assert [line[:36] for line in said] == ["Another run is archiving outbox of '"]
+    assert [line[:36] for line in said] == ["Another archive, sweep or erasure of"]
 
 
 def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> None:
