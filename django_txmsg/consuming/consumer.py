@@ -118,6 +118,8 @@ class Consumer:
         self._stop = threading.Event()
         self._activity = Activity()
         self._databases = databases.with_tables()
+        #: The database in which operators' requests and workers are stored.
+        self._home = router.db_for_write(StageState)
         self._presence = Presence(
             "consumer", router.db_for_write(Worker), [stage.name for stage in stages]
         )
@@ -144,6 +146,7 @@ class Consumer:
         self._rate_until = math.inf
         self._group = ThreadGroup(self.stop)
         self._reported: set[int] = set()
+        self._beats, self._beat_at = 0, 0.0
 
     @property
     def handled(self) -> int:
@@ -182,8 +185,11 @@ class Consumer:
             group.add(f"txmsg-intake-{destination}", intake.run)
         bulk_thread = BulkThread(self._databases, self._stop, self._activity)
         group.add("txmsg-bulk", bulk_thread.run)
+        for using in sorted({thread.using for thread in self.threads} - {self._home}):
+            # That database may not answer.
+            group.add(f"txmsg-consumer-{using}", partial(self._watch, using))
         self._obey()
-        self._begin()
+        self._begin(self._home)
         self._presence.beat(0)
         try:
             self._presence.refuse_rivals()
@@ -196,7 +202,7 @@ class Consumer:
             group.start()
             liveness.begin("txmsg-consumer")
             try:
-                self._watch(once)
+                self._watch(self._home, once)
             finally:
                 self._stop.set()
                 try:
@@ -211,47 +217,58 @@ class Consumer:
         embedded = {broker.stored_in for broker in brokers}
         return {one for one in {*self._databases, *embedded} if one is not None}
 
-    def _begin(self) -> None:
-        """Record in each stage's database whether the stage is ordered, and its rate.
-        If a stage is no longer ordered or no longer has a rate, also release the
-        messages that wait for that reason. If a database is unavailable, the consumer
-        tries again later."""
+    def _begin(self, using: str) -> None:
+        """Record which stages of a database are ordered, and their rates. If a stage is
+        no longer ordered or no longer has a rate, also release the messages that wait
+        for that reason. If the database is unavailable, the consumer tries again
+        later."""
         for name, thread in list(self._new.items()):
             looking = database_health.retry(
-                thread.using, "cannot record which stages are ordered, and their rates"
+                using, "cannot record which stages are ordered, and their rates"
             )
-            if looking.run(partial(_record_options, thread.stage)):
+            if thread.using == using and looking.run(
+                partial(_record_options, thread.stage)
+            ):
                 del self._new[name]
 
-    def _watch(self, once: bool) -> None:
-        beat_at, beats, look_at, obey_at = 0.0, 0, 0.0, 0.0
+    def _watch(self, using: str, once: bool = False) -> None:
+        """Do what the stages of one database need, until stopped. In the database of
+        the operators' requests, also do what the whole process needs. With `once`,
+        return when nothing is left to do."""
+        home = using == self._home
+        threads = [thread for thread in self.threads if thread.using == using]
+        look_at, obey_at = 0.0, 0.0
         pause = min(0.5, self._settings.CONSUME.POLL_INTERVAL)
-        wakeup = notifications.Wakeup(
-            router.db_for_write(StageState), notifications.WORK
-        )
+        wakeup = notifications.Wakeup(using, notifications.WORK)
+        self._begin(using)
         while not self._stop.wait(pause):
             liveness.turned()
-            self._begin()
+            self._begin(using)
             calm = wakeup.has_listener and self._activity.calm
             now = time.monotonic()
             if wakeup.due() or not calm or now >= min(obey_at, self._rate_until):
-                self._obey()
-                self._stop_messages()
+                if home:
+                    self._obey()
+                self._stop_messages(using)
                 obey_at = time.monotonic() + RARELY
             if not calm or time.monotonic() >= look_at:
-                wake_for_parked(self.threads)
+                wake_for_parked(threads)
                 look_at = time.monotonic() + SELDOM
-            self._name_stuck()
-            self.allowance.look()
-            if time.monotonic() >= beat_at:
-                self._presence.beat(self.in_flight)
-                if beats % BEATS == 0:
-                    self._presence.refuse_rivals()
-                beats += 1
-                beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
+            if home:
+                self._look_after_process()
             recycle()
             if once and self._all_done():
                 return
+
+    def _look_after_process(self) -> None:
+        self._name_stuck()
+        self.allowance.look()
+        if time.monotonic() >= self._beat_at:
+            self._presence.beat(self.in_flight)
+            if self._beats % BEATS == 0:
+                self._presence.refuse_rivals()
+            self._beats += 1
+            self._beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
 
     def _all_done(self) -> bool:
         """Return whether nothing is left to do: the last query of every stage that is
@@ -284,9 +301,10 @@ class Consumer:
     def _obey(self) -> None:
         """Stop and resume receiving as operators have requested for each stage, and
         apply the rates that operators have set."""
-        using = router.db_for_write(StageState)
-        states = StageState.objects.db_manager(using)
-        looking = database_health.retry(using, "cannot read which stages are paused")
+        states = StageState.objects.db_manager(self._home)
+        looking = database_health.retry(
+            self._home, "cannot read which stages are paused"
+        )
         if any(self._rates.values()):
             looking.run(lambda: self._use(states.rates()))
         paused = looking.run(states.paused)
@@ -318,19 +336,20 @@ class Consumer:
                 thread.limit(rate)
             log.info("stage %r: its rate is now %s", name, rate)
 
-    def _stop_messages(self) -> None:
-        """Stop the messages in progress for which an operator has requested a stop."""
-        timed = {one.using for one in self.threads if one.stage.timeout is not None}
-        for using in timed:
-            rows = StopRequest.objects.db_manager(using)
-            looking = database_health.retry(using, "cannot read what to stop")
-            for one in looking.run(rows.open) or ():
-                if deadline.stop(one.stage, one.message_id, one.why):
-                    log.warning(
-                        "stage %r: message %s is stopped: %s",
-                        *(one.stage, one.message_id, one.why),
-                    )
-                    looking.run(one.delete)
+    def _stop_messages(self, using: str) -> None:
+        """Stop the messages in progress that an operator wants to stop."""
+        timed = [one for one in self.threads if one.stage.timeout is not None]
+        if all(one.using != using for one in timed):
+            return
+        rows = StopRequest.objects.db_manager(using)
+        looking = database_health.retry(using, "cannot read what to stop")
+        for one in looking.run(rows.open) or ():
+            if deadline.stop(one.stage, one.message_id, one.why):
+                log.warning(
+                    "stage %r: message %s is stopped: %s",
+                    *(one.stage, one.message_id, one.why),
+                )
+                looking.run(one.delete)
 
     def _name_stuck(self) -> None:
         for thread in self.threads:

@@ -1,4 +1,4 @@
-"""Stores the time-outs of runs, in one thread of each `relay` process.
+"""Stores the time-outs of runs, in a thread of each `relay` process.
 
 A deadline is a column of the run's row, so there is no timer that an answer would have
 to cancel. The time-out of a wait always has the same message id, so several processes
@@ -29,13 +29,11 @@ AT_ONCE = 200
 class Deadlines(TimeLoop):
     """Stores due time-outs in the databases `using`, until stopped."""
 
-    longest_wait = LONGEST_WAIT
     refused = "deadlines of flows cannot be stored"
 
-    @property
-    def idle(self) -> bool:
-        """Whether this process declares no flow for these databases."""
-        return not any(one.using in self._using for one in declarations())
+    def is_idle(self, using: str) -> bool:
+        """Return whether this process declares no flow for the database."""
+        return not any(one.using == using for one in declarations())
 
     def _keep(self, using: str) -> float:
         """Store the time-outs that are due. Return the seconds until the next

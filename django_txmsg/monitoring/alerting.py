@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
 
 from django.core.mail import send_mail
 from django.db import router
@@ -75,7 +74,6 @@ def _dead(picture: Status) -> dict[str, tuple[str, str]]:
 class Alerting(TimeLoop):
     """Begins, ends and delivers the alerts of this service, until stopped."""
 
-    longest_wait: ClassVar[float] = EVERY
     refused = "alerts cannot be raised"
 
     def __init__(self, using: Sequence[str]) -> None:
@@ -85,10 +83,9 @@ class Alerting(TimeLoop):
         #: reached. These are not called again.
         self._reached: dict[tuple[int, str], set[str]] = {}
 
-    @property
-    def idle(self) -> bool:
-        """Whether the settings disable alerts."""
-        return not conf.get().ALERTS.KINDS
+    def is_idle(self, using: str) -> bool:
+        """Return whether the settings disable alerts, or the database has none."""
+        return using != router.db_for_write(Alert) or not conf.get().ALERTS.KINDS
 
     @cached_property
     def _webhook(self) -> Webhook | None:
@@ -97,16 +94,15 @@ class Alerting(TimeLoop):
     def _keep(self, using: str) -> float:
         """Compare the current alarms with the open alerts once. Deliver the alerts that
         have begun or ended. Return the seconds until the next comparison."""
-        home = router.db_for_write(Alert)
-        if using == home and not self.idle:
-            self._compare(home)
-            alerts = Alert.objects.db_manager(home).undelivered(conf.get().SERVICE)
+        if not self.is_idle(using):
+            self._compare(using)
+            alerts = Alert.objects.db_manager(using).undelivered(conf.get().SERVICE)
             left = {(one.pk, one.status) for one in alerts}
             self._reached = {k: v for k, v in self._reached.items() if k in left}
             for alert in alerts:
                 if not self._stop.is_set():
                     liveness.turned(LEASE)  # a receiver may take its time
-                    self._deliver(alert, home)
+                    self._deliver(alert, using)
         return EVERY
 
     def _compare(self, home: str) -> None:

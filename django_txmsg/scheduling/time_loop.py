@@ -1,5 +1,6 @@
 """The loop that stores messages when they are due: recurring messages, and time-outs of
-flows. Each kind has one thread in each `relay` process."""
+flows. Each kind has one thread for each database in each `relay` process, because
+another database may not answer."""
 
 from __future__ import annotations
 
@@ -21,8 +22,6 @@ AFTER_REFUSAL = 1.0
 class TimeLoop(ABC):
     """Stores due messages in the databases `using`, until stopped."""
 
-    #: Longest time, in seconds, between two checks.
-    longest_wait: ClassVar[float]
     #: How the log line about a refused statement begins.
     refused: ClassVar[str]
 
@@ -30,11 +29,10 @@ class TimeLoop(ABC):
         self._using = using
         self._stop = threading.Event()
 
-    @property
     @abstractmethod
-    def idle(self) -> bool:
-        """Whether this process has nothing to store in these databases, so that the
-        loop needs no thread."""
+    def is_idle(self, using: str) -> bool:
+        """Return whether this process has nothing to store in a database, so that the
+        loop needs no thread for the database."""
 
     @abstractmethod
     def _keep(self, using: str) -> float:
@@ -46,16 +44,14 @@ class TimeLoop(ABC):
         call this."""
         self._stop.set()
 
-    def run(self) -> None:
-        """Store due messages until stopped. If the database refuses a statement, try
-        again later."""
+    def run(self, using: str) -> None:
+        """Store what is due in a database until stopped. If the database refuses a
+        statement, try again later."""
+        keeping = database_health.retry(using, self.refused)
         while not self._stop.is_set():
-            wait = self.longest_wait
-            for using in self._using:
-                keeping = database_health.retry(using, self.refused)
-                left = keeping.run(partial(self._keep, using))
-                wait = min(wait, AFTER_REFUSAL if left is None else left)
-                recycle()
+            left = keeping.run(partial(self._keep, using))
+            wait = AFTER_REFUSAL if left is None else left
+            recycle()
             liveness.turned(wait)
             self._stop.wait(wait)
 
@@ -66,9 +62,11 @@ class TimeLoop(ABC):
                 pass
 
     def add_to(self, group: ThreadGroup) -> None:
-        """Add a thread that runs this loop to the group, unless the loop is idle."""
-        if not self.idle:
-            group.add(f"txmsg-{type(self).__name__.lower()}", self.run)
+        """Add a thread for each database to the group, except for idle databases."""
+        for using in self._using:
+            if not self.is_idle(using):
+                name = f"txmsg-{type(self).__name__.lower()}-{using}"
+                group.add(name, partial(self.run, using))
 
 
 @contextmanager

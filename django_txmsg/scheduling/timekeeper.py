@@ -1,4 +1,4 @@
-"""Stores recurring messages when they are due, in one thread of each `relay` process.
+"""Stores recurring messages when they are due, in a thread of each `relay` process.
 
 Any number of processes may do this. For each tick, only one process can advance the
 message's row. This process stores the tick's message in the same transaction, so each
@@ -46,7 +46,6 @@ class Timekeeper(TimeLoop):
     `now` returns the current time of a database, for its alias.
     """
 
-    longest_wait = LONGEST_WAIT
     refused = "recurring messages cannot be stored"
 
     def __init__(
@@ -61,13 +60,12 @@ class Timekeeper(TimeLoop):
         #: Messages stored so far.
         self.stored = 0
 
-    @property
-    def idle(self) -> bool:
-        """Whether the loop needs no thread. This is so if its databases have no
-        declared recurring message and the outbox's database is not among them. Only in
-        the outbox's database can a recurring message be created at run time."""
+    def is_idle(self, using: str) -> bool:
+        """Return whether the database has no declared recurring message, and none can
+        be created there at run time, which is possible only in the outbox's
+        database."""
         aliases = {one.alias for one in recurring()} | {router.db_for_write(Schedule)}
-        return aliases.isdisjoint(self._using)
+        return using not in aliases
 
     def _keep(self, using: str) -> float:
         """Store the messages of due ticks. Return the seconds until the next tick."""

@@ -49,7 +49,7 @@ def keep_time(clock: Clock) -> NoReturn:
     timekeeper = Timekeeper(["default"], now=clock)
     timekeeper._stop = Hurried()
     try:
-        timekeeper.run()
+        timekeeper.run("default")
     finally:
         os._exit(1)  # nothing but a kill ends it
 

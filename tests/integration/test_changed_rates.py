@@ -82,7 +82,7 @@ def test_a_process_that_starts_meanwhile_obeys_too() -> None:
         first, second = Consumer([one]), Consumer([one])
         for consumer in (first, second):
             consumer._obey()
-            consumer._begin()
+            consumer._begin("default")
             assert str(consumer.threads[0].stage.rate) == "2/h"
         assert rate("reset", one.name) == f"Stage {one.name} has its own rate again."
         first._obey()

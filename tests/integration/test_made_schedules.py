@@ -46,7 +46,7 @@ def timekeeper(clock: Clock) -> Timekeeper:
     """Return a timekeeper that has checked once. Its process declares no recurring
     message."""
     found = Timekeeper(["default"], now=clock)
-    assert not found.idle
+    assert not found.is_idle("default")
     found.tick()
     return found
 

@@ -216,7 +216,7 @@ def test_a_changed_rate_moves_the_messages_that_wait(rate: str, hours: float) ->
         step(one, times=4)
         name, destination = one.name, one.destination
     with declared(effect, destination, name=name, rate=rate) as changed:
-        Consumer([changed])._begin()
+        Consumer([changed])._begin("default")
     after = [seconds_until(row) / HOUR for row in waiting()]
     expected = [hours * number for number in (1, 2, 3)]
     assert after == pytest.approx(expected, abs=0.05 * hours)
@@ -230,7 +230,7 @@ def test_messages_that_wait_go_on_if_the_stage_has_no_rate_any_more() -> None:
         name, destination = one.name, one.destination
     assert len(waiting()) == 2
     with declared(effect, destination, name=name) as changed:
-        Consumer([changed])._begin()
+        Consumer([changed])._begin("default")
         step(changed, times=2)
     assert Effect.objects.count() == 3
 

@@ -293,15 +293,15 @@ def test_a_message_is_stored_in_its_own_database() -> None:
     with keeping(using="other") as (clock, timekeeper):
         clock.now += MINUTE
         Timekeeper(["default"], now=clock).tick()
-        assert not timekeeper.idle
+        assert not timekeeper.is_idle("other")
         timekeeper.tick()
 
-    assert Timekeeper(["other"]).idle
+    assert Timekeeper(["other"]).is_idle("other")
     assert stored() == []
     assert stored("other") == at(1)
     assert not Schedule.objects.exists()
     with keeping():  # in another database than this timekeeper's
-        assert Timekeeper(["other"]).idle
+        assert Timekeeper(["other"]).is_idle("other")
 
 
 @pytest.mark.django_db

@@ -423,7 +423,7 @@ def test_a_timekeeper_goes_on(caplog: pytest.LogCaptureFixture) -> None:
         timekeeper.tick()
         ask("UPDATE django_txmsg_schedule SET last_tick = '2026-01-01 00:00:00+00'")
         with trigger("INSERT", OUTBOX):
-            group.add("timekeeper", timekeeper.run)
+            timekeeper.add_to(group)
             group.start()
             keeping = database_health.retry(
                 "default", "recurring messages cannot be stored"

@@ -3,6 +3,10 @@ databases only once."""
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
 import pytest
 from django.db import connections
 
@@ -11,8 +15,11 @@ from django_txmsg.dead_letters import bulk
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import BulkOperation, DeadLetter
 from django_txmsg.monitoring import databases
+from django_txmsg.scheduling.time_loop import keeping_time
+from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.stages import Stage, TransactionDefinition
 from tests.faults import wait_until
+from tests.integration.test_stop_message import consuming
 from tests.running import committing, declared, put, running, step, txmsg
 
 pytestmark = committing
@@ -28,6 +35,42 @@ def definition(stage: Stage) -> TransactionDefinition:
 
 def refuses(message: Message) -> None:
     raise ValueError
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Let the database "other" not answer, because another connection has locked it. A
+    query waits for 20 seconds."""
+    with closing(sqlite3.connect(connections["other"].settings_dict["NAME"])) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+def test_redeliveries_continue_while_another_database_does_not_answer() -> None:
+    attempts: list[int] = []
+
+    def fails_once(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        if len(attempts) == 1:
+            raise ValueError
+
+    with (
+        txmsg(),
+        declared(fails_once) as one,
+        declared(refuses, using="other") as another,
+        consuming(another, one),
+        silent(),
+    ):
+        put(one.destination)
+        wait_until(lambda: attempts == [1, 2], deadline=10)
+
+
+def test_ticks_are_stored_while_another_database_does_not_answer() -> None:
+    tick = {"EVERY": "* * * * * *", "DESTINATION": "tests.second"}
+    with txmsg(SCHEDULE={"here": tick, "there": {**tick, "USING": "other"}}):
+        timekeeper = Timekeeper(["other", "default"])
+        with keeping_time([timekeeper], lambda: None), silent():
+            wait_until(lambda: timekeeper.stored, deadline=10)
 
 
 def test_a_bulk_operation_of_another_database_is_finished() -> None:

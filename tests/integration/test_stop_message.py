@@ -34,9 +34,9 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 @contextmanager
-def consuming(stage: Any) -> Iterator[None]:
+def consuming(*stages: Any) -> Iterator[None]:
     """Run a whole consumer until the end of the block."""
-    consumer = Consumer([stage])
+    consumer = Consumer(stages)
 
     def run() -> None:
         try:
@@ -86,7 +86,7 @@ def test_the_running_query_is_cancelled_and_the_message_is_dead(mode: Any) -> No
 def test_a_request_that_came_too_late_does_not_stop_a_redelivery() -> None:
     def handler(message: Message) -> None:
         if DeadLetter.objects.exists():
-            Consumer([one])._stop_messages()
+            Consumer([one])._stop_messages("default")
             effect(message)
             return
         # The operator asks twice: the second request finds no handler any more.
