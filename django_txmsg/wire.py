@@ -192,6 +192,13 @@ def derived_id(service: str, cause: uuid.UUID, stage: str, ordinal: int) -> uuid
     return uuid.UUID(int=cause.int >> 80 << 80 | 0x8 << 76 | named.int & _BEHIND)
 
 
+def other_id(derived: uuid.UUID, destination: str, key: str, body: bytes) -> uuid.UUID:
+    """Return the id of a message whose derived id belongs to another message. A copy of
+    the message gets the same id."""
+    digest = hashlib.sha256(body).hexdigest()
+    return _named("another", str(derived), destination, key, digest)
+
+
 def session_id(service: str, cause: uuid.UUID, stage: str) -> uuid.UUID:
     """Return the session id of all messages that `stage` stores for `cause`."""
     return _named("session", service, str(cause), stage)

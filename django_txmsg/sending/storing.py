@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from django.db import connections, transaction
 from django.utils import timezone
 
-from .. import conf, signals
+from .. import conf, signals, wire
 from ..django_internals import hooks, in_block, last_hook
 from ..envelope.message import Message
 from ..errors import DuplicateMessage
@@ -23,7 +23,8 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
 
     Raises DuplicateMessage, and stores nothing, if one of the ids is stored already.
     One kind of row is skipped instead, unless it has a unique key: a row whose id was
-    derived from the message that a stage is processing.
+    derived from the message that a stage is processing. If the stored
+    message is another message, the row is stored under another id.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
@@ -51,6 +52,10 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
         ids = [pk for pk, _ in created.values()]
         OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
         raise DuplicateMessage(_duplicates(rows, set(created)))
+    apart = set_apart(missing, alias) if missing else []
+    instants = dict(
+        zip(map(id, apart), store(apart, alias) if apart else [], strict=True)
+    )
     if current is not None:
         current.stored[alias] = current.stored.get(alias, 0) + len(created)
         if xid is not None:
@@ -68,7 +73,35 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     for broker, stored in by_broker.items():
         after_commit(alias, broker, new=stored).committed |= spans
     now = timezone.now()
-    return [created.get(row.message_id, (0, now))[1] for row in rows]
+    return [
+        instants.get(id(row)) or created.get(row.message_id, (0, now))[1]
+        for row in rows
+    ]
+
+
+def set_apart(rows: list[NewMessage], alias: str) -> list[NewMessage]:
+    """Change the derived id of each row if another message is stored under the id.
+    Returns the changed rows.
+
+    An earlier attempt of the stage may have committed other messages, in a session of
+    its own for example.
+    """
+    known = OutboxMessage.objects.using(alias).filter(
+        message_id__in=[row.message_id for row in rows], replay_id=""
+    )
+    stored = {
+        message_id: (destination, key, bytes(body))
+        for message_id, destination, key, body in known.values_list(
+            "message_id", "destination", "key", "body"
+        )
+    }
+    apart = []
+    for row in rows:
+        own = row.destination, row.key, row.body
+        if stored.get(row.message_id, own) != own:
+            row.message_id = wire.other_id(row.message_id, *own)
+            apart.append(row)
+    return apart
 
 
 def as_sent(row: NewMessage, created_at: dt.datetime) -> Message:

@@ -28,7 +28,7 @@ from ..models import OutboxMessage
 from ..models.outbox import HOLDING
 from ..models.outbox_store import NewMessage, UniqueUntil
 from .scope import current_scope
-from .storing import after_commit, as_sent, store
+from .storing import after_commit, as_sent, set_apart, store
 
 #: How often to try: the message that holds a key may leave between the INSERT and the
 #: query for it, which frees the key.
@@ -56,9 +56,9 @@ def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
     for row in rows:
         if row.unique_until == "processed":
             check_recorded(row.destination, row.broker, alias)
-    holders = _first_of_each(rows)
     there: dict[uuid.UUID, Message] = {}
     for _ in range(_TRIES):
+        holders = _first_of_each(rows)
         kept = [
             row
             for row in rows
@@ -130,8 +130,11 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
     stored = {
         one.message_id: one for one in known.filter(message_id__in=ids, replay_id="")
     }
+    apart = set_apart([row for row in rows if row.origin == "derived"], alias)
     found: dict[uuid.UUID, Message] = {}
     for row in rows:
+        if row in apart:
+            continue  # to be stored in the next try
         if row.message_id in stored:
             if row.origin != "derived":
                 raise DuplicateMessage(

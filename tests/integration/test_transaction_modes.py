@@ -4,15 +4,16 @@ stages."""
 from __future__ import annotations
 
 import datetime as dt
+import json
 import logging
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import pytest
 from django.db import connections, transaction
 
-from django_txmsg import Refuse, signals
+from django_txmsg import Refuse, outbox_session, signals
 from django_txmsg.brokers.base import Delivery
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.envelope.message import Message
@@ -309,3 +310,57 @@ def test_another_alias_commits_on_its_own() -> None:
         step(stage, times=2)
     assert Effect.objects.count() == 1
     assert Effect.objects.using("other").count() == 2
+
+
+def committed_in_a_session() -> AbstractContextManager[object]:
+    return outbox_session()
+
+
+def committed_on_another_alias() -> AbstractContextManager[object]:
+    return transaction.atomic(using="other")
+
+
+@pytest.mark.parametrize("unique", [None, "k"])
+@pytest.mark.parametrize(
+    ("mode", "alias", "committed"),
+    [
+        ("none", "default", committed_in_a_session),
+        ("broker_only", "default", committed_in_a_session),
+        ("outbox", "other", committed_on_another_alias),
+    ],
+)
+def test_an_attempt_that_skips_committed_work_loses_no_message(
+    mode: Any,
+    alias: str,
+    committed: Callable[[], AbstractContextManager[object]],
+    unique: str | None,
+) -> None:
+    """The first attempt commits a message on its own, and fails. Later attempts skip
+    that work, so their messages have other numbers, from which ids are derived."""
+    done: list[object] = []
+
+    def work(name: str) -> None:
+        with committed():
+            sent = send_message("tests.next", name, using=alias, unique=unique and name)
+        assert sent.body == name
+        done.append(name)
+
+    def handler(message: Message) -> None:
+        if "first" not in done:
+            work("first")
+            raise ValueError
+        work("second")
+        if done.count("second") == 1:
+            raise ValueError
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage, times=3)
+    assert done == ["first", "second", "second"]
+    stored = (
+        OutboxMessage.objects.using(alias)
+        .filter(destination="tests.next")
+        .order_by("pk")
+    )
+    bodies = [json.loads(bytes(one)) for one in stored.values_list("body", flat=True)]
+    assert bodies == ["first", "second"]
