@@ -230,7 +230,8 @@ def close_at(connection: Any) -> float | None:
 
 
 def as_for_a_new_request(connection: Any) -> None:
-    """Have Django check the connection before its next use, with CONN_HEALTH_CHECKS."""
+    """Make Django check the connection before its next use, if CONN_HEALTH_CHECKS is
+    set."""
     connection.errors_occurred = connection.health_check_done = False
 
 

@@ -84,8 +84,8 @@ Outcome = (
 def to_acknowledge(
     deliveries: Sequence[Delivery], outcomes: Sequence[Outcome]
 ) -> list[Delivery]:
-    """Return the deliveries that must be acknowledged now. Omits deliveries that are
-    already acknowledged, and deliveries that the broker must deliver again."""
+    """Return the deliveries that must be acknowledged now. Deliveries that are already
+    acknowledged, and deliveries that the broker must deliver again, are omitted."""
     return [
         delivery
         for delivery, outcome in zip(deliveries, outcomes, strict=True)
@@ -286,12 +286,12 @@ class Mode(ABC):
         return Duplicate()
 
     def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
-        """Do the mode's last step for these messages. The caller's transaction is the
-        one that settles the messages."""
+        """Do the mode's last step for these messages. Call this in the transaction that
+        settles them."""
 
     def put_aside(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
-        """Record that a message has failed. The caller's transaction is the one that
-        parks or buries the message."""
+        """Record that a message has failed. Call this in the transaction that parks or
+        buries the message."""
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
         """Return the headers to store with a failed message."""

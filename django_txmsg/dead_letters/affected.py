@@ -73,8 +73,9 @@ def _read(
 
 
 def as_csv(letters: QuerySet[DeadLetter]) -> Iterator[str]:
-    """Yield lines of CSV, one for each dead letter, that show whom it affects. Bodies,
-    errors and all other headers are not shown. Values of headers are masked."""
+    """Yield one CSV line for each dead letter. The line shows whom the dead letter
+    affects. Bodies, errors and all other headers are not shown. Values of headers are
+    masked."""
     tenant = conf.get().TENANT_HEADER
     names = ["message_id", "stage", "destination", "reason", "died", "key", "flow"]
     write = csv.writer(_Line()).writerow

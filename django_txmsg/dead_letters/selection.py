@@ -118,10 +118,10 @@ class Summary:
     """How many dead letters an action would affect, how old they are, and where they
     died.
 
-    `forgotten` counts dead letters that are older than the inbox's retention. If a
-    stage has processed such a message since, the inbox may have deleted the record of
-    that, and a redelivery would process the message again. `in_doubt` counts undos of
-    flows; discarding such an undo confirms it.
+    `forgotten` counts dead letters that are older than the inbox's retention. A stage
+    may have processed such a message in the meantime, and the inbox may have deleted
+    its record of the message. Then a redelivery would process the message again.
+    `in_doubt` counts undos of flows; discarding such an undo confirms it.
     """
 
     count: int = 0

@@ -1,8 +1,9 @@
 """The stored form of an exception: its text, its traceback, and a fingerprint by which
 failures are grouped.
 
-Reading an exception's text, cause, notes or even class name may call code of the
-application that raises. The failure is recorded even then. Pure: no Django, no I/O.
+Reading an exception's text, cause, notes or even class name may run the application's
+code, and that code may raise another exception. The failure is recorded even then.
+Pure: no Django, no I/O.
 """
 
 from __future__ import annotations

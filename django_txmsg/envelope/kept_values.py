@@ -51,9 +51,9 @@ def changes(sent: Any, read: Any) -> Sequence[Change]:
 
 
 def _will_do(sent: Any, read: Any) -> bool:
-    """Return whether a value may arrive as an instance of its base class. That is so
-    for subclasses of str and of numbers, because only the text or the number is
-    sent."""
+    """Return whether a value may arrive as another type than it has. An int may arrive
+    as a float, and a subclass of str or of a number as its base class, because only the
+    text or the number is sent. A generic model may arrive as an equal model."""
     arrived = type(read)
     if arrived is float:
         return type(sent) is int

@@ -58,8 +58,9 @@ class UnreadReader(BodyReader):
 
 
 class StartReader(BodyReader):
-    """Reads the bodies that start runs. If the run's row exists already, reading its
-    state may need newer code."""
+    """Reads the bodies that start runs. `reads` also contains the versions of the
+    flow's state: if the run's row exists already, this code must be able to read its
+    state."""
 
     def __init__(
         self, annotation: Any, reads: Callable[[], Sequence[tuple[str, int]]]

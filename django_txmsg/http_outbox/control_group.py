@@ -95,8 +95,8 @@ SPARE = 2.0
 
 
 class Group:
-    """One group of one database in one process, and the time during which sessions can
-    join."""
+    """A group of sessions of this process in one database, and the time until which
+    sessions can join."""
 
     def __init__(self, groups: Groups) -> None:
         self.id = new_id()

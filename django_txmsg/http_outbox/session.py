@@ -1,9 +1,9 @@
 """Hop 1 for code that no message has started: requests, commands and tasks.
 
-`outbox_session()` opens a transaction, and the messages sent inside are stored in it.
-Before the commit, the session sends a control message, which ensures that the messages
-are sent even if this process dies right after the commit. Then the transaction commits,
-and the messages are dispatched.
+`outbox_session()` opens a transaction, and stores in this transaction the messages that
+are sent inside its block. Before the commit, the session sends a control message, which
+ensures that the messages are sent even if this process dies right after the commit.
+Then the transaction commits, and the messages are dispatched.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class OutboxSession:
 
     def _join(self) -> tuple[uuid.UUID, int | None]:
         """Return the session id for the rows that are stored next, and the lock that
-        their INSERT takes. Usually both belong to a group. Without a group, this is the
-        session's own id and no lock."""
+        their INSERT takes. Usually these are the id and the lock of a group. Without a
+        group, these are the session's own id and no lock."""
         # Threads may share a context, like those that an async view starts. Rows in a
         # group without a confirmed control message would be left to the relay.
         with self._joining:

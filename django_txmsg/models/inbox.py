@@ -342,8 +342,8 @@ class InboxManager(SqlManager):
     ) -> Parked | None:
         """Claim one due parked message of a stage, and count the attempt.
 
-        `reads` are the types and versions that this code reads, or None if it reads
-        all.
+        `reads` lists the types and versions of messages that this code reads; None
+        means all.
         """
         readable, versions = _readable("c.", reads)
         connection = connections[self.db]

@@ -38,7 +38,8 @@ from .fields import (
 
 class Claimed(NamedTuple):
     """A pending row that one relay holds until its lease ends. A busy relay creates
-    very many of these tuples, so most values stay as the database returns them."""
+    very many of these tuples. To save time, most values stay in the form in which the
+    database returns them."""
 
     id: int
     #: The message's UUID, in the form of its header.

@@ -165,7 +165,7 @@ class Dispatcher:
 
 def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
     """Dispatch rows in this thread. If the broker is unavailable, only log the error.
-    The caller waits at most until the connection's time-out."""
+    The caller waits no longer than the time-outs of the broker's connection allow."""
     lane = Lane(using, broker, longest_lease=AFTER_COMMIT_LEASE)
     try:
         while lane.dispatch(ids=ids):

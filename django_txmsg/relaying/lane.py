@@ -1,9 +1,9 @@
 """Hops 3 and 4: sends stored messages to the broker, batch by batch.
 
 A claim is one short statement. While a lane sends to the broker, no database
-transaction is open. A row is marked as dispatched only after its receipt has come.
-Lanes are used by the relay, by the dispatcher (after a commit) and by the receiver of
-control messages. Any number of lanes may run at once.
+transaction is open. A row is marked as dispatched only after the broker has confirmed
+the row's message. Lanes are used by the relay, by the dispatcher (after a commit) and
+by the receiver of control messages. Any number of lanes may run at once.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ class Budget:
                     self._changed.notify_all()
 
     def claimed(self, part: Part, size: int) -> None:
-        """Record how many bytes a lane has claimed. Other lanes may use the rest of its
-        share."""
+        """Record how many bytes a lane has claimed. Other lanes may then use the rest
+        of that lane's share."""
         with self._changed:
             part.held = size
             self._changed.notify_all()

@@ -52,8 +52,9 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
 
 
 def shed(using: str, size: int) -> None:
-    """Close a PostgreSQL connection that has just transferred at least `LARGE` bytes:
-    its buffers have grown, and would never shrink. `size` is the number of bytes."""
+    """Close a PostgreSQL connection if it has just transferred at least `LARGE` bytes,
+    because its buffers have grown and would never shrink. `size` is the number of bytes
+    that it has transferred."""
     connection = connections[using]
     if size < LARGE or connection.vendor != "postgresql":
         return
