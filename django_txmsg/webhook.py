@@ -71,8 +71,8 @@ def alert_message(
 
 
 class Webhook:
-    """The receiver of alerts. `error` is why the last alert was not accepted. `taken`
-    counts accepted alerts, and `failed` counts all others."""
+    """The receiver of alerts. `error` is the reason why the last alert was not
+    accepted. `taken` counts accepted alerts, and `failed` counts all others."""
 
     def __init__(
         self, url: str, *, timeout: float = TIMEOUT, key: str | None = None

@@ -151,11 +151,12 @@ def handle(
     dispatch: Callable[[str, uuid.UUID], Any],
     stop: threading.Event,
 ) -> None:
-    """Check a session once. If this returns, the caller settles the delivery.
+    """Check a session once. If no error is raised, the caller then settles the
+    delivery.
 
-    `dispatch(using, session_id)` sends a session's due messages. Raises only LookAgain:
-    the outcome is not known yet, another process is sending the messages, or a broker
-    or the database does not answer.
+    `dispatch(using, session_id)` sends a session's due messages. Raises LookAgain, and
+    nothing else, in three cases: the outcome is not known yet; another process is
+    sending the messages; a broker or the database does not answer.
     """
     try:
         control = ControlMessage.read(delivery)

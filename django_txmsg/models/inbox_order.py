@@ -73,7 +73,7 @@ class Turn:
     @property
     def lock(self) -> int:
         """The number of the advisory lock of the key. Only the transaction that holds
-        the lock may run a message of the key."""
+        the lock may process a message of the key."""
         named = hashlib.sha256(f"{self.stage}\0{self.key}".encode("utf-8", "replace"))
         return int.from_bytes(named.digest()[:8], "big", signed=True)
 

@@ -53,9 +53,9 @@ class PendingManager(SqlManager):
     """
 
     def cancel(self, message_id: uuid.UUID, *, why: str) -> Changed:
-        """Cancel rows, without dead letters, because no operator needs to act. A row
-        that already has its place in the order of its key is not cancelled: the next
-        message of the key will wait for the row's message."""
+        """Cancel rows. They get no dead letters, because no operator needs to act. A
+        row that already has its place in the order of its key is not cancelled: the
+        next message of the key will wait for the row's message."""
         now = now_sql(connections[self.db])
         assign = (
             f"dead_at = {now}, cancelled_at = {now}, last_error = %s,"

@@ -1,4 +1,4 @@
-"""Inserts new rows into the outbox, many by each statement.
+"""Inserts new rows into the outbox, many with each statement.
 
 Values are written in each database's own format, because the conversions of Django's
 fields would cost as much as the rest of the insertion.

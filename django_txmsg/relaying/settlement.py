@@ -165,8 +165,9 @@ class Settlement:
         self._fenced(0, lambda: self._outbox().release(ids, self._token))
 
     def settle(self, found: Receipts) -> None:
-        """Settle the rows. Rows with a receipt are marked as dispatched. Rows that the
-        broker rejected are postponed or buried. All other rows are released."""
+        """Settle the rows. Rows that the broker has confirmed are marked as dispatched.
+        Rows that the broker rejected are postponed or buried. All other rows are
+        released."""
         stored = [row.id for row in found.stored]
         returned = [row.id for row in found.returned]
         if stored:

@@ -22,9 +22,9 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     """Insert rows into the outbox and return the creation time of each row.
 
     Raises DuplicateMessage, and stores nothing, if one of the ids is stored already.
-    One kind of row is skipped instead, unless it has a unique key: a row whose id was
-    derived from the message that a stage is processing. If the stored
-    message is another message, the row is stored under another id.
+    There is one exception: a row without a unique key whose id was derived from the
+    message that a stage is processing. If the same message is stored under this id, the
+    row is skipped. If another message is, the row is stored under a new id.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
