@@ -72,7 +72,8 @@ def is_broken(connection: Any) -> bool:
 
 def _rolled_back_by_sqlite(connection: Any) -> bool:
     """Return whether SQLite has rolled back the open transaction by itself, as it does
-    if the disk is full. Any further statement would then be committed by itself."""
+    if the disk is full. Any further statement would then be committed alone, as soon as
+    it is executed."""
     raw = connection.connection
     begun = connection.in_atomic_block and not connection.autocommit
     return bool(

@@ -299,8 +299,8 @@ class Consumer:
         )
 
     def _obey(self) -> None:
-        """Stop and resume receiving as operators have requested for each stage, and
-        apply the rates that operators have set."""
+        """Pause or resume each stage as operators have requested, and apply the rates
+        that operators have set."""
         states = StageState.objects.db_manager(self._home)
         looking = database_health.retry(
             self._home, "cannot read which stages are paused"

@@ -278,8 +278,8 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
 
 
 def _given_back(arrival: Arrival) -> Interrupted:
-    """Subtract an attempt whose failure the message did not cause, and release the
-    lease of a parked message."""
+    """Subtract an attempt that failed without the message's fault. If the message was
+    parked, also release its lease."""
     rows, record = arrival.inbox, arrival.record
     if record is not None and arrival.token is not None:
         rows.unpark(record.id, arrival.token)

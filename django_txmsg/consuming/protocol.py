@@ -1,7 +1,7 @@
 """The core of hop 7: record → begin → run → finish. All work that takes effect once
 uses these steps.
 
-That is the work of stages' handlers, alone and in batches, and of Celery's OnceTasks.
+Such work is done by stages' handlers, alone and in batches, and by Celery's OnceTasks.
 If the worker is killed between two steps, the next delivery of the message continues
 after the last committed step.
 """

@@ -59,8 +59,8 @@ _ASK = """
 
 
 class Verdict(enum.Enum):
-    """Whether a group has ended. It has if no session can join any more and all
-    sessions that joined have ended."""
+    """Whether a group has ended. A group ends when no session can join it any more and
+    all sessions that joined it have ended."""
 
     EARLY = "early"
     HELD = "held"

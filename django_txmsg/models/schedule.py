@@ -19,7 +19,7 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
     """Changes the states of recurring messages."""
 
     def begin(self, rows: Iterable[Schedule]) -> None:
-        """Add the rows that do not exist yet."""
+        """Add a row for each recurring message that has none yet."""
         self.bulk_create(rows, ignore_conflicts=True)
 
     def advance(self, row: Schedule, tick: dt.datetime, timing: str) -> bool:

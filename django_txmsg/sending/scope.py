@@ -165,8 +165,8 @@ def enter_scope(entered: Scope | None) -> Scope | None:
 
 @contextmanager
 def in_scope(entered: Scope) -> Iterator[Scope]:
-    """Make `entered` the scope of messages that are sent inside the block. The block
-    runs a stage's handler."""
+    """Make `entered` the scope of messages that are sent inside the block. Use this
+    around a stage's handler."""
     token = _scope.set(entered)
     _inside.add(threading.get_ident())
     try:
