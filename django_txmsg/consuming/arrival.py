@@ -178,8 +178,8 @@ class Arrival:
         return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
     def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
-        """Set this arrival's inbox record. Pass `attempt=True` if the record counts the
-        present attempt."""
+        """Keep `record` as this arrival's inbox record. Pass `attempt=True` if its
+        number of attempts includes the present attempt."""
         self.record, self.counted = record, attempt
         return record
 

@@ -22,7 +22,7 @@ from ..rules.rule import Rule
 
 def now_sql(connection: Any) -> str:
     """Return SQL for the database's current time, which advances within a transaction.
-    Use this SQL for values to assign, in a statement with parameters."""
+    Execute the statement with parameters, because percent signs may be doubled."""
     if connection.vendor == "postgresql":
         return "clock_timestamp()"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"

@@ -277,8 +277,9 @@ def _note(
 
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
-    """Store the record in the lake. If there is no lake, a dry run or a failed run does
-    not create one. If the lake lacks archived batches, the record is not stored."""
+    """Store the record in the lake, and create the lake if there is none. A dry run or
+    a failed run does not create the lake, and then its record is not stored. Nor is the
+    record stored if archived batches are missing from the lake."""
     changes = "dry_run" not in run.options and not run.error
     try:
         run.makes_lake = not is_mounted(spec)

@@ -265,7 +265,7 @@ def broker_keeps_its_answers(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def database_refuses(world: World, command: str) -> Iterator[None]:
-    """Stop while the process waits for an unreachable database."""
+    """Stop the process while it waits for a database that cannot be reached."""
     assert world.postgres is not None
     proxy = world.proxy(world.postgres.port)
     world.dispatch(1)

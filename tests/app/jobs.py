@@ -158,7 +158,7 @@ def die_once(text: str, marker: str) -> str:
 
 @task
 def lose_connection() -> str:
-    """Let the server end this task's database connection."""
+    """Make the server end this task's database connection."""
     import psycopg
 
     connection = transaction.get_connection()

@@ -1,9 +1,10 @@
 """Real servers that refuse messages or do not answer: full queues, a revoked
 permission, a memory alarm, a full disk.
 
-No message counts an attempt, and all messages arrive in the order of their keys once
-the server accepts them again. Messages to another destination arrive meanwhile. `make
-soak` keeps each state for TXMSG_SOAK_SECONDS (an hour, say).
+A refusal is not counted as an attempt of any message. When the server accepts messages
+again, all of them arrive, and the messages of one key in order. Meanwhile, messages to
+another destination arrive. With `make soak`, each of these failures lasts
+TXMSG_SOAK_SECONDS (an hour, say).
 """
 
 from __future__ import annotations

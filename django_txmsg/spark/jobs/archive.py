@@ -326,8 +326,8 @@ class Archiver:
         return list(written)
 
     def _purge(self, written: Sequence[Written]) -> None:
-        """Delete the rows of batches that are in the lake, in the order of the
-        batches."""
+        """Delete from the database the rows of batches that the lake contains. The
+        deletions commit in the order of the batches."""
         started = time.monotonic()
         side_by_side = max(1, self.options.purges)
         if self.source.vendor == "sqlite":
