@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 from pyspark.sql import SparkSession
 
+from django_txmsg.spark.engine import spread
 from django_txmsg.spark.jobs.archive import ArchiveOptions, Archiver, tasks_on
 from django_txmsg.spark.jobs.batch_task import MANIFEST, BatchTask
 from django_txmsg.spark.lake import Lake
@@ -167,11 +168,11 @@ class Bench:
         while batch := ledger.plan(len(work) + 1, after, 100_000, now - WEEK, horizon):
             work.append((batch, ledger.members(batch)))
             after = batch.last_id
-        task = BatchTask(ledger.database, archiver.lake, OUTBOX, "bench", work, False)
+        task = BatchTask(ledger.database, archiver.lake, OUTBOX, "bench", False)
         started = time.monotonic()
         parts = tasks or tasks_on(self.spark)
-        places = self.spark.range(0, len(work), 1, parts)
-        rows = places.mapInArrow(task, MANIFEST).groupBy().sum("rows").collect()
+        files = spread(self.spark, task, work, MANIFEST, parts)
+        rows = files.groupBy().sum("rows").collect()
         spent = time.monotonic() - started
         assert rows[0][0] == self.rows
         ledger.close()

@@ -18,7 +18,7 @@ from ..rules import inbox, outbox
 from ..webhook import Webhook, alert_message
 from .connection import Connection
 from .databases import open_database
-from .databases.sqlite import instant_text, read_instant
+from .databases.sqlite import read_instant
 from .spec import SourceSpec, hidden
 
 _ALERTS = "django_txmsg_pipelinealert"
@@ -77,16 +77,11 @@ class Alerts:
         )
         return [
             Alert(
-                self.service,
-                name,
-                value,
-                bound,
-                bool(firing),
-                read_instant(since),
+                self.service, name, value, bound, bool(firing), read_instant(since),
                 *more,
             )
             for name, value, bound, firing, since, *more in found
-        ]
+        ]  # fmt: skip
 
     def weigh(
         self, name: str, value: float, bound: float, summary: str, *, hold: bool = False
@@ -96,7 +91,7 @@ class Alerts:
         value exceeds the bound again, the alert continues under the same id. Pass
         hold=True to keep the alert firing until the webhook has accepted its
         beginning."""
-        firing, now = value > bound, self._parameter(dt.datetime.now(UTC))
+        firing, now = value > bound, self.connection.given(dt.datetime.now(UTC))
         self.connection.execute(
             f"INSERT INTO {_ALERTS} AS old (service, name, value, bound, firing, since,"
             " summary, told, checked_at) VALUES (%s, %s, %s, %s, %s, %s, %s, '', %s)"
@@ -118,11 +113,6 @@ class Alerts:
             f"UPDATE {_ALERTS} SET told = %s WHERE service = %s AND name = %s",
             alert.status, self.service, alert.name,
         )  # fmt: skip
-
-    def _parameter(self, instant: dt.datetime) -> Any:
-        if self.connection.vendor == "sqlite":
-            return instant_text(instant, upper=True)
-        return instant
 
 
 class Telling:
@@ -164,7 +154,7 @@ class Telling:
         if self._away is None:
             self._away = Alert(
                 self.service, "database", seconds, bound, True,
-                dt.datetime.now(dt.timezone.utc), error,
+                dt.datetime.now(UTC), error,
             )  # fmt: skip
         self._tell_away()
 
@@ -221,19 +211,6 @@ def dead_letters(
     return int(found)
 
 
-def last_run(
-    connection: Connection, source: SourceSpec, job: str
-) -> dt.datetime | None:
-    """Return when this service last started a job. Returns None if it never did."""
-    return read_instant(
-        connection.value(
-            "SELECT max(started_at) FROM django_txmsg_pipelinerun WHERE job = %s"
-            " AND service = %s",
-            job, source.service,
-        )
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class LastRun:
     """The stored record of a run."""
@@ -243,17 +220,15 @@ class LastRun:
     started_at: dt.datetime
 
 
-def last_verify(connection: Connection, source: SourceSpec) -> LastRun | None:
-    """Return the last run of `verify`, or None if there is none."""
-    for state, error, started_at in connection.rows(
-        "SELECT state, error, started_at FROM django_txmsg_pipelinerun"
-        " WHERE job = 'verify' AND service = %s ORDER BY started_at DESC LIMIT 1",
-        source.service,
-    ):
-        began = read_instant(started_at)
-        assert began is not None
-        return LastRun(state, error, began)
-    return None
+def last_run(connection: Connection, source: SourceSpec, job: str) -> LastRun | None:
+    """Return the last run of a job, or None if there is none."""
+    rows = connection.rows(
+        "SELECT state, error, started_at FROM django_txmsg_pipelinerun WHERE job = %s"
+        " AND service = %s ORDER BY started_at DESC LIMIT 1",
+        job, source.service,
+    )  # fmt: skip
+    found = (LastRun(state, error, read_instant(at)) for state, error, at in rows)
+    return next(found, None)
 
 
 def lost(

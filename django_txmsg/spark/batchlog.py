@@ -19,7 +19,6 @@ from .connection import connect_plain
 from .errors import EnvironmentFault
 from .lake import Lake, NoLake
 from .lakefile import LakeFile
-from .lakelog import Named
 from .laketable import CommitFailedError, app_name
 from .ledger import Ledger
 from .marks import Mark, Marks
@@ -49,7 +48,7 @@ class BatchLog:
         number: int,
         files: Iterable[LakeFile] = (),
         *,
-        replaced: Iterable[Named] = (),
+        replaced: Iterable[LakeFile] = (),
         **metadata: Any,
     ) -> None:
         """Add the entry `number` to the log. Raises EnvironmentFault if another

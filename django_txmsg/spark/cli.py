@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import datetime as dt
 import json
+import os
 import re
 import sys
 import traceback
@@ -103,16 +104,14 @@ def add_jobs(
         help="a Spark setting; may be repeated",
     )  # fmt: skip
 
-    archive = jobs.add_parser(
-        "archive", parents=[common], help="move settled rows to the lake"
-    )
-    archive.add_argument(
-        "--table",
-        action="append",
-        choices=ARCHIVED,
-    )
-    archive.add_argument("--older-than", type=duration, help="default: the retention")
-    archive.add_argument("--batch-rows", type=positive, default=100_000)
+    rows, external = _rows_options(), _external_options()
+
+    def add(
+        name: str, text: str, *more: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        return jobs.add_parser(name, parents=[common, *more], help=text)
+
+    archive = add("archive", "move settled rows to the lake", rows)
     archive.add_argument(
         "--tasks", type=int, default=0,
         help="tasks that write in parallel; default: half the cores of one machine, "
@@ -130,7 +129,7 @@ def add_jobs(
     )  # fmt: skip
     archive.add_argument("--no-vacuum", action="store_true")
     archive.add_argument(
-        "--stuck-after", type=duration, default=dt.timedelta(hours=6),
+        "--stuck-after", type=duration, default="6h",
         help="a transaction that is open for longer and holds rows back is a finding",
     )  # fmt: skip
     archive.add_argument(
@@ -138,24 +137,18 @@ def add_jobs(
         help="continue although the lake has lost batches for good",
     )  # fmt: skip
 
-    follow = jobs.add_parser(
-        "follow", parents=[common],
-        help="archive batch by batch and raise alerts, until stopped",
-    )  # fmt: skip
-    _add_follow(follow)
+    text = "archive batch by batch and raise alerts, until stopped"
+    _add_follow(add("follow", text, rows, external))
 
-    reconcile = jobs.add_parser(
-        "reconcile", parents=[common], help="compare what was sent and received"
-    )
+    reconcile = add("reconcile", "compare what was sent and received", external)
     reconcile.add_argument(
         "--since", type=instant, help="judge only messages sent since then"
     )
-    reconcile.add_argument("--grace", type=duration, default=dt.timedelta(hours=1))
+    reconcile.add_argument("--grace", type=duration, default="1h")
     reconcile.add_argument(
-        "--late-after",
-        type=duration,
+        "--late-after", type=duration,
         help="time after which a message is late; default: 1h",
-    )
+    )  # fmt: skip
     reconcile.add_argument(
         "--stuck-after", type=duration,
         help="a message that waits for longer to leave or to be processed is a "
@@ -169,13 +162,8 @@ def add_jobs(
     reconcile.add_argument(
         "--known", action="store_true", help="count acknowledged findings too"
     )
-    _add_external(reconcile)
 
-    findings = jobs.add_parser(
-        "findings",
-        parents=[common],
-        help="list and acknowledge what reconcile has found",
-    )
+    findings = add("findings", "list and acknowledge what reconcile has found")
     findings.add_argument("--verdict", default="")
     findings.add_argument("--destination", default="")
     findings.add_argument("--message-id", type=uuid.UUID, action="append", default=[])
@@ -191,11 +179,7 @@ def add_jobs(
         "--reopen", action="store_true", help="remove their acknowledgement"
     )
 
-    listening = jobs.add_parser(
-        "listeners",
-        parents=[common],
-        help="list stages expected to receive from topics",
-    )
+    listening = add("listeners", "list stages expected to receive from topics")
     listening.add_argument(
         "--retire", nargs=2, metavar=("TOPIC", "SERVICE/STAGE"),
         help="expect this stage to receive nothing more",
@@ -204,38 +188,30 @@ def add_jobs(
         "--at", type=instant, help="when it stopped listening; default: now"
     )
 
-    show = jobs.add_parser(
-        "show", parents=[common], help="find a message in databases and lake"
-    )
+    show = add("show", "find a message in databases and lake")
     show.add_argument("term", metavar="ID", help="message id, key or correlation id")
 
-    views = jobs.add_parser(
-        "views", parents=[common], help="print SQL views of messages and findings"
-    )
+    views = add("views", "print SQL views of messages and findings")
     views.add_argument(
         "--of", choices=("database", "lake", "duckdb"), default="database",
         help="the database's, or those over the lake: of a Spark session, or of DuckDB",
     )  # fmt: skip
 
-    analyze = jobs.add_parser("analyze", parents=[common], help="times, flow, failures")
+    analyze = add("analyze", "times, flow, failures")
     analyze.add_argument("--since", type=instant, default="7d")
     analyze.add_argument(
         "--html", default="txmsg-report.html", help="the report's file"
     )
 
-    replay = jobs.add_parser(
-        "replay", parents=[common], help="put messages back into the outbox"
-    )
+    replay = add("replay", "put messages back into the outbox")
     replay.add_argument("--where", default="", help="a Spark SQL condition")
     replay.add_argument(
         "--verdict", default="", help="only messages with this verdict of reconcile"
     )
     replay.add_argument(
-        "--run",
-        default="",
-        metavar="ID",
+        "--run", default="", metavar="ID",
         help="the run that found it; default: the last one",
-    )
+    )  # fmt: skip
     replay.add_argument(
         "--request", type=uuid.UUID, metavar="ID",
         help="the findings whose replay was requested in the admin",
@@ -253,7 +229,7 @@ def add_jobs(
         help="select also messages that were replayed or redelivered before",
     )  # fmt: skip
 
-    send = jobs.add_parser("send", parents=[common], help="send a message for each row")
+    send = add("send", "send a message for each row")
     send.add_argument("--from", dest="path", required=True, help="the dataset")
     send.add_argument("--format", choices=("parquet", "csv", "json"), default="")
     send.add_argument("--destination", required=True)
@@ -271,77 +247,59 @@ def add_jobs(
     )
     send.add_argument("--broker", default="default")
 
-    erase = jobs.add_parser(
-        "erase", parents=[common], help="remove messages from database and lake"
-    )
+    erase = add("erase", "remove messages from database and lake")
     erase.add_argument("--message-id", type=uuid.UUID, action="append", default=[])
     erase.add_argument("--key", action="append", default=[])
     erase.add_argument("--correlation-id", action="append", default=[])
 
-    jobs.add_parser(
-        "verify", parents=[common], help="read the lake and compare it with its log"
-    )
+    add("verify", "read the lake and compare it with its log")
 
-    sweep = jobs.add_parser("sweep", parents=[common], help="tidy the lake")
-    sweep.add_argument(
-        "--orphans-older-than", type=duration, default=dt.timedelta(days=1)
-    )
-    sweep.add_argument(
-        "--replaced-older-than", type=duration, default=dt.timedelta(days=7)
-    )
+    sweep = add("sweep", "tidy the lake")
+    sweep.add_argument("--orphans-older-than", type=duration, default="1d")
+    sweep.add_argument("--replaced-older-than", type=duration, default="7d")
     sweep.add_argument("--keep", type=duration, help="drop days older than this")
     sweep.add_argument("--no-compact", action="store_true")
 
 
+def _rows_options() -> argparse.ArgumentParser:
+    rows = argparse.ArgumentParser(add_help=False)
+    rows.add_argument("--table", action="append", choices=ARCHIVED)
+    rows.add_argument("--older-than", type=duration, help="default: the retention")
+    rows.add_argument("--batch-rows", type=positive, default=100_000)
+    return rows
+
+
 def _add_follow(follow: argparse.ArgumentParser) -> None:
-    minutes, hours = dt.timedelta(minutes=1), dt.timedelta(hours=1)
     follow.add_argument(
-        "--table",
-        action="append",
-        choices=ARCHIVED,
-    )
-    follow.add_argument("--older-than", type=duration, help="default: the retention")
-    follow.add_argument("--batch-rows", type=positive, default=100_000)
-    follow.add_argument(
-        "--every", type=pause, default=5 * minutes, help="time between two rounds"
+        "--every", type=pause, default="5m", help="time between two rounds"
     )
     follow.add_argument(
         "--once", action="store_true", help="one round; exit code 1 if an alert fires"
     )
     for name, default, text in (
-        ("lag", 15 * minutes, "a message that has been due for longer is an alert"),
-        ("window", hours, "the period in which dead letters are counted"),
-        (
-            "away",
-            5 * minutes,
-            "a database or a lake that is away for longer is an alert",
-        ),
-        (
-            "stuck-after",
-            6 * hours,
-            "a transaction that holds rows for longer is an alert",
-        ),
-        ("reconcile-every", hours, "0s: never"),
-        ("since", 24 * hours, "how far back `reconcile` judges"),
-        ("grace", hours, "of `reconcile`"),
-        ("sweep-every", 24 * hours, "0s: never"),
-        ("verify-every", 7 * 24 * hours, "0s: never"),
+        ("lag", "15m", "a message that has been due for longer is an alert"),
+        ("window", "1h", "the period in which dead letters are counted"),
+        ("away", "5m", "a database or a lake that is away for longer is an alert"),
+        ("stuck-after", "6h", "a transaction that holds rows for longer is an alert"),
+        ("reconcile-every", "1h", "0s: never"),
+        ("since", "24h", "how far back `reconcile` judges"),
+        ("grace", "1h", "of `reconcile`"),
+        ("sweep-every", "1d", "0s: never"),
+        ("verify-every", "7d", "0s: never"),
     ):
         follow.add_argument(f"--{name}", type=duration, default=default, help=text)
     follow.add_argument(
-        "--dead-letters",
-        type=int,
-        default=10,
+        "--dead-letters", type=int, default=10,
         help="more dead letters than this are an alert",
-    )
-    _add_external(follow)
+    )  # fmt: skip
     follow.add_argument(
         "--webhook-env", default=WEBHOOK_URL, metavar="NAME",
         help="the environment variable that holds the webhook's address",
     )  # fmt: skip
 
 
-def _add_external(job: argparse.ArgumentParser) -> None:
+def _external_options() -> argparse.ArgumentParser:
+    job = argparse.ArgumentParser(add_help=False)
     job.add_argument(
         "--external", action="append", default=[], metavar="PATTERN",
         help="a destination (or broker:ALIAS) consumed by something that keeps no "
@@ -351,6 +309,7 @@ def _add_external(job: argparse.ArgumentParser) -> None:
         "--external-sender", action="append", default=[], metavar="PATTERN",
         help="a sender that keeps no outbox; may be repeated",
     )  # fmt: skip
+    return job
 
 
 def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
@@ -360,23 +319,14 @@ def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
         services.setdefault(one.service, []).append(one)
     services |= {name: [] for name, _ in given.service}
     for name, url in given.service:
-        services[name].append(SourceSpec(name, url, _password_variable(name)))
+        variable = password_variable(name)
+        password_env = variable if variable in os.environ else ""
+        services[name].append(SourceSpec(name, url, password_env))
     lake = spec.lake
     if given.lake:
-        lake = (
-            LakeSpec(given.lake)
-            if lake is None
-            else dataclasses.replace(lake, uri=given.lake)
-        )
+        lake = dataclasses.replace(lake or LakeSpec(""), uri=given.lake)
     whole = tuple(chain.from_iterable(services.values()))
     return dataclasses.replace(spec, services=whole, lake=lake)
-
-
-def _password_variable(service: str) -> str:
-    import os
-
-    name = password_variable(service)
-    return name if name in os.environ else ""
 
 
 def execute(spec: JobSpec, given: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """A plain SQL connection with the same interface for PostgreSQL and SQLite: autocommit,
-placeholders `%s`, and clear errors."""
+placeholders `%s`, and clear errors. Also finds the session that holds a transaction
+open for which rows wait."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .databases.sqlite import instant_text
+from .databases.sqlite import instant_text, read_instant
 from .errors import EnvironmentFault
 from .spec import SourceSpec
 
@@ -80,12 +82,16 @@ class Connection:
                 return instant_text(value, upper=True)
         return value
 
+    @property
+    def now(self) -> str:
+        """An SQL expression for the current time."""
+        if self.vendor == "postgresql":
+            return "now()"
+        return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+
     def clock(self) -> dt.datetime:
         """Return the current time of the database."""
-        if self.vendor == "sqlite":
-            text = self.value("SELECT strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')")
-            return dt.datetime.fromisoformat(text).replace(tzinfo=dt.timezone.utc)
-        now: dt.datetime = self.value("SELECT now()")
+        now: dt.datetime = read_instant(self.value(f"SELECT {self.now}"))
         return now
 
     def close(self) -> None:
@@ -151,3 +157,51 @@ def _advice(error: Exception) -> str:
             '"django_txmsg.spark" to INSTALLED_APPS and run `manage.py migrate` there.'
         )
     return " Run `manage.py migrate` there." if "django_txmsg_" in text else ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The number of rows that wait, the transaction that they wait for, and when that
+    transaction began."""
+
+    rows: int
+    since: dt.datetime | None = None
+    holder: str = ""
+
+    @property
+    def whom(self) -> str:
+        """A text that names the session that holds the transaction open."""
+        since = f", open since {self.since:%Y-%m-%d %H:%M:%S} UTC" if self.since else ""
+        return f"{self.holder}{since}"
+
+    @property
+    def seconds(self) -> float:
+        """How long the transaction has been open, in seconds. Infinite if this role may
+        not see when the transaction began."""
+        if not self.rows:
+            return 0.0
+        if self.since is None:
+            return float("inf")
+        return (dt.datetime.now(dt.timezone.utc) - self.since).total_seconds()
+
+
+def held(connection: Connection, rows: int) -> Held:
+    """Return the transaction for which `rows` rows wait. It is the oldest open
+    transaction in the PostgreSQL cluster that has written anything. Every role can see
+    that such a transaction exists. Returns Held(0) if the transaction has ended since
+    the rows were counted."""
+    if not rows:
+        return Held(0)
+    found = connection.rows(
+        "SELECT xact_start, format('process %%s (%%s)', pid, concat_ws(', ', state,"
+        " 'database ' || datname, 'user ' || usename)), age(backend_xid)"
+        " FROM pg_stat_activity"
+        " WHERE backend_xid IS NOT NULL UNION ALL"
+        " SELECT prepared, format('prepared transaction %%s (database %%s)', gid,"
+        " database), age(transaction) FROM pg_prepared_xacts"
+        " ORDER BY 3 DESC LIMIT 1"
+    )
+    if not found:
+        return Held(0)
+    since, holder, _ = found[0]
+    return Held(rows, since, holder)

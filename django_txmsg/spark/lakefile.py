@@ -1,7 +1,7 @@
-"""Writes files of the lake from a Spark task with pyarrow, and reads them back to
-verify them.
+"""Data files of the lake: pyarrow writes them in a Spark task, and reads them.
 
-The rows never enter the JVM. Each attempt to write a file uses another file name. No
+The rows never enter the JVM. PySpark from PyPI has no file system for `s3://` and other
+object stores. Each attempt to write a file uses another file name. No
 log entry names a file of a failed attempt, and `sweep` removes it later.
 """
 
@@ -10,18 +10,20 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
+from pyspark.sql import Row
+from pyspark.sql import types as t
 
 from .errors import VerificationRefused, spoilt
 from .rowhash import row_hashes
-from .schemas import Column
+from .schemas import Column, arrow_schema, struct_of
 from .tally import Tallying
 
 #: Most open files of one task. Rows in the order of their ids need one or two at a
@@ -36,6 +38,15 @@ _FIRST_DAY = dt.date(1970, 1, 1)
 _Part = tuple[dt.date, bool]
 
 
+#: The columns that no file has: the log has them.
+PARTITIONS = ["service", "day"]
+#: What a task reports of a file that it has written.
+FILE = struct_of(
+    "path string not null, day date not null, size long not null, "
+    "rows long not null, modified_ms long not null"
+)
+
+
 @dataclass(frozen=True)
 class LakeFile:
     """A written and closed data file: its path within the table, and facts about its
@@ -46,9 +57,31 @@ class LakeFile:
     day: dt.date
     size: int
     rows: int
-    modified_ms: int
+    modified_ms: int = field(default=0, compare=False)
+    """When it was written, for its log entry."""
     batches: tuple[int, int] | None = None
-    """The lowest and highest archive batch of its rows."""
+    """The lowest and highest archive batch of its rows, if the log has them."""
+
+    @classmethod
+    def reported(
+        cls, row: Row, service: str, batches: tuple[int, int] | None = None
+    ) -> LakeFile:
+        """Return the file that a task has reported with the columns of FILE."""
+        return cls(
+            row.path, service, row.day, row.size, row.rows, row.modified_ms, batches
+        )
+
+    def reaches(self, after: int, until: int = 2**62) -> bool:
+        """Return whether the file may have rows of the batches after `after`, up to and
+        including `until`."""
+        if self.batches is None:
+            return True
+        lowest, highest = self.batches
+        return lowest <= until and highest > after
+
+    def report(self) -> dict[str, Any]:
+        """Return the values of FILE."""
+        return {name: getattr(self, name) for name in FILE.fieldNames()}
 
 
 def directory_of(service: str, day: dt.date | None = None) -> str:
@@ -183,18 +216,15 @@ def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
     """Return a Parquet writer for a file of the lake."""
     return pq.ParquetWriter(
         stream, schema, compression="zstd", compression_level=1,
-        use_dictionary=_repetitive(schema), write_statistics=True,
+        use_dictionary=[name for name in schema.names if name not in _UNIQUE],
+        write_statistics=True,
         # A flipped bit is found when its page is read.
         write_page_checksum=True,
     )  # fmt: skip
 
 
-def _repetitive(schema: pa.Schema) -> list[str]:
-    """Return the columns for which dictionary encoding saves space. Other columns, such
-    as ids and bodies, mostly have a different value in each row."""
-    return [name for name in schema.names if name not in _UNIQUE]
-
-
+#: The columns that mostly have a different value in each row: dictionary encoding would
+#: save no space.
 _UNIQUE = frozenset(
     ["id", "message_id", "headers", "body", "created_at", "due_at", "dispatched_at"]
 )
@@ -288,3 +318,38 @@ def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 _VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+
+
+#: Even for a file without any of the requested columns, the rows are counted.
+_ANY = ["id", "run_id"]
+
+
+def rows_as(
+    files: fs.FileSystem, root: str, struct: t.StructType, named: Iterable[LakeFile]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of files as batches of a table's current schema. A column that is
+    newer than a file is null. Service and day are taken from the log."""
+    schema = arrow_schema(struct)
+    wanted = [name for name in schema.names if name not in PARTITIONS]
+    for one in named:
+        constants = {"service": one.service, "day": one.day}
+        path = f"{root}/{one.path}"
+        for batch in rows_of(files, path, wanted or _ANY, lenient=True):
+            arrays = []
+            for column in schema:
+                place = batch.schema.get_field_index(column.name)
+                if column.name in constants:
+                    value = pa.scalar(constants[column.name], column.type)
+                    arrays.append(pa.repeat(value, batch.num_rows))
+                elif place < 0:
+                    arrays.append(pa.nulls(batch.num_rows, column.type))
+                else:
+                    arrays.append(batch.column(place).cast(column.type))
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def in_parts(named: Sequence[LakeFile], parts: int) -> list[LakeFile]:
+    """Return the files in an order for `parts` tasks: if the list is cut into `parts`
+    slices of the same length, each slice has about the same number of bytes."""
+    by_size = sorted(named, key=lambda one: -one.size)
+    return [one for first in range(parts) for one in by_size[first::parts]]

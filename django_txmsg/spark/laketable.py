@@ -11,6 +11,7 @@ import datetime as dt
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial, reduce
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,16 +19,15 @@ import deltalake
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
 from pyarrow import fs
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sf
 from pyspark.sql import types as t
 
-from .cores import parallelism
+from .engine import parallelism, spread
 from .errors import EnvironmentFault
-from .lakefile import LakeFile, directory_of
-from .lakelog import PARTITIONS, Named, added, named_by, removed
-from .lakerows import LakeRows, in_parts
+from .lakefile import PARTITIONS, LakeFile, directory_of, in_parts, rows_as
 from .schemas import LAKE_VERSION, arrow_schema
 from .storage import Place, insist_on, sync
 
@@ -115,7 +115,7 @@ class LakeTable:
         *,
         metadata: dict[str, Any],
         app: tuple[str, int] | None = None,
-        replaced: Iterable[Named] = (),
+        replaced: Iterable[LakeFile] = (),
         same_rows: bool = False,
     ) -> int:
         """Add `files` to the table, and remove the `replaced` files, in one log entry.
@@ -131,8 +131,8 @@ class LakeTable:
         insist_on(self.files, there)
         sync(self.files, self.place.root, [f"{self.root}/{f.path}" for f in files])
         now = int(dt.datetime.now(dt.timezone.utc).timestamp() * 1000)
-        actions: list[Any] = [added(one, same_rows=same_rows) for one in files]
-        actions += [removed(one, now, same_rows=same_rows) for one in replaced]
+        actions: list[Any] = [_added(one, same_rows) for one in files]
+        actions += [_removed(one, now, same_rows) for one in replaced]
         delta.create_write_transaction(
             actions,
             mode="append",
@@ -169,26 +169,22 @@ class LakeTable:
         is none."""
         return delta.transaction_version(app) or 0
 
-    def named(self, delta: DeltaTable | None = None) -> list[Named]:
-        """Return all files of the table, at the version `delta` or at the current
-        version."""
+    def named(
+        self, delta: DeltaTable | None = None, service: str = ""
+    ) -> list[LakeFile]:
+        """Return the files that the log names at the version `delta`, by default the
+        current one: those of `service`, by default of all services."""
         delta = delta or self.load()
         if delta is None:
             return []
-        return named_by(delta)
+        actions = pa.table(delta.get_add_actions(flatten=True)).to_pylist()
+        found = map(_named, actions)
+        return [one for one in found if not service or one.service == service]
 
-    def of_batches(self, service: str, after: int, until: int) -> list[Named]:
+    def of_batches(self, service: str, after: int, until: int) -> list[LakeFile]:
         """Return a service's files that may contain rows of the batches after `after`,
         up to and including `until`."""
-        return [
-            one
-            for one in self.named()
-            if one.service == service
-            and (
-                one.batches is None
-                or (one.batches[0] <= until and one.batches[1] > after)
-            )
-        ]
+        return [one for one in self.named(service=service) if one.reaches(after, until)]
 
     def read(
         self,
@@ -196,7 +192,7 @@ class LakeTable:
         *,
         services: Sequence[str] = (),
         since: dt.date | None = None,
-        named: Sequence[Named] | None = None,
+        named: Sequence[LakeFile] | None = None,
         columns: Sequence[str] = (),
     ) -> DataFrame:
         """Return the committed rows of these services, by default of all. `since` is
@@ -219,38 +215,31 @@ class LakeTable:
             return spark.createDataFrame([], struct)
         if self.place.local:
             return self._read_by_spark(spark, struct, chosen)
-        cores = parallelism(spark)
-        parts = min(len(chosen), 2 * cores)
-        task = LakeRows(self.files, self.root, struct, in_parts(chosen, parts))
-        return spark.range(0, len(chosen), 1, parts).mapInArrow(task, struct)
+        parts = min(len(chosen), 2 * parallelism(spark))
+        rows = partial(rows_as, self.files, self.root, struct)
+        return spread(spark, rows, in_parts(chosen, parts), struct, parts)
 
     def _read_by_spark(
-        self, spark: SparkSession, struct: t.StructType, chosen: Sequence[Named]
+        self, spark: SparkSession, struct: t.StructType, chosen: Sequence[LakeFile]
     ) -> DataFrame:
         inner = t.StructType([f for f in struct.fields if f.name not in PARTITIONS])
-        parts: dict[tuple[str, dt.date], list[str]] = {}
-        for one in chosen:
-            parts.setdefault((one.service, one.day), []).append(self._address(one.path))
-        whole: DataFrame | None = None
-        for service in sorted({service for service, _ in parts}):
-            days = {
-                day: paths for (name, day), paths in parts.items() if name == service
-            }
-            paths = sorted(path for listed in days.values() for path in listed)
+        frames = []
+        for service in sorted({one.service for one in chosen}):
+            paths = sorted(one.path for one in chosen if one.service == service)
             # The path is used literally, whatever characters the lake's own path has.
             reader = spark.read.schema(inner).option("__globPaths__", "false")
             reader = reader.option("parquet.page.verify-checksum.enabled", "true")
-            frame = reader.parquet(*paths)
+            frame = reader.parquet(
+                *(f"{self.place.uri}/{self.name}/{one}" for one in paths)
+            )
             known = {"service": sf.lit(service)}
             if "day" in struct.fieldNames():
                 path = sf.col("_metadata.file_path")
                 # The lake's own address may contain a day, too.
                 day = sf.regexp_extract(path, r"/day=([\d-]+)/[^/]*$", 1)
                 known["day"] = sf.to_date(day)
-            frame = frame.withColumns(known)
-            whole = frame if whole is None else whole.unionByName(frame)
-        assert whole is not None
-        return whole.select(*struct.fieldNames())
+            frames.append(frame.withColumns(known))
+        return reduce(DataFrame.unionByName, frames).select(*struct.fieldNames())
 
     def vacuum(self, hours: int, *, dry_run: bool) -> list[str]:
         """Delete the files that were removed from the table more than `hours` hours
@@ -308,8 +297,55 @@ class LakeTable:
             hours, dry_run=True, enforce_retention_duration=False, full=full
         )
 
-    def _address(self, path: str) -> str:
-        return f"{self.place.uri}/{self.name}/{path}"
+
+def _added(file: LakeFile, same_rows: bool) -> AddAction:
+    """Return the log action that adds a file. Readers use its statistics to skip
+    files."""
+    stats: dict[str, Any] = {"numRecords": file.rows}
+    if file.batches is not None:
+        low, high = file.batches
+        stats |= {"minValues": {"batch_id": low}, "maxValues": {"batch_id": high}}
+        stats["nullCount"] = {"batch_id": 0}
+    return AddAction(
+        path=file.path,
+        size=file.size,
+        partition_values=_partition(file),
+        modification_time=file.modified_ms,
+        data_change=not same_rows,
+        stats=json.dumps(stats),
+    )
+
+
+def _removed(file: LakeFile, now_ms: int, same_rows: bool) -> RemoveAction:
+    return RemoveAction(
+        path=file.path,
+        data_change=not same_rows,
+        deletion_timestamp=now_ms,
+        partition_values=_partition(file),
+        size=file.size,
+    )
+
+
+def _partition(file: LakeFile) -> dict[str, str | None]:
+    return {"service": file.service, "day": file.day.isoformat()}
+
+
+def _named(row: dict[str, Any]) -> LakeFile:
+    low, high = row.get("min.batch_id"), row.get("max.batch_id")
+    return LakeFile(
+        # The log always has it URI-encoded.
+        path=unquote(row["path"]),
+        service=row["partition.service"],
+        day=row["partition.day"],
+        size=row["size_bytes"],
+        rows=row["num_records"] or 0,
+        batches=None if low is None or high is None else (low, high),
+    )
+
+
+def touched(files: Iterable[LakeFile]) -> list[list[int]]:
+    """Return the ranges of batches that these files contain, as stored in the log."""
+    return [list(one) for one in sorted({f.batches for f in files if f.batches})]
 
 
 def app_name(job: str, service: str, table: str) -> str:

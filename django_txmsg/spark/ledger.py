@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from .connection import Connection, connect_plain
+from .connection import Connection, Held, connect_plain, held
 from .databases import open_database
 from .databases.sqlite import read_rows
 from .lock import archiving
@@ -23,7 +23,6 @@ from .marks import Marks
 from .rowhash import postgres_sql, row_hashes
 from .schemas import Column, Table
 from .spec import SourceSpec
-from .standstill import Held, held
 
 #: Most bytes of bodies in a batch, exceeded by at most one row.
 BATCH_BYTES = 1 << 30

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .connection import Connection, connect_plain
-from .databases.sqlite import read_json
+from .databases.sqlite import read_instant, read_json
 from .errors import UsageError
 from .spec import SourceSpec
 
@@ -30,7 +30,6 @@ COLUMNS = (
     "verdict", "message_id", "destination", "sender", "consumer", "sent_at", "found_at",
     "seen_at", "acknowledged_at", "acknowledged_by", "note",
 )  # fmt: skip
-_INSTANTS = frozenset(name for name in COLUMNS if name.endswith("_at"))
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,7 @@ class Noted:
                 *values,
             )
         return [
-            {
-                name: _plain(name, value)
-                for name, value in zip(COLUMNS, row, strict=True)
-            }
-            for row in rows
+            dict(zip(COLUMNS, map(_plain, COLUMNS, row), strict=True)) for row in rows
         ]
 
     def count(self, which: Which) -> dict[str, int]:
@@ -147,7 +142,7 @@ class Noted:
         if not rows:
             return None
         [(at, counts)] = rows
-        return _plain("found_at", at), read_json(counts)
+        return read_instant(at), read_json(counts)
 
     def _set(
         self, which: Which, before: bool, at: dt.datetime | None, by: str, note: str
@@ -163,12 +158,10 @@ class Noted:
 
     def _where(self, connection: Connection, which: Which) -> tuple[str, list[Any]]:
         where, values = ["service = %s"], [self.source.service]
-        if which.verdict:
-            where.append("verdict = %s")
-            values.append(which.verdict)
-        if which.destination:
-            where.append("destination = %s")
-            values.append(which.destination)
+        for name in ("verdict", "destination"):
+            if value := getattr(which, name):
+                where.append(f"{name} = %s")
+                values.append(value)
         if which.message_ids:
             marks = ", ".join(["%s"] * len(which.message_ids))
             where.append(f"message_id IN ({marks})")
@@ -185,6 +178,4 @@ class Noted:
 def _plain(name: str, value: Any) -> Any:
     if name == "message_id":
         return str(uuid.UUID(str(value)))
-    if name in _INSTANTS and isinstance(value, str):  # SQLite's, in UTC
-        return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
-    return value
+    return read_instant(value) if name.endswith("_at") else value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
-from .cores import is_remote
+from .engine import is_remote
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
 from .lake import Lake
-from .lakefile import DayFiles, LakeFile
+from .lakefile import FILE, DayFiles, LakeFile
 from .laketable import LakeTable
 from .schemas import arrow_schema, struct_of
 from .spec import LakeSpec
@@ -22,10 +22,6 @@ from .storage import place_of
 
 #: When a result was recorded; its day is that of the file.
 CLOCK = "recorded_at"
-_FILES = struct_of(
-    "path string not null, day date not null, size long not null, "
-    "rows long not null, modified_ms long not null"
-)
 
 
 def result_struct(struct: t.StructType) -> t.StructType:
@@ -66,15 +62,10 @@ class Results:
     ) -> list[LakeFile]:
         """Write a DataFrame into files. No log entry names them yet."""
         task = ResultTask(self, name, arrow_schema(struct))
-        frame = frame.select(*struct.fieldNames()).mapInArrow(task, _FILES)
+        frame = frame.select(*struct.fieldNames()).mapInArrow(task, FILE)
         with self._table(name, struct).discarding(self.service, [self.run_id]):
             rows = frame.collect()
-        return [
-            LakeFile(
-                row.path, self.service, row.day, row.size, row.rows, row.modified_ms
-            )
-            for row in rows
-        ]
+        return [LakeFile.reported(row, self.service) for row in rows]
 
     def save_rows(
         self, name: str, struct: t.StructType, rows: Sequence[dict[str, Any]]
@@ -143,15 +134,5 @@ class ResultTask:
         for batch in batches:
             if batch.num_rows:
                 files.write(self.results.stamped(batch.cast(self.schema)))
-        names = _FILES.fieldNames()
-        found = [
-            dict(
-                zip(
-                    names,
-                    (one.path, one.day, one.size, one.rows, one.modified_ms),
-                    strict=True,
-                )
-            )
-            for one in files.close()
-        ]
-        yield pa.RecordBatch.from_pylist(found, schema=arrow_schema(_FILES))
+        found = [one.report() for one in files.close()]
+        yield pa.RecordBatch.from_pylist(found, schema=arrow_schema(FILE))

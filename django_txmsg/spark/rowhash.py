@@ -133,10 +133,9 @@ def _fixed(values: pa.Array, kind: str) -> Any:
 
 
 def _lengths(values: pa.Array) -> Any:
-    lengths = pc.fill_null(pc.binary_length(_bytes(values, keep_null=True)), -1)
+    lengths = pc.fill_null(pc.binary_length(values.cast(pa.large_binary())), -1)
     return lengths.to_numpy().astype(">i4").view(np.uint8).reshape(len(values), 4)
 
 
-def _bytes(values: pa.Array, *, keep_null: bool = False) -> pa.Array:
-    data = values.cast(pa.large_binary())
-    return data if keep_null else pc.fill_null(data, b"")
+def _bytes(values: pa.Array) -> pa.Array:
+    return pc.fill_null(values.cast(pa.large_binary()), b"")

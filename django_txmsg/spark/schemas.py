@@ -23,7 +23,6 @@ Kind = Literal[
     "long", "int", "double", "bool", "uuid", "text", "json", "bytes", "instant", "xid"
 ]
 
-_INSTANT = pa.timestamp("us", tz="UTC")
 _SPARK: dict[str, t.DataType] = {
     "long": t.LongType(),
     "int": t.IntegerType(),
@@ -36,17 +35,15 @@ _SPARK: dict[str, t.DataType] = {
     "instant": t.TimestampType(),
     "xid": t.LongType(),
 }
-_ARROW: dict[str, pa.DataType] = {
-    "long": pa.int64(),
-    "int": pa.int32(),
-    "double": pa.float64(),
-    "bool": pa.bool_(),
-    "uuid": pa.string(),
-    "text": pa.string(),
-    "json": pa.string(),
-    "bytes": pa.binary(),
-    "instant": _INSTANT,
-    "xid": pa.int64(),
+_ARROW_OF: dict[type[t.DataType], pa.DataType] = {
+    t.LongType: pa.int64(),
+    t.IntegerType: pa.int32(),
+    t.DoubleType: pa.float64(),
+    t.StringType: pa.string(),
+    t.BinaryType: pa.binary(),
+    t.TimestampType: pa.timestamp("us", tz="UTC"),
+    t.DateType: pa.date32(),
+    t.BooleanType: pa.bool_(),
 }
 #: PostgreSQL's expression for reading a kind. A uuid and a transaction id are read as
 #: bytes.
@@ -77,7 +74,7 @@ class Column:
     @property
     def arrow(self) -> pa.Field:
         """The field in a record batch."""
-        return pa.field(self.name, _ARROW[self.kind], self.nullable)
+        return pa.field(self.name, _arrow_type(_SPARK[self.kind]), self.nullable)
 
     @property
     def sql(self) -> str:
@@ -174,17 +171,6 @@ def _arrow_type(kind: t.DataType) -> pa.DataType:
         return pa.list_(_arrow_type(kind.elementType))
     return _ARROW_OF[type(kind)]
 
-
-_ARROW_OF: dict[type[t.DataType], pa.DataType] = {
-    t.LongType: pa.int64(),
-    t.IntegerType: pa.int32(),
-    t.DoubleType: pa.float64(),
-    t.StringType: pa.string(),
-    t.BinaryType: pa.binary(),
-    t.TimestampType: _INSTANT,
-    t.DateType: pa.date32(),
-    t.BooleanType: pa.bool_(),
-}
 
 OUTBOX = Table(
     name="outbox",

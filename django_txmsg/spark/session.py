@@ -33,20 +33,19 @@ SETTINGS = {
 }
 
 
-def local_settings() -> dict[str, str]:
-    """Return the settings for one machine: no port is open to the network, shuffles
-    have few partitions, and Spark keeps no history of queries."""
-    return {
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.ui.enabled": "false",
-        # Kept for a page that is not there.
-        "spark.sql.ui.retainedExecutions": "1",
-        "spark.ui.retainedJobs": "1",
-        "spark.ui.retainedStages": "1",
-        "spark.sql.shuffle.partitions": str(2 * (os.cpu_count() or 1)),
-        "spark.ui.showConsoleProgress": "false",
-    }
+#: The settings for one machine: no port is open to the network, shuffles have few
+#: partitions, and Spark keeps no history of queries.
+LOCAL = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.ui.enabled": "false",
+    # Kept for a page that is not there.
+    "spark.sql.ui.retainedExecutions": "1",
+    "spark.ui.retainedJobs": "1",
+    "spark.ui.retainedStages": "1",
+    "spark.sql.shuffle.partitions": str(2 * (os.cpu_count() or 1)),
+    "spark.ui.showConsoleProgress": "false",
+}
 
 
 @contextmanager
@@ -91,8 +90,9 @@ def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:
         master = "local[*]"
         builder = builder.master(master)
     if master.startswith("local"):
-        chosen |= local_settings()
-        _show_the_package_to_workers()
+        chosen |= LOCAL
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        os.environ["PYTHONPATH"] = python_path()
     chosen |= settings or {}
     for key, value in chosen.items():
         builder = builder.config(key, value)
@@ -145,11 +145,9 @@ def _submitted() -> bool:
     return "--master" in arguments or "PYSPARK_GATEWAY_PORT" in os.environ
 
 
-def _show_the_package_to_workers() -> None:
-    """Add the package's directory to PYTHONPATH, because local workers inherit the
-    environment, but not `sys.path`."""
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+def python_path() -> str:
+    """Return PYTHONPATH with the package's directory. Local workers and other processes
+    inherit the environment, but not `sys.path`."""
     home = str(Path(__file__).resolve().parents[2])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if home not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([home, *filter(None, paths)])
+    return os.pathsep.join(dict.fromkeys([home, *filter(None, paths)]))

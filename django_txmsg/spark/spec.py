@@ -204,14 +204,11 @@ class JobSpec:
     task_brokers: tuple[tuple[str, str], ...] = ()
     """Services, and aliases of their brokers that are Celery's."""
 
-    def service(self, name: str = "") -> SourceSpec:
-        """Return the service with this name, by default the first. Raises UsageError
-        for an unknown name."""
-        for one in self.services:
-            if not name or one.service == name:
-                return one
-        known = ", ".join(one.service for one in self.services) or "none"
-        raise UsageError(f"No service {name!r} is specified; known: {known}.")
+    def service(self) -> SourceSpec:
+        """Return the first service. Raises UsageError if there is none."""
+        if not self.services:
+            raise UsageError("No service is specified: give --service NAME=URL.")
+        return self.services[0]
 
     def lake_spec(self) -> LakeSpec:
         """Return the lake's specification. Raises UsageError if there is none."""

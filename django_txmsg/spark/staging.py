@@ -13,19 +13,16 @@ and records who requested the redelivery.
 from __future__ import annotations
 
 import json
-import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 from pyspark import TaskContext
 
 from ..rules import dead_letters
 from .connection import Connection, connect_plain
-from .databases.sqlite import instant_text
 from .errors import EnvironmentFault, UsageError
 from .schemas import STAGED
 from .spec import SourceSpec
@@ -45,7 +42,7 @@ def remember(connection: Connection, name: str, messages: int, ids: str) -> bool
         return False
     fresh = connection.execute(
         f"INSERT INTO {_RUNS} (name, messages, ids, stored_at)"
-        f" VALUES (%s, %s, %s, {now_sql(connection)}) ON CONFLICT (name) DO NOTHING",
+        f" VALUES (%s, %s, %s, {connection.now}) ON CONFLICT (name) DO NOTHING",
         name, messages, ids,
     )  # fmt: skip
     if fresh:
@@ -60,14 +57,6 @@ def remember(connection: Connection, name: str, messages: int, ids: str) -> bool
             "one selection of messages, so give this one another name."
         )
     return False
-
-
-def now_sql(connection: Connection) -> str:
-    """Return an SQL expression for the current time, for a statement with
-    parameters."""
-    if connection.vendor == "postgresql":
-        return "now()"
-    return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
 
 
 _STAGED = "django_txmsg_stagedmessage"
@@ -125,10 +114,8 @@ class Staging:
                 yield batch
 
         with closing(connect_plain(self.spec)) as connection, connection.transaction():
-            if self.spec.vendor == "postgresql":
-                rows = self._copy(connection, task, summed())
-            else:
-                rows = self._insert(connection.raw, task, summed())
+            store = self._copy if self.spec.vendor == "postgresql" else self._insert
+            rows = store(connection, task, summed())
         return Brought(task, rows, ids % 2**128)
 
     def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> Merged:
@@ -201,19 +188,18 @@ class Staging:
         return pa.RecordBatch.from_arrays(arrays, names=["run", "task", *_NAMES])
 
     def _insert(
-        self, raw: sqlite3.Connection, task: str, batches: Iterable[pa.RecordBatch]
+        self, connection: Connection, task: str, batches: Iterable[pa.RecordBatch]
     ) -> int:
         rows = 0
-        marks = ", ".join("?" * (len(_NAMES) + 2))
+        marks = ", ".join(["%s"] * (len(_NAMES) + 2))
+        sql = f"INSERT INTO {_STAGED} (run, task, {_QUOTED}) VALUES ({marks})"
         for batch in batches:
             rows += batch.num_rows
-            raw.executemany(
-                f"INSERT INTO {_STAGED} (run, task, {_QUOTED}) VALUES ({marks})",
-                [
-                    (self.run, task, *map(_sqlite_value, _NAMES, row.values()))
-                    for row in batch.select(_NAMES).to_pylist()
-                ],
-            )
+            lines = batch.select(_NAMES).to_pylist()
+            for line in lines:
+                line["message_id"] = uuid.UUID(line["message_id"])
+            given = (map(connection.given, line.values()) for line in lines)
+            connection.many(sql, ([self.run, task, *line] for line in given))
         return rows
 
     def _drop_void_attempts(self, connection: Connection, tasks: list[str]) -> None:
@@ -235,7 +221,7 @@ class Staging:
 
     def _store(self, connection: Connection, rate: float) -> int:
         postgres = self.spec.vendor == "postgresql"
-        now = due = now_sql(connection)
+        now = due = connection.now
         place = "(row_number() OVER (ORDER BY position, id) - 1)"
         if rate and postgres:
             due = f"now() + {place} * interval '1 second' / {float(rate)}"
@@ -256,14 +242,6 @@ class Staging:
             self.spec.service,
             self.run,
         )
-
-
-def _sqlite_value(name: str, value: Any) -> Any:
-    if name == "message_id":
-        return uuid.UUID(value).hex
-    if name == "position" and value is not None:
-        return instant_text(value, upper=True)
-    return value
 
 
 #: The id of a dead letter, and that of its message.

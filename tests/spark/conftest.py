@@ -18,8 +18,8 @@ from tests.services.postgresql import PASSWORD
 
 pytest.importorskip("pyspark", reason="the pipeline needs django_txmsg[spark]")
 
+from django_txmsg.spark.engine import installed
 from django_txmsg.spark.spec import LakeSpec, SourceSpec
-from django_txmsg.spark.versions import installed
 
 from .log import Log
 

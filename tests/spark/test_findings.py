@@ -11,7 +11,7 @@ import pytest
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.jobs.analyze import add_findings
 from django_txmsg.spark.noted import Noted, Which
-from django_txmsg.spark.report.page import Findings, render
+from django_txmsg.spark.report import Findings, render
 from django_txmsg.spark.runs import recorded
 from django_txmsg.spark.spec import JobSpec
 from tests.spark.log import Log

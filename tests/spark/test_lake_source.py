@@ -11,8 +11,8 @@ import pyspark.sql.functions as sf
 import pytest
 from pyspark.errors import PySparkException
 
+from django_txmsg.spark.engine import installed
 from django_txmsg.spark.spec import LakeSpec
-from django_txmsg.spark.versions import installed
 from tests.spark.archives import archive, path_of
 from tests.spark.log import LONG_AGO, Log
 

@@ -14,12 +14,12 @@ import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql.types import LongType, StructField, StructType
 
+from django_txmsg.spark.connection import Held, held
+from django_txmsg.spark.engine import installed
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.source import stream as stream_module
 from django_txmsg.spark.source.datasource import TxmsgDataSource
 from django_txmsg.spark.spec import SourceSpec
-from django_txmsg.spark.standstill import Held, held
-from django_txmsg.spark.versions import installed
 from tests.faults import wait_until
 from tests.spark.conftest import since_pyspark
 from tests.spark.log import Log

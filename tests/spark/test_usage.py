@@ -6,10 +6,9 @@ from __future__ import annotations
 import datetime as dt
 from pathlib import Path
 
-from django_txmsg.spark.jobs.analyze import AnalyzeOptions, run_analyze
-from django_txmsg.spark.jobs.usage import in_lake
+from django_txmsg.spark.jobs.analyze import AnalyzeOptions, in_lake, run_analyze
 from django_txmsg.spark.lake import Lake
-from django_txmsg.spark.report.page import render
+from django_txmsg.spark.report import render
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import archive, path_of

@@ -7,10 +7,10 @@ import pyspark
 import pytest
 from pyspark.sql.types import LongType, StructField, StructType
 
+from django_txmsg.spark.engine import insist_on, installed
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.source.datasource import TxmsgDataSource
 from django_txmsg.spark.spec import JobSpec, LakeSpec
-from django_txmsg.spark.versions import insist_on, installed
 from tests.spark.log import Log
 from tests.spark.running import run
 

@@ -171,7 +171,7 @@ def test_a_specification_travels_as_json_without_the_password(monkeypatch) -> No
 
     assert "secret" not in text + repr(spec)
     assert "password=secret" in source.conninfo()
-    assert JobSpec.from_json(text).service("shop").password_env == "SHOP_PASSWORD"
+    assert JobSpec.from_json(text).service().password_env == "SHOP_PASSWORD"
 
 
 def test_a_condition_is_recorded_without_texts_that_may_name_a_person() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from binascii import hexlify
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..schemas import Column, Table
-from .base import schema_of, utc
+from .base import Database, Read, schema_of, utc
 
 #: Bytes of a batch that the driver builds: small enough for a core's cache.
 BATCH_BYTES = 1024 * 1024
@@ -27,7 +28,7 @@ BATCH_BYTES = 1024 * 1024
 SAMPLED = 500
 
 
-class Postgres:
+class Postgres(Database):
     """A PostgreSQL database. Its libpq address includes the password."""
 
     vendor = "postgresql"
@@ -39,7 +40,7 @@ class Postgres:
         return "Postgres(…)"  # the address may hold a password
 
     @contextmanager
-    def connected(self, snapshot: str = "") -> Iterator[PostgresReader]:
+    def connected(self, snapshot: str = "") -> Iterator[Read]:
         """Open a connection for several reads. With `snapshot`, they see this exported
         snapshot."""
         from adbc_driver_postgresql import dbapi
@@ -58,14 +59,7 @@ class Postgres:
             cursor.adbc_statement.set_options(
                 **{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)}
             )
-            yield PostgresReader(cursor)
-
-    def read(
-        self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield rows through a connection that is opened for this read."""
-        with self.connected(snapshot) as reader:
-            yield from reader.read(table, columns, where)
+            yield partial(_read_rows, cursor)
 
     def sample(self, table: Table) -> list[int]:
         """Return a sample of the ids in a table, read from blocks all over it."""
@@ -88,52 +82,28 @@ class Postgres:
         return f"'{uuid.UUID(value)}'::uuid"
 
 
-class PostgresReader:
-    """An open connection for reads."""
-
-    def __init__(self, cursor: Any) -> None:
-        self.cursor = cursor
-
-    def read(
-        self, table: Table, columns: Sequence[Column], where: str
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield batches that all have the declared schema. Spark checks only the schema
-        of the first batch."""
-        schema = schema_of(columns)
-        selected = ", ".join(one.selected for one in columns)
-        self.cursor.execute(
-            f"SELECT {selected} FROM {table.relation} t WHERE {where or 'TRUE'}"
-        )
-        batches = self.cursor.fetch_record_batch()
-        changes = [
-            (place, change)
-            for place, (come, column) in enumerate(
-                zip(batches.schema, columns, strict=True)
-            )
-            if (change := _change(come.type, column)) is not None
-        ]
-        for batch in batches:
-            if batch.num_rows:
-                arrays = batch.columns
-                for place, change in changes:
-                    arrays[place] = change(arrays[place])
-                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+def _read_rows(
+    cursor: Any, table: Table, columns: Sequence[Column], where: str
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches that all have the declared schema. Spark checks only the schema of
+    the first batch."""
+    schema = schema_of(columns)
+    selected = ", ".join(one.selected for one in columns)
+    cursor.execute(f"SELECT {selected} FROM {table.relation} t WHERE {where or 'TRUE'}")
+    for batch in cursor.fetch_record_batch():
+        if batch.num_rows:
+            arrays = map(_converted, batch.columns, columns)
+            yield pa.RecordBatch.from_arrays(list(arrays), schema=schema)
 
 
-Change = Callable[[pa.Array], pa.Array]
-
-
-def _change(come: pa.DataType, column: Column) -> Change | None:
-    """Return a function that converts the driver's arrays to a column's type. Returns
-    None if no conversion is needed."""
-    wanted = column.arrow.type
+def _converted(values: pa.Array, column: Column) -> pa.Array:
+    """Return an array of the driver with the type of the column."""
     if column.kind == "uuid":
-        return _uuid_texts
+        return _uuid_texts(values)
     if column.kind == "xid":
-        return _numbers
-    if come == wanted:
-        return None
-    return lambda values: _bare(values).cast(wanted)
+        return _numbers(values)
+    wanted = column.arrow.type
+    return values if values.type == wanted else _bare(values).cast(wanted)
 
 
 def _bare(values: pa.Array) -> pa.Array:

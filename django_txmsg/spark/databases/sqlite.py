@@ -12,6 +12,7 @@ import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..schemas import Column, Table
-from .base import schema_of, utc
+from .base import Database, Read, schema_of, utc
 
 #: Most rows, and bytes of bodies, in a batch.
 BATCH_ROWS = 20_000
 BATCH_BYTES = 16 << 20
 
 
-class Sqlite:
+class Sqlite(Database):
     """An SQLite database file. It is only read, not written."""
 
     vendor = "sqlite"
@@ -34,19 +35,12 @@ class Sqlite:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def read(
-        self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one statement. The statement sees a consistent state of the
-        database."""
-        with self.connected() as reader:
-            yield from reader.read(table, columns, where)
-
     @contextmanager
-    def connected(self) -> Iterator[SqliteReader]:
-        """Open a connection for several reads."""
+    def connected(self, snapshot: str = "") -> Iterator[Read]:
+        """Open a connection for several reads. Each sees a consistent state of the
+        database. A snapshot is another file, so `snapshot` makes no difference."""
         with closing(connect_reading(self.path)) as connection:
-            yield SqliteReader(connection)
+            yield partial(read_rows, connection)
 
     def sample(self, table: Table) -> list[int]:
         """Return all ids of a table, from an index."""
@@ -75,20 +69,6 @@ def connect_reading(path: str) -> sqlite3.Connection:
     return connection
 
 
-class SqliteReader:
-    """An open connection for reads."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self.connection = connection
-
-    def read(
-        self, table: Table, columns: Sequence[Column], where: str
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one statement. The statement sees a consistent state of the
-        database."""
-        yield from read_rows(self.connection, table, columns, where)
-
-
 def instant_text(value: dt.datetime, *, upper: bool) -> str:
     """Return an instant in Django's format. With `upper`, the text has all trailing
     zeros, otherwise none."""
@@ -97,13 +77,12 @@ def instant_text(value: dt.datetime, *, upper: bool) -> str:
     return text if upper else text.rstrip("0").rstrip(".")
 
 
-def read_instant(value: Any) -> dt.datetime | None:
+def read_instant(value: Any) -> Any:
     """Return an instant from a query result. Text from SQLite is parsed. A value from
     PostgreSQL is returned unchanged."""
     if isinstance(value, str):
         return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
-    found: dt.datetime | None = value
-    return found
+    return value
 
 
 def read_json(value: Any) -> Any:

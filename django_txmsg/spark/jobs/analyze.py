@@ -1,5 +1,5 @@
-"""`analyze`: statistics about the flow of messages, as tables in the lake and as an
-HTML report."""
+"""`analyze`: statistics about the flow of messages, and the costs of each service, as
+tables in the lake and as an HTML report."""
 
 from __future__ import annotations
 
@@ -15,35 +15,23 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
+from ..engine import insist_on
+from ..lake import Lake
 from ..noted import Noted, Which
-from ..report.page import Findings, render
-from ..runs import Run
-from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, Table
+from ..report import Findings, render
+from ..results import result_struct
+from ..runs import RUN, Run
+from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, TABLES, Table
 from ..spec import JobSpec
-from ..transforms.analyze import (
-    BACKLOG,
-    GROUPS,
-    LATENCY,
-    REDELIVERIES,
-    SENDERS,
-    THROUGHPUT,
-    backlog,
-    from_due,
-    groups,
-    percentiles,
-    redeliveries,
-    senders,
-    stage_latencies,
-    throughput,
-)
+from ..transforms import analyze as tables
 from ..transforms.normalise import timestamp
-from ..versions import insist_on
 from .outcome import Outcome, job_session
 from .reading import WholeLog
-from .usage import usage
 
 #: Most rows of the report's lists. The lake's tables have them all.
 TOP = 25
+#: Days whose bytes the report shows, and days over which it averages them.
+SHOWN, AVERAGED = 30, 7
 
 
 @dataclass(frozen=True)
@@ -78,11 +66,11 @@ def run_analyze(
             one.persist(StorageLevel.MEMORY_AND_DISK)
             for one in (sent, received, letters)
         )
-        waiting = backlog(outbox, options.since, until)
+        waiting = tables.backlog(outbox, options.since, until)
         waiting = waiting.persist(StorageLevel.MEMORY_AND_DISK)
-        latencies = stage_latencies(from_due(received, outbox))
+        latencies = tables.stage_latencies(tables.from_due(received, outbox))
         latencies = latencies.persist(StorageLevel.MEMORY_AND_DISK)
-        grouped = groups(letters)
+        grouped = tables.groups(letters)
         found = Findings(
             services=[one.service for one in spec.services],
             since=options.since.astimezone(dt.timezone.utc),
@@ -94,12 +82,12 @@ def run_analyze(
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
             for name, struct, frame in (
-                ("latency", LATENCY, latencies),
-                ("dead_letter_groups", GROUPS, grouped),
-                ("throughput", THROUGHPUT, throughput(sent, received)),
-                ("backlog", BACKLOG, waiting),
-                ("redeliveries", REDELIVERIES, redeliveries(received)),
-                ("senders", SENDERS, senders(sent)),
+                ("latency", tables.LATENCY, latencies),
+                ("dead_letter_groups", tables.GROUPS, grouped),
+                ("throughput", tables.THROUGHPUT, tables.throughput(sent, received)),
+                ("backlog", tables.BACKLOG, waiting),
+                ("redeliveries", tables.REDELIVERIES, tables.redeliveries(received)),
+                ("senders", tables.SENDERS, tables.senders(sent)),
             ):
                 results.save(name, struct, frame)
         for one in (sent, received, letters, latencies, waiting):
@@ -131,10 +119,10 @@ def _fill(
 ) -> None:
     """Collect the data of the report: one row for each hour, and one row for each
     stage."""
-    flow = _by_hour(throughput(sent, received))
+    flow = _by_hour(tables.throughput(sent, received))
     waiting = _by_hour(backlogs)
     critical = latencies.where("measure = 'critical'")
-    times = _by_hour(percentiles(critical, "hour"))
+    times = _by_hour(tables.percentiles(critical, "hour"))
     # To the end of the period: a system that is down has no rows there.
     last = found.until.replace(minute=0, second=0, microsecond=0)
     first = min([*flow, *waiting, *times], default=last)
@@ -157,35 +145,33 @@ def _fill(
         ]
     handler = {
         (row.receiver, row.stage): row.p95
-        for row in percentiles(
+        for row in tables.percentiles(
             latencies.where("measure = 'processing'"), "receiver", "stage"
         ).collect()
     }
-    again = {(row.receiver, row.stage): row for row in redeliveries(received).collect()}
-    stages = percentiles(critical, "receiver", "stage").orderBy(
+    again = {
+        (row.receiver, row.stage): row
+        for row in tables.redeliveries(received).collect()
+    }
+    stages = tables.percentiles(critical, "receiver", "stage").orderBy(
         sf.desc("messages"), "receiver", "stage"
     )
     found.stages = [
-        row.asDict()
-        | {"handler_p95": handler.get((row.receiver, row.stage)) or 0.0}
-        | {"redelivered": again[row.receiver, row.stage].redelivered}
-        | {"received": again[row.receiver, row.stage].messages}
-        for row in stages.limit(TOP).collect()
+        row
+        | {"handler_p95": handler.get((row["receiver"], row["stage"])) or 0.0}
+        | {"redelivered": again[row["receiver"], row["stage"]].redelivered}
+        | {"received": again[row["receiver"], row["stage"]].messages}
+        for row in _first(stages)
     ]
-    found.senders = [
-        row.asDict()
-        for row in senders(sent).orderBy(sf.desc("messages")).limit(TOP).collect()
-    ]
+    found.senders = _first(tables.senders(sent).orderBy(sf.desc("messages")))
     shown = grouped.withColumns(
         {
             name: sf.date_format(name, "dd MMM HH:mm")
             for name in ("first_seen", "last_seen")
         }
     )
-    found.groups = [
-        row.asDict() for row in shown.orderBy(sf.desc("letters")).limit(TOP).collect()
-    ]
-    overall = percentiles(critical).collect()
+    found.groups = _first(shown.orderBy(sf.desc("letters")))
+    overall = tables.percentiles(critical).collect()
     found.totals = {
         "stored": sum(one or 0 for one in found.throughput["stored"]),
         "processed": sum(one or 0 for one in found.throughput["processed"]),
@@ -197,13 +183,14 @@ def _fill(
     }
 
 
+def _first(frame: DataFrame) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = frame.limit(TOP).toArrow().to_pylist()
+    return rows
+
+
 def _by_hour(frame: DataFrame) -> dict[dt.datetime, dict[str, Any]]:
-    # As seconds: a collected timestamp would be in this machine's time zone.
-    rows = frame.withColumn("hour", sf.unix_seconds("hour")).collect()
-    return {
-        dt.datetime.fromtimestamp(row["hour"], dt.timezone.utc): row.asDict()
-        for row in rows
-    }
+    # Unlike collect(), Arrow returns instants with their time zone.
+    return {row["hour"]: row for row in frame.toArrow().to_pylist()}
 
 
 _SENT = (
@@ -226,6 +213,64 @@ def _narrow(
 ) -> DataFrame:
     fields = {f.name: f for f in table.struct().fields}
     return log.read(table.name, t.StructType([fields[n] for n in names]), since=day)
+
+
+def usage(log: WholeLog, since: dt.datetime) -> list[dict[str, Any]]:
+    """Return the usage of each service, the largest first. `seconds` is the total time
+    that the service's runs have taken since an instant. The runs of `follow` itself are
+    left out, because they never end. The runs that `follow` starts are included."""
+    if log.lake is None:
+        return []
+    found = in_lake(log.lake)
+    kept = log.lake.table("runs", result_struct(RUN)).read(log.spark)
+    seconds = (sf.unix_micros("finished_at") - sf.unix_micros("started_at")) / 1e6
+    runs = kept.where(
+        (sf.col("job") != "follow") & (sf.col("started_at") >= timestamp(since))
+    )
+    spent = {
+        row.service: row.seconds
+        for row in runs.groupBy("service")
+        .agg(sf.sum(seconds).alias("seconds"))
+        .collect()
+    }
+    return [one | {"seconds": spent.get(one["service"]) or 0.0} for one in found]
+
+
+def in_lake(lake: Lake) -> list[dict[str, Any]]:
+    """Return the bytes and files of each service, from the logs of all tables.
+
+    `growth` lists the archived bytes of each of the SHOWN days up to the newest
+    archived day. `a_day` is the average over the last AVERAGED of these days. A message
+    counts for the day on which it was stored, so the latest days may not be archived
+    yet.
+    """
+    services: dict[str, dict[str, Any]] = {}
+    days: dict[str, dict[dt.date, int]] = {}
+    for name in lake.names():
+        for file in lake.table(name, t.StructType()).named():
+            new = {"service": file.service, "bytes": 0, "files": 0, "results": 0}
+            one = services.setdefault(file.service, new)
+            one["files"] += 1
+            one["bytes"] += file.size
+            if name in TABLES:
+                day = days.setdefault(file.service, {})
+                day[file.day] = day.get(file.day, 0) + file.size
+            else:
+                one["results"] += file.size
+    for service, one in services.items():
+        one |= _growth(days.get(service, {}))
+    return sorted(services.values(), key=lambda one: (-one["bytes"], one["service"]))
+
+
+def _growth(days: dict[dt.date, int]) -> dict[str, Any]:
+    if not days:
+        return {"growth": [], "a_day": 0.0}
+    newest = max(days)
+    growth = [
+        days.get(newest - dt.timedelta(days=ago), 0) for ago in reversed(range(SHOWN))
+    ]
+    counted = min(AVERAGED, (newest - min(days)).days + 1)
+    return {"growth": growth, "a_day": sum(growth[-counted:]) / counted}
 
 
 def analyze_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:

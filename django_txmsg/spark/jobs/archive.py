@@ -18,13 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
 
 from pyspark.sql import Row, SparkSession
 
 from ..batchlog import Agreement
-from ..connection import Connection
-from ..cores import on_one_machine, parallelism
+from ..connection import Connection, Held
+from ..engine import on_one_machine, parallelism, spread
 from ..errors import UsageError
 from ..lakefile import LakeFile
 from ..ledger import Batch, Different, Horizon, Ledger
@@ -33,9 +32,8 @@ from ..runs import Run
 from ..schemas import TABLES, Table
 from ..session import running
 from ..spec import JobSpec, LakeSpec, SourceSpec
-from ..standstill import Held
-from .batch_task import MANIFEST, BatchTask, file_of, kept_columns, run_here
-from .outcome import Outcome, started
+from .batch_task import MANIFEST, BatchTask, kept_columns, run_here
+from .outcome import Outcome, options_of, started
 from .settling import Settled, Settling
 
 #: Most connections that tasks open to a database at the same time, by default.
@@ -47,7 +45,7 @@ class ArchiveOptions:
     """The options of `archive`. Every parallel task keeps one process of the database
     server busy, at the expense of the application."""
 
-    older_than: timedelta
+    older_than: dt.timedelta
     batch_rows: int = 100_000
     batches: int = 0
     """Batches that are written before the first of them is deleted; 0 is four for each
@@ -167,7 +165,7 @@ class Archiver:
         return self.result
 
     def _work(
-        self, cutoff: datetime, horizon: Horizon | None, beside: ThreadPoolExecutor
+        self, cutoff: dt.datetime, horizon: Horizon | None, beside: ThreadPoolExecutor
     ) -> None:
         """Archive the batches in waves. With `overlap`, the files of the next wave are
         written while the rows of the current wave are deleted. Log entries for the new
@@ -220,14 +218,11 @@ class Archiver:
                 f"{self.table.name}, batch {batch}: {settled.describe()}"
             )
 
-    def _advance(
-        self, number: int, rows: int = 0, connection: Connection | None = None
-    ) -> None:
+    def _advance(self, number: int, rows: int = 0) -> None:
         self.ledger.marks.advance(
-            self.mark.lake_id, self.mark.purged_through, number, rows, connection
+            self.mark.lake_id, self.mark.purged_through, number, rows
         )
-        if connection is None:
-            self.mark = replace(self.mark, purged_through=number)
+        self.mark = replace(self.mark, purged_through=number)
 
     def _wave(self) -> int:
         if self.options.batches:
@@ -241,7 +236,7 @@ class Archiver:
         return self.options.tasks or tasks_on(self.spark)
 
     def _planned(
-        self, after: int, cutoff: datetime, horizon: Horizon | None
+        self, after: int, cutoff: dt.datetime, horizon: Horizon | None
     ) -> list[Batch]:
         started = time.monotonic()
         wave: list[Batch] = []
@@ -264,16 +259,15 @@ class Archiver:
         started = time.monotonic()
         work = [(one, self.ledger.members(one)) for one in batches]
         task = BatchTask(
-            self.ledger.database, self.lake, self.table, self.source.service, work
+            self.ledger.database, self.lake, self.table, self.source.service
         )
         # Connecting takes as long as many rows: each task connects once.
         parts = min(len(work), self._writers())
         self.unnamed += [one.token for one in batches]
         if self.spark is None:
-            manifest = run_here(task, len(work), parts)
+            manifest = run_here(task, work, parts)
         else:
-            places = self.spark.range(0, len(work), 1, parts)
-            manifest = places.mapInArrow(task, MANIFEST).collect()
+            manifest = spread(self.spark, task, work, MANIFEST, parts).collect()
         self.result.spent("write", started)
         return manifest
 
@@ -296,7 +290,12 @@ class Archiver:
         for batch in batches:
             rows = [row for row in manifest if row.batch_id == batch.number]
             if rows:
-                files = [file_of(row, self.source.service) for row in rows]
+                files = [
+                    LakeFile.reported(
+                        row, self.source.service, (batch.number, batch.number)
+                    )
+                    for row in rows
+                ]
                 total = sum(one.rows for one in files)
                 written.append(Written(batch, files, total, int(rows[0].checksum)))
         return written
@@ -409,17 +408,12 @@ def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outco
                 source,
                 lake,
                 TABLES[name],
-                ArchiveOptions(
-                    older_than=age,
-                    batch_rows=given.batch_rows,
-                    tasks=given.tasks,
-                    purges=given.purges,
+                options_of(
+                    ArchiveOptions, given, older_than=age, vacuum=not given.no_vacuum,
                     overlap=_overlaps(given, spark),
-                    vacuum=not given.no_vacuum,
-                    accept_loss=given.accept_loss,
                 ),
                 progress=Progress.on_terminal(f"archive {name}", quiet=given.json),
-            )
+            )  # fmt: skip
             done = archiver.run()
             run.rows += done.rows
             run.counts[name] = done.rows
@@ -499,16 +493,14 @@ def waiting(
 def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:
     """Return the age from which each table's settled rows are archived. Raises
     UsageError if no table has an age."""
-    found = {name: _age(name, spec, given) for name in given.table or TABLES}
-    chosen = {name: age for name, age in found.items() if age is not None}
+    known = {
+        name: dt.timedelta(days=days)
+        for name, days in spec.retention.items()
+        if days is not None
+    }
+    if given.older_than is not None:
+        known = dict.fromkeys(TABLES, given.older_than)
+    chosen = {name: known[name] for name in given.table or TABLES if name in known}
     if not chosen:
         raise UsageError("No age is given: give --older-than, or a retention.")
     return chosen
-
-
-def _age(name: str, spec: JobSpec, given: argparse.Namespace) -> dt.timedelta | None:
-    if given.older_than is not None:
-        age: dt.timedelta = given.older_than
-        return age
-    days = spec.retention.get(name)
-    return None if days is None else dt.timedelta(days=days)

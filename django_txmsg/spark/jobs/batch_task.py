@@ -6,7 +6,7 @@ The rows never enter the JVM. Only the manifest does, with one row for each file
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,28 +15,24 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql import Row
 
-from ..databases.base import Database, Reader
+from ..databases.base import Database, Read
 from ..errors import VerificationRefused
-from ..lakefile import DayFiles, LakeFile, prove
+from ..lakefile import FILE, DayFiles, prove
 from ..ledger import Batch
 from ..schemas import Column, Table, arrow_schema, struct_of
 from ..spec import LakeSpec
 from ..storage import place_of
 
 MANIFEST = struct_of(
-    "batch_id long not null, path string not null, day date not null, "
-    "size long not null, rows long not null, modified_ms long not null, "
+    "batch_id long not null",
+    FILE,
     "checksum string not null, write_seconds double not null, "
-    "proof_seconds double not null"
+    "proof_seconds double not null",
 )
 
 
-def file_of(row: Row, service: str) -> LakeFile:
-    """Return the file that a manifest row describes."""
-    batches = (row.batch_id, row.batch_id)
-    return LakeFile(
-        row.path, service, row.day, row.size, row.rows, row.modified_ms, batches
-    )
+#: A batch, and the SQL condition for its rows.
+Work = tuple[Batch, str]
 
 
 @dataclass
@@ -48,20 +44,15 @@ class BatchTask:
     lake: LakeSpec
     table: Table
     service: str
-    work: Sequence[tuple[Batch, str]]
     prove: bool = True
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Archive batches. The input contains their indexes in `work`. Yield their
-        manifest rows."""
-        with self.database.connected() as reader:
-            for numbers in batches:
-                for number in numbers.column(0).to_pylist():
-                    yield from self._one(reader, *self.work[number])
+    def __call__(self, work: Iterable[Work]) -> Iterator[pa.RecordBatch]:
+        """Archive batches through one connection, and yield their manifest rows."""
+        with self.database.connected() as read:
+            for batch, where in work:
+                yield self._one(read, batch, where)
 
-    def _one(
-        self, reader: Reader, batch: Batch, where: str
-    ) -> Iterator[pa.RecordBatch]:
+    def _one(self, read: Read, batch: Batch, where: str) -> pa.RecordBatch:
         columns = kept_columns(self.table, self.lake)
         place = place_of(self.lake)
         files, root = place.files, place.root
@@ -73,7 +64,7 @@ class BatchTask:
             f"{batch.token}-{task}",
             lambda rows: _with_outcome(rows, self.table, batch.number), place.insist,
         )  # fmt: skip
-        for rows in reader.read(self.table, columns, where):
+        for rows in read(self.table, columns, where):
             days.write(rows)
         written = days.close()
         wrote = time.monotonic()
@@ -86,39 +77,24 @@ class BatchTask:
                     "written."
                 )
             checksum = proof.checksum
-        if written:
-            common = [str(checksum), wrote - started, time.monotonic() - wrote]
-            lines = [
-                [
-                    batch.number,
-                    one.path,
-                    one.day,
-                    one.size,
-                    one.rows,
-                    one.modified_ms,
-                    *common,
-                ]
-                for one in written
-            ]
-            names = MANIFEST.fieldNames()
-            yield pa.RecordBatch.from_pylist(
-                [dict(zip(names, line, strict=True)) for line in lines],
-                schema=arrow_schema(MANIFEST),
-            )
+        common = {
+            "batch_id": batch.number, "checksum": str(checksum),
+            "write_seconds": wrote - started, "proof_seconds": time.monotonic() - wrote,
+        }  # fmt: skip
+        return pa.RecordBatch.from_pylist(
+            [one.report() | common for one in written], schema=arrow_schema(MANIFEST)
+        )
 
 
-def run_here(task: BatchTask, count: int, threads: int) -> list[Row]:
-    """Archive `count` batches in this process, without Spark. Returns their manifest
-    rows."""
+def run_here(task: BatchTask, work: Sequence[Work], threads: int) -> list[Row]:
+    """Archive batches in this process, without Spark. Returns their manifest rows."""
 
-    def work(numbers: Sequence[int]) -> list[Row]:
-        column = pa.array(numbers, pa.int64())
-        batches = task(iter([pa.RecordBatch.from_arrays([column], names=["id"])]))
-        return [Row(**row) for batch in batches for row in batch.to_pylist()]
+    def archive(share: Sequence[Work]) -> list[Row]:
+        return [Row(**row) for batch in task(share) for row in batch.to_pylist()]
 
-    shares = [range(first, count, threads) for first in range(threads)]
+    shares = [work[first::threads] for first in range(threads)]
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        return [row for rows in pool.map(work, shares) for row in rows]
+        return [row for rows in pool.map(archive, shares) for row in rows]
 
 
 def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:

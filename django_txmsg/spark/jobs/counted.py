@@ -12,28 +12,29 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 
 from ..errors import EnvironmentFault
-from ..lakelog import Named
+from ..lakefile import LakeFile
 from ..laketable import LakeTable
 from ..tally import Line, Tally, tally_in
+from ..transforms.normalise import instant, micros
 from ..transforms.reconcile import OUTCOME
 
 #: Footers that are read at the same time: an object store is slow, but parallel.
 _AT_ONCE = 16
 #: Most lines of footers in memory at a time: some 150 MB.
 LINES = 500_000
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
-_MICROSECOND = dt.timedelta(microseconds=1)
 _Group = tuple[dt.date, str, str]
 #: The listeners of a topic: consumer, since and until, in microseconds since 1970.
 Listening = Sequence[tuple[str, int, int | None]]
 
 
-def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, Tally]]:
+def tallies(
+    place: LakeTable, named: Sequence[LakeFile]
+) -> Iterator[tuple[LakeFile, Tally]]:
     """Yield each file whose footer counts all of its rows, with these counts. The
     largest files come first. The yielded counts have at most LINES lines in total.
     Raises EnvironmentFault if a file is missing or damaged."""
 
-    def read(one: Named) -> Tally | None:
+    def read(one: LakeFile) -> Tally | None:
         path = f"{place.root}/{one.path}"
         try:
             with place.files.open_input_file(path) as stream:
@@ -55,15 +56,15 @@ def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, T
 
 
 def usable(
-    known: Mapping[Named, Tally], late_after: dt.timedelta, since: dt.datetime | None
-) -> dict[Named, Sequence[Line]]:
+    known: Mapping[LakeFile, Tally], late_after: dt.timedelta, since: dt.datetime | None
+) -> dict[LakeFile, Sequence[Line]]:
     """Return the files whose messages can be judged from the counts, with the counts
     that this run needs. No message of such a file took longer than `late_after`. If
     `since` is given, either all messages of the file were sent before it, or none.
     Counts of messages that were sent before `since` are left out."""
     limit = int(late_after.total_seconds() * 1e6)
-    start = None if since is None else (since - _EPOCH) // _MICROSECOND
-    found: dict[Named, Sequence[Line]] = {}
+    start = None if since is None else micros(since)
+    found: dict[LakeFile, Sequence[Line]] = {}
     for one, tally in known.items():
         if tally.slowest_us > limit:
             continue
@@ -106,11 +107,7 @@ def as_outcome(spark: SparkSession, lines: Iterable[Line]) -> DataFrame:
             count + line.messages, min(first, line.first_us), max(last, line.last_us)
         )  # fmt: skip
     rows = [
-        (*key, count, _instant(first), _instant(last), None)
+        (*key, count, instant(first), instant(last), None)
         for key, (count, first, last) in summed.items()
     ]
     return spark.createDataFrame(rows, OUTCOME)
-
-
-def _instant(micros: int) -> dt.datetime:
-    return _EPOCH + dt.timedelta(microseconds=micros)

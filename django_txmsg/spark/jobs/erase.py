@@ -25,12 +25,11 @@ from pyspark.sql import types as t
 from ... import wire
 from ...rules import inbox
 from ..connection import Connection, connect_plain
-from ..cores import parallelism
+from ..engine import spread
 from ..errors import UsageError
 from ..lake import Lake, NoLake
-from ..lakefile import LakeFile, rows_of
-from ..lakelog import Named, touched
-from ..laketable import LakeTable
+from ..lakefile import FILE, LakeFile, rows_of
+from ..laketable import LakeTable, touched
 from ..ledger import Ledger
 from ..lock import erasure, keeping
 from ..runs import Run, erasing
@@ -134,15 +133,14 @@ def _let_go(connection: Connection, erased: str) -> None:
     """Release the messages of an ordered stage that wait for an erased message. If a
     worker has claimed such a message to park it again, the worker loses the claim."""
     postgresql = connection.vendor == "postgresql"
-    now = "now()" if postgresql else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
     headers = (
         f"headers - '{wire.AFTER}'"
         if postgresql
         else f"json_remove(headers, '$.\"{wire.AFTER}\"')"
     )
     connection.execute(
-        f"UPDATE {_INBOX} SET due_at = {now}, waits_for = NULL, headers = {headers},"
-        " lease_until = NULL, lease_token = NULL"
+        f"UPDATE {_INBOX} SET due_at = {connection.now}, waits_for = NULL,"
+        f" headers = {headers}, lease_until = NULL, lease_token = NULL"
         f" WHERE {erased.replace('message_id', 'waits_for')} AND {inbox.OPEN.sql()}"
     )
 
@@ -263,10 +261,8 @@ ORDER = (
     "attempts", "inbox", "verdicts", "journeys", "flow_steps", "flow_undos",
     "flow_runs", "dead_letters", "outbox",
 )  # fmt: skip
-_REWRITTEN = struct_of(
-    "number long not null, path string not null, size long not null, "
-    "rows long not null, modified_ms long not null"
-)
+#: A new file, and the path of the file that it replaces.
+_REWRITTEN = struct_of("old string not null", FILE)
 
 
 @dataclass(frozen=True)
@@ -424,9 +420,9 @@ def _from_lake(
     delta = place.load()
     if delta is None:
         return
-    named = [one for one in place.named(delta) if one.service == source.service]
-    fresh = dict(_rewritten(spark, lake.spec, place, named, ids, options.dry_run))
-    old = [named[number] for number in fresh]
+    named = place.named(delta, source.service)
+    fresh = _rewritten(spark, lake.spec, place, named, ids, options.dry_run)
+    old = list(fresh)
     erased = sum(one.rows for one in old) - sum(one.rows for one in fresh.values())
     done.lake[name] = done.lake.get(name, 0) + erased
     done.files += len(old)
@@ -450,25 +446,21 @@ def _rewritten(
     spark: SparkSession,
     lake: LakeSpec,
     place: LakeTable,
-    named: Sequence[Named],
+    named: Sequence[LakeFile],
     ids: Sequence[str],
     dry_run: bool,
-) -> Iterator[tuple[int, LakeFile]]:
+) -> dict[LakeFile, LakeFile]:
+    """Return the files with rows of these messages, each with the file that replaces
+    it."""
     if not named or not ids:
-        return
+        return {}
     token = str(uuid.uuid4())
-    task = EraseTask(lake, place.name, named, ids, dry_run, token)
-    parts = min(len(named), 2 * parallelism(spark))
-    places = spark.range(0, len(named), 1, parts)
+    task = EraseTask(lake, place.name, ids, dry_run, token)
     with place.discarding(named[0].service, [token]):
-        found = places.mapInArrow(task, _REWRITTEN).collect()
-    for row in found:
-        file = named[row.number]
-        fresh = LakeFile(
-            row.path, file.service, file.day, row.size, row.rows, row.modified_ms,
-            file.batches,
-        )  # fmt: skip
-        yield row.number, fresh
+        found = spread(spark, task, named, _REWRITTEN).collect()
+    by_path = {one.path: one for one in named}
+    pairs = [(by_path[row.old], row) for row in found]
+    return {old: LakeFile.reported(row, old.service, old.batches) for old, row in pairs}
 
 
 @dataclass
@@ -478,37 +470,30 @@ class EraseTask:
 
     lake: LakeSpec
     name: str
-    named: Sequence[Named]
     ids: Sequence[str]
     dry_run: bool
     token: str
     """The beginning of the new files' names."""
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Search files for the messages, and rewrite the files that contain any. The
-        input has the indexes of the files. Yield the new files."""
+    def __call__(self, files: Iterator[LakeFile]) -> Iterator[pa.RecordBatch]:
+        """Search files for the messages, and rewrite the files that contain any. Yield
+        the new files."""
         place = LakeTable(place_of(self.lake), self.name, t.StructType([]))
         names = _IDS.get(self.name, _ID)
-        for numbers in batches:
-            for number in numbers.column(0).to_pylist():
-                file = self.named[number]
-                rows = 0
-                for batch in rows_of(place.files, f"{place.root}/{file.path}", names):
-                    rows += pc.sum(self._erased(batch)).as_py() or 0
-                if not rows:
-                    continue
-                fresh = LakeFile("", file.service, file.day, 0, file.rows - rows, 0)
-                if not self.dry_run:
-                    # Another attempt of this task may have written the same rows.
-                    name = f"{self.token}-{uuid.uuid4()}"
-                    fresh = next(
-                        iter(rewritten(place, [file], name, self._kept)), fresh
-                    )
-                line = (number, fresh.path, fresh.size, fresh.rows, fresh.modified_ms)
-                yield pa.RecordBatch.from_pylist(
-                    [dict(zip(_REWRITTEN.fieldNames(), line, strict=True))],
-                    schema=arrow_schema(_REWRITTEN),
-                )
+        for file in files:
+            rows = 0
+            for batch in rows_of(place.files, f"{place.root}/{file.path}", names):
+                rows += pc.sum(self._erased(batch)).as_py() or 0
+            if not rows:
+                continue
+            fresh = LakeFile("", file.service, file.day, 0, file.rows - rows)
+            if not self.dry_run:
+                # Another attempt of this task may have written the same rows.
+                name = f"{self.token}-{uuid.uuid4()}"
+                fresh = next(iter(rewritten(place, [file], name, self._kept)), fresh)
+            yield pa.RecordBatch.from_pylist(
+                [fresh.report() | {"old": file.path}], schema=arrow_schema(_REWRITTEN)
+            )
 
     def _kept(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.filter(pc.invert(self._erased(batch)))

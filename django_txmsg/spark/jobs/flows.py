@@ -1,5 +1,9 @@
-"""Reads runs of flows for `reconcile`, with the rows of their requests in the message
-log."""
+"""Judges runs of flows for `reconcile`: whether a run is stuck, and whether a failed
+run has undone all of its work. For that, it reads the rows of the runs' requests in the
+message log.
+
+A healthy run has no verdict. Its messages are judged like all others.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,29 @@ from collections.abc import Mapping
 from functools import reduce
 
 import pyspark.sql.functions as sf
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import types as t
 
-from ..transforms.flows import (
-    REQUEST,
-    RUN,
-    UNDO,
-    flow_verdicts,
-    judged,
-    requests_of,
-)
-from ..transforms.reconcile import Judgement
+from ..schemas import FLOW_RUNS, FLOW_UNDOS, struct_of
+from ..transforms.normalise import timestamp
+from ..transforms.reconcile import VERDICT, Judgement
 from .journeys import Journeys
 from .reading import WholeLog
+
+_OF_RUNS = (
+    "service", "message_id", "flow", "waits_for", "asked", "request_id", "since",
+    "due_at", "result", "caller", "created_at", "ended_at",
+)  # fmt: skip
+_OF_UNDOS = (
+    "service", "message_id", "destination", "request_id", "created_at", "confirmed_at",
+)  # fmt: skip
+
+#: The columns that are read of runs and of undos.
+RUN = t.StructType([FLOW_RUNS.live_struct()[name] for name in _OF_RUNS])
+UNDO = t.StructType([FLOW_UNDOS.live_struct()[name] for name in _OF_UNDOS])
+
+#: What the message log says of a request: whether it was stored, and when processed.
+REQUEST = struct_of("message_id string, was_sent boolean, processed_at timestamp")
 
 
 class Flows:
@@ -82,3 +96,134 @@ def _known_from(log: WholeLog) -> Mapping[str, dt.datetime]:
         elif kept is not None:
             found[live.service] = live.taken - dt.timedelta(days=kept)
     return found
+
+
+def judged(runs: DataFrame, by: Judgement) -> DataFrame:
+    """Return the runs that can have a verdict: open runs, runs that undo or have undone
+    their work, and runs whose answer was not delivered."""
+    chosen = runs.where(_undoing() | sf.col("ended_at").isNull() | _undelivered())
+    if by.since is not None:
+        chosen = chosen.where(sf.col("created_at") >= timestamp(by.since))
+    return chosen
+
+
+def requests_of(runs: DataFrame, undos: DataFrame, by: Judgement) -> DataFrame:
+    """Return the message ids of the requests that are needed to judge these runs."""
+    waiting = _waits_for("answer") & (sf.col("since") < _stuck_before(by))
+    asked = runs.where(waiting).select("request_id")
+    undone = _undos_of(runs, undos).select("request_id")
+    return asked.unionByName(undone).where("request_id IS NOT NULL").distinct()
+
+
+def flow_verdicts(
+    runs: DataFrame,
+    undos: DataFrame,
+    requests: DataFrame,
+    by: Judgement,
+    known_from: Mapping[str, dt.datetime],
+) -> DataFrame:
+    """Return VERDICT rows for the runs that `judged()` returned.
+
+    `requests` are the REQUEST rows for `requests_of()`. `known_from` maps each service
+    to the instant from which its log contains all requests.
+    """
+    stuck = _stuck_before(by)
+    flows = runs.select(sf.col("flow").alias("name")).distinct()
+    asked = requests.select(
+        sf.col("message_id").alias("request_id"), "was_sent", "processed_at"
+    )
+    waits = runs.join(asked, "request_id", "left").join(
+        sf.broadcast(flows), sf.col("asked") == sf.col("name"), "left"
+    )
+    # A flow may work for long after it has processed its request; a stage answers then.
+    answerless = (
+        _waits_for("answer")
+        & sf.col("name").isNull()
+        & (sf.col("processed_at") < stuck)
+        & (sf.col("since") < stuck)
+    )
+    overdue = sf.col("due_at") < stuck
+    idle = _waits_for("itself") & (sf.col("since") < stuck)
+    unanswered = overdue | idle | answerless | _undelivered()
+    undoing = _waits_for("undo") & (sf.col("since") < stuck)
+    of_runs = waits.select(
+        "message_id",
+        sf.col("flow").alias("destination"),
+        "service",
+        sf.col("flow"),
+        sf.col("created_at").alias("sent_at"),
+        "due_at",
+        sf.when(undoing, "not_undone")
+        .when(sf.coalesce(unanswered, sf.lit(False)), "unanswered")
+        .alias("verdict"),
+    )
+    start = reduce(
+        lambda found, one: found.when(sf.col("service") == one[0], timestamp(one[1])),
+        known_from.items(),
+        sf.when(sf.lit(False), timestamp(by.horizon)),
+    )
+    unasked = (
+        sf.col("request_id").isNotNull()
+        & ~sf.coalesce("was_sent", sf.lit(False))
+        & (sf.col("created_at") < timestamp(by.horizon))
+        & (start.isNull() | (sf.col("created_at") >= start))
+    )
+    forgotten = sf.col("ended_at").isNotNull() & sf.col("confirmed_at").isNull()
+    of_undos = (
+        _undos_of(runs, undos)
+        .join(asked, "request_id", "left")
+        .select(
+            sf.coalesce("request_id", "message_id").alias("message_id"),
+            "destination",
+            "service",
+            "flow",
+            sf.col("created_at").alias("sent_at"),
+            sf.lit(None).cast("timestamp").alias("due_at"),
+            sf.when(unasked, "undo_without_request")
+            .when(forgotten, "not_undone")
+            .alias("verdict"),
+        )
+    )
+    found = of_runs.unionByName(of_undos).where("verdict IS NOT NULL")
+    known = {
+        "sender": sf.col("service"),
+        "consumer": sf.concat_ws("/", "service", "flow"),
+        "deliveries": sf.lit(0),
+        "times_processed": sf.lit(0),
+    }
+    return found.select(
+        *[
+            known.get(
+                one.name,
+                sf.col(one.name) if one.name in found.columns else sf.lit(None),
+            )
+            .cast(one.dataType)
+            .alias(one.name)
+            for one in VERDICT.fields
+        ]
+    )
+
+
+def _undos_of(runs: DataFrame, undos: DataFrame) -> DataFrame:
+    """Return the undos of these runs, each with its flow."""
+    failed = runs.where(_undoing()).select("service", "message_id", "flow", "ended_at")
+    return undos.join(failed, ["service", "message_id"])
+
+
+def _stuck_before(by: Judgement) -> Column:
+    return timestamp(by.stuck_before or by.horizon)
+
+
+def _undoing() -> Column:
+    return _waits_for("undo") | (sf.col("result") == "failed")
+
+
+def _waits_for(what: str) -> Column:
+    return sf.col("ended_at").isNull() & (sf.col("waits_for") == what)
+
+
+def _undelivered() -> Column:
+    """Return a condition: the run has ended, and its answer was not sent to the
+    caller."""
+    answered = sf.col("result").isin("answered", "failed")
+    return sf.coalesce(answered & (sf.col("caller") != "{}"), sf.lit(False))

@@ -347,7 +347,7 @@ class Follower:
             return False
         last = alerts.last_run(connection, self.source, job)
         # A clock that was wrong may have left one in the future.
-        return last is None or abs(connection.clock() - last) >= every
+        return last is None or abs(connection.clock() - last.started_at) >= every
 
     def _weigh(self, connection: Connection, found: Round) -> None:
         options, weigh = self.options, Alerts(connection, self.source.service).weigh
@@ -421,7 +421,7 @@ class Follower:
     def _verified(self, connection: Connection, weigh: Callable[..., None]) -> None:
         """Record the result of the last `verify` as a measured value. An operator may
         have started that run."""
-        last = alerts.last_verify(connection, self.source)
+        last = alerts.last_run(connection, self.source, "verify")
         if last is None:
             return
         if last.state == "running":

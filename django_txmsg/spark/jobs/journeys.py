@@ -32,7 +32,6 @@ from pyspark.storagelevel import StorageLevel
 from ..connection import connect_plain
 from ..errors import EnvironmentFault
 from ..lakefile import LakeFile
-from ..lakelog import Named
 from ..laketable import CommitFailedError, app_name
 from ..lock import Taken, keeping
 from ..progress import Step, no_step
@@ -241,8 +240,8 @@ class Journeys:
         self.many = many
         self.service = log.spec.service().service
         self.app = app_name(NAME, self.service, NAME)
-        self.named: list[Named] = []
-        self.known: dict[Named, Tally] = {}
+        self.named: list[LakeFile] = []
+        self.known: dict[LakeFile, Tally] = {}
         """Files of finished journeys, if it pays to leave some unchanged."""
         self.through: Tables = {}
         self.goal: Tables = {}
@@ -272,7 +271,7 @@ class Journeys:
         if delta is None:
             return
         self.delta = delta
-        self.named = self._own(delta)
+        self.named = self.place.named(delta, self.service)
         known = brought(delta, self.service)
         standing = stands(self.log, known, present)
         if standing is Standing.OTHER:
@@ -283,7 +282,7 @@ class Journeys:
             self.goal = present
         self._count(())
 
-    def _count(self, fresh: Sequence[Named]) -> None:
+    def _count(self, fresh: Sequence[LakeFile]) -> None:
         """Read the counts from the footers of the files. `fresh` are the files that
         were added since the last call: if earlier counts are known, only these are
         read."""
@@ -304,7 +303,7 @@ class Journeys:
             return False
         return True
 
-    def read(self, but: Container[Named] = ()) -> DataFrame | None:
+    def read(self, but: Container[LakeFile] = ()) -> DataFrame | None:
         """Return the JOURNEY rows of all files except `but`. Each key has one row.
         Returns None if there are no journeys."""
         if not self.through:
@@ -312,7 +311,7 @@ class Journeys:
         named = [one for one in self.named if one not in but]
         return self._of(named, *JOURNEY.fieldNames())
 
-    def _of(self, named: list[Named], *columns: str) -> DataFrame:
+    def _of(self, named: list[LakeFile], *columns: str) -> DataFrame:
         return self.place.read(self.log.spark, named=named, columns=columns)
 
     @property
@@ -420,13 +419,13 @@ class Journeys:
         self._commit(files, old)
         self.on_step("committed")
         gone = set(old)
-        new = [Named(f.path, f.service, f.day, f.size, f.rows) for f in files]
+        new = list(files)
         self.named = [one for one in self.named if one not in gone] + new
         self.through = self.goal
         self._count(new)
         return sum(one.rows for one in files)
 
-    def _commit(self, files: Sequence[LakeFile], old: Sequence[Named]) -> None:
+    def _commit(self, files: Sequence[LakeFile], old: Sequence[LakeFile]) -> None:
         number = self.place.last(self.delta, self.app) + 1
         while True:
             try:
@@ -438,7 +437,7 @@ class Journeys:
             except CommitFailedError as error:
                 # Another service may have changed its part, while ours is unchanged.
                 delta = self.place.ensure()
-                own = set(self._own(delta))
+                own = set(self.place.named(delta, self.service))
                 if own != set(self.named) or self.place.last(delta, self.app) >= number:
                     raise EnvironmentFault(
                         f"Another run has changed the journeys of {self.service!r} "
@@ -446,16 +445,12 @@ class Journeys:
                     ) from error
                 self.delta = delta
 
-    def _own(self, delta: DeltaTable) -> list[Named]:
-        found = self.place.named(delta)
-        return [one for one in found if one.service == self.service]
-
     def _last(self, tables: Tables, table: str) -> Mapping[str, int]:
         """Return the number of each service's last batch of a table."""
         known = tables[table].batches if tables else {}
         return {one.service: known.get(one.service, 0) for one in self.log.live}
 
-    def concerned(self, marks: Marks | None, crowd: int = 0) -> list[Named]:
+    def concerned(self, marks: Marks | None, crowd: int = 0) -> list[LakeFile]:
         """Return the files that may contain journeys of the marked messages. A file is
         of one of two kinds: it has either finished or open journeys. If a day has at
         least `crowd` files of one kind, these files are returned, too."""

@@ -11,28 +11,26 @@ import argparse
 import datetime as dt
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from dataclasses import asdict, dataclass
 
-import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame
 
 from ... import wire
 from ..batchlog import is_mounted
 from ..errors import UsageError
 from ..lake import Lake
-from ..lakefile import rows_of
+from ..lakefile import rows_as
 from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec, Subscription
 from ..tally import Line
 from ..transforms.journeys import EXPECTED
+from ..transforms.normalise import EPOCH, MICROSECOND, instant, micros
 from ..transforms.reconcile import places
 from .outcome import Outcome
 
 #: The beginning, for a stage that its service has declared since the first run.
-EVER = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
-_MICROSECOND = dt.timedelta(microseconds=1)
+EVER = EPOCH
 
 
 @dataclass(frozen=True)
@@ -76,16 +74,8 @@ class Listeners:
 
 def read_places(steps: DataFrame) -> list[Place]:
     """Compute the PLACE rows of these steps and return them as objects."""
-    # As microseconds: a collected timestamp would be in this machine's time zone.
-    micros = {name: sf.unix_micros(name) for name in ("first_at", "last_at")}
-    return [
-        Place(
-            row.destination or "", row.consumer or "", row.sender or "",
-            row.receiver or "", instant(row.first_at), instant(row.last_at),
-            row.messages, row.least_us or 0, row.median_us or 0,
-        )
-        for row in places(steps).withColumns(micros).collect()
-    ]  # fmt: skip
+    found = places(steps).fillna("").fillna(0)
+    return [Place(**row) for row in found.toArrow().to_pylist()]
 
 
 def counted_places(lines: Iterable[Line]) -> list[Place]:
@@ -108,15 +98,10 @@ def by_topic(
     microseconds since 1970."""
     found: dict[str, list[tuple[str, int, int | None]]] = {}
     for one in expected:
-        until = None if one.until is None else (one.until - EVER) // _MICROSECOND
-        since = (one.since - EVER) // _MICROSECOND
-        found.setdefault(one.destination, []).append((one.consumer, since, until))
+        until = None if one.until is None else micros(one.until)
+        interval = (one.consumer, micros(one.since), until)
+        found.setdefault(one.destination, []).append(interval)
     return found
-
-
-def instant(micros: int) -> dt.datetime:
-    """Convert microseconds since 1970 to an instant."""
-    return EVER + dt.timedelta(microseconds=micros)
 
 
 def listeners(
@@ -157,7 +142,7 @@ def listeners(
     new = stages - intervals.keys()
     for pair in sorted(gone):
         ends = intervals.setdefault(pair, {})
-        last = received[pair][1] + _MICROSECOND if pair in received else EVER
+        last = received[pair][1] + MICROSECOND if pair in received else EVER
         heirs = [received[one][0] for one in new & received.keys() if _same(one, pair)]
         for since in [one for one, until in ends.items() if until is None]:
             ends[since] = max(last, min([now, *heirs]))
@@ -205,7 +190,7 @@ def known_listeners(rows: Iterable[Listener]) -> list[Listener]:
         key = _known_by(one)
         before = ends.get(key)
         ends[key] = min(filter(None, (one.until, before)), default=None)
-    return [Listener(*key, until) for key, until in sorted(ends.items(), key=_first)]
+    return [Listener(*key, ends[key]) for key in sorted(ends)]
 
 
 _Pair = tuple[str, str]
@@ -213,9 +198,6 @@ _Pair = tuple[str, str]
 
 def _known_by(one: Listener) -> tuple[str, str, dt.datetime]:
     return one.destination, one.consumer, one.since
-
-
-_first = itemgetter(0)
 
 
 def _service(pair: _Pair) -> str:
@@ -254,9 +236,6 @@ def _apart(
     return apart
 
 
-_NAMES = EXPECTED.fieldNames()
-
-
 def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """List the listeners in the lake, or record that a stage no longer listens. Raises
     UsageError if the stage is not a listener."""
@@ -266,7 +245,10 @@ def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         lines = [
             f"{one.destination} at {one.consumer}: {_interval(one)}" for one in found
         ]
-        facts = [dict(zip(_NAMES, _texts(one), strict=True)) for one in found]
+        facts = [
+            {name: value and str(value) for name, value in asdict(one).items()}
+            for one in found
+        ]
         run.rows = len(found)
         return Outcome(lines, {"listeners": facts})
     destination, consumer = given.retire
@@ -289,8 +271,7 @@ def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
         ended = [Listener(destination, consumer, EVER, until)]
     if not given.dry_run:
         results = run.results(spec.lake_spec(), spec.service().service)
-        rows = [dict(zip(_NAMES, _values(one), strict=True)) for one in ended]
-        results.save_rows("subscriptions", EXPECTED, rows)
+        results.save_rows("subscriptions", EXPECTED, list(map(asdict, ended)))
     run.rows = len(ended)
     would = "would be " if given.dry_run else "is "
     lines = [
@@ -303,23 +284,9 @@ def kept_listeners(lake: Lake) -> list[Listener]:
     """Return the listeners of topics that earlier runs have recorded. Does not use
     Spark."""
     table = lake.table("subscriptions", result_struct(EXPECTED))
-    rows = []
-    for named in table.named():
-        path = f"{table.root}/{named.path}"
-        for batch in rows_of(table.files, path, _NAMES, lenient=True):
-            rows += [
-                Listener(*(row.get(name) for name in _NAMES))
-                for row in batch.to_pylist()
-            ]
+    batches = rows_as(table.files, table.root, EXPECTED, table.named())
+    rows = (Listener(**row) for batch in batches for row in batch.to_pylist())
     return known_listeners(rows)
-
-
-def _values(one: Listener) -> tuple[str, str, dt.datetime, dt.datetime | None]:
-    return one.destination, one.consumer, one.since, one.until
-
-
-def _texts(one: Listener) -> list[str | None]:
-    return [str(value) if value is not None else None for value in _values(one)]
 
 
 def _interval(one: Listener) -> str:

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,24 +61,6 @@ class ReplayOptions:
     request: uuid.UUID | None = None
     """Only the messages of this request of the admin, whether a replay stored them
     before or not."""
-    dry_run: bool = False
-
-
-@dataclass(frozen=True)
-class SendOptions:
-    """The options of `send`: the dataset, and how each of its rows becomes a
-    message."""
-
-    path: str
-    destination: str
-    template: str
-    name: str
-    format: str = ""
-    key: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-    identity: str = ""
-    rate: float = 0
-    broker: str = "default"
     dry_run: bool = False
 
 
@@ -158,36 +141,30 @@ def run_replay(
 
 
 def run_send(
-    spark: SparkSession, spec: JobSpec, options: SendOptions, run: Run
+    spark: SparkSession, spec: JobSpec, given: argparse.Namespace, run: Run
 ) -> Stored:
-    """Store one message for each row of a dataset."""
+    """Store one message for each row of a dataset. `given` are the options of `send`,
+    with a parsed template."""
     source = spec.service()
-    template = parse_template(options.template)
-    kind = options.format or options.path.rstrip("/").rpartition(".")[2].lower()
-    readers: dict[str, Callable[[], DataFrame]] = {
-        "parquet": lambda: spark.read.parquet(options.path),
-        "csv": lambda: spark.read.option("header", "true").csv(options.path),
-        "json": lambda: spark.read.json(options.path),
-        "jsonl": lambda: spark.read.json(options.path),
-    }
-    if kind not in readers:
+    kind = given.format or given.path.rstrip("/").rpartition(".")[2].lower()
+    if kind not in ("parquet", "csv", "json", "jsonl"):
         raise UsageError(
-            f"The format of {options.path} is not known: say --format parquet, csv or "
+            f"The format of {given.path} is not known: say --format parquet, csv or "
             "json."
         )
     try:
-        dataset = readers[kind]()
+        reader = spark.read.option("header", "true")  # of CSV
+        dataset = reader.load(given.path, kind.removesuffix("l"))
     except AnalysisException as error:
-        raise UsageError(f"{options.path} cannot be read: {_short(error)}") from error
-    name = options.name
+        raise UsageError(f"{given.path} cannot be read: {_short(error)}") from error
     rows = from_dataset(
-        dataset, run=name, destination=options.destination, template=template,
-        key=options.key, headers=options.headers, identity=options.identity,
-        broker=options.broker,
+        dataset, run=given.name, destination=given.destination,
+        template=given.template, key=given.key, headers=dict(given.header),
+        identity=given.identity, broker=given.broker,
     )  # fmt: skip
-    if options.identity:
-        _insist_on_one_row_each(rows, options.identity)
-    return _store(rows, source, name, options.rate, options.dry_run, run)
+    if given.identity:
+        _insist_on_one_row_each(rows, given.identity)
+    return _store(rows, source, given.name, given.rate, given.dry_run, run)
 
 
 def choose(
@@ -268,10 +245,7 @@ def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
     if delta is None or not batches:
         return
     files = [
-        one
-        for one in named
-        if one.batches is None
-        or any(one.batches[0] <= batch <= one.batches[1] for batch in batches)
+        one for one in named if any(one.reaches(each - 1, each) for each in batches)
     ]
     found = Verified()
     read_back(log.spark, log.lake.spec, OUTBOX, files, delta, found, batches)
@@ -314,8 +288,7 @@ def _store(
     if dry_run:
         return _shown(rows, name, run)
     staging = Staging(source.resolved(), name)
-    task = StageTask(staging)
-    staged = rows.mapInArrow(task, _STAGED_TASK).collect()
+    staged = rows.mapInArrow(partial(_stage, staging), _STAGED_TASK).collect()
     tasks = [Brought(row.task, row.rows, int(row.ids, 16)) for row in staged]
     merged = staging.merge(tasks, rate=rate)
     run.rows = merged.stored
@@ -361,21 +334,17 @@ def _shown(rows: DataFrame, name: str, run: Run) -> Stored:
     return stored
 
 
-@dataclass
-class StageTask:
-    """The function that executors run. It writes its rows to the staging table."""
-
-    staging: Staging
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Write the rows to the staging table. Yield the key of this task attempt, and
-        the number of rows."""
-        task = attempt_key()
-        done = self.staging.stage(task, map(_insist_on_bodies, batches))
-        yield pa.RecordBatch.from_pylist(
-            [{"task": task, "rows": done.rows, "ids": f"{done.ids:x}"}],
-            schema=arrow_schema(_STAGED_TASK),
-        )
+def _stage(
+    staging: Staging, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Write rows to the staging table. Yield the key of this task attempt, and the
+    number of rows. Executors run this function."""
+    task = attempt_key()
+    done = staging.stage(task, map(_insist_on_bodies, batches))
+    yield pa.RecordBatch.from_pylist(
+        [{"task": task, "rows": done.rows, "ids": f"{done.ids:x}"}],
+        schema=arrow_schema(_STAGED_TASK),
+    )
 
 
 def _insist_on_bodies(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -422,11 +391,8 @@ def replay_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcom
 def send_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Send a dataset, and return a summary of the stored messages. Raises
     PipelineError."""
-    template = _template(given.template)
-    options = options_of(
-        SendOptions, given, template=template, headers=dict(given.header)
-    )
-    return _outgoing(lambda spark: run_send(spark, spec, options, run), given)
+    given.template = parse_template(_template(given.template))
+    return _outgoing(lambda spark: run_send(spark, spec, given, run), given)
 
 
 def _template(text: str) -> str:

@@ -17,12 +17,12 @@ from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
 from ..connection import connect_plain
-from ..cores import parallelism
 from ..databases import open_database
 from ..databases.base import Database
+from ..engine import parallelism, spread
 from ..errors import EnvironmentFault, UsageError
 from ..lake import Lake, NoLake
-from ..lakelog import Named
+from ..lakefile import LakeFile
 from ..marks import Marks
 from ..schemas import TABLES, Table, arrow_schema
 from ..source.batch import Selection, id_ranges
@@ -54,16 +54,12 @@ class LiveTask:
 
     table: Table
     struct: t.StructType
-    work: Sequence[tuple[Live, str]]
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of parts. The input contains the indexes of the parts in
-        `work`."""
-        for numbers in batches:
-            for number in numbers.column(0).to_pylist():
-                live, where = self.work[number]
-                selection = Selection(live.service, self.table, self.struct)
-                yield from selection.read(live.database, where, live.snapshot)
+    def __call__(self, work: Iterator[tuple[Live, str]]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows that an SQL condition selects in a database."""
+        for live, where in work:
+            selection = Selection(live.service, self.table, self.struct)
+            yield from selection.read(live.database, where, live.snapshot)
 
 
 @dataclass
@@ -169,11 +165,10 @@ class WholeLog:
             return whole_log([live], struct)
         delta, named = self.files_of(table)
         lake_id = str(delta.metadata().id) if delta else ""
-        named = [one for one in named if _reaches(one, above or {})]
+        named = [one for one in named if one.reaches((above or {}).get(one.service, 0))]
         self.found |= bool(named)
         twice = any(
-            one.batches is None
-            or one.batches[1] > self.settled.get((one.service, table, lake_id), 0)
+            one.reaches(self.settled.get((one.service, table, lake_id), 0))
             for one in named
         )
         archived = self._archived(table, narrow, named, since=since, above=above)
@@ -204,8 +199,7 @@ class WholeLog:
         few: list[pa.RecordBatch] = []
         rows = 0
         for live in self.live:
-            selection = Selection(live.service, table, struct)
-            for batch in selection.read(live.database, where(live), live.snapshot):
+            for batch in LiveTask(table, struct)(iter([(live, where(live))])):
                 few.append(batch)
                 rows += batch.num_rows
                 if rows > FEW:
@@ -231,16 +225,15 @@ class WholeLog:
         named = [
             one
             for one in self.files_of(table)[1]
-            if _reaches(one, above)
-            and one.batches is not None
-            and one.batches[0] <= until[one.service]
+            if one.batches is not None
+            and one.reaches(above.get(one.service, 0), until[one.service])
         ]
         rows = self._archived(
             table, struct, named, since=since, above=above, until=until
         )
         return rows.select(*struct.fieldNames())
 
-    def files_of(self, table: str) -> tuple[DeltaTable | None, list[Named]]:
+    def files_of(self, table: str) -> tuple[DeltaTable | None, list[LakeFile]]:
         """Return the current version of a table in the lake, and the files of these
         services."""
         if self.lake is None:
@@ -255,7 +248,7 @@ class WholeLog:
         self,
         table: str,
         struct: t.StructType,
-        named: Sequence[Named],
+        named: Sequence[LakeFile],
         *,
         since: dt.date | None = None,
         above: Mapping[str, int] | None = None,
@@ -296,8 +289,7 @@ class WholeLog:
             for part in id_ranges(live.database, table, parts):
                 conditions = filter(None, (part.condition, where(live)))
                 work.append((live, " AND ".join(conditions)))
-        places = self.spark.range(0, len(work), 1, len(work))
-        return places.mapInArrow(LiveTask(table, struct, work), struct)
+        return spread(self.spark, LiveTask(table, struct), work, struct, len(work))
 
     def horizon(self, grace: dt.timedelta) -> dt.datetime:
         """Return the instant up to which every service's log is complete."""
@@ -308,8 +300,3 @@ def _start(live: Live, day: dt.date) -> str:
     """Return an SQL literal for the beginning of a day."""
     start = dt.datetime.combine(day, dt.time(), dt.timezone.utc)
     return live.database.instant(start, upper=False)
-
-
-def _reaches(file: Named, above: Mapping[str, int]) -> bool:
-    """Return whether a file may contain rows of batches after the batch in `above`."""
-    return file.batches is None or file.batches[1] > above.get(file.service, 0)

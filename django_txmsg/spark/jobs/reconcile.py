@@ -22,28 +22,15 @@ import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.storagelevel import StorageLevel
 
-from ..lakelog import Named
+from ..lakefile import LakeFile
 from ..noted import MOST, Noted
 from ..runs import Run
 from ..spec import JobSpec
 from ..tally import Line
+from ..transforms import reconcile as judging
 from ..transforms.journeys import EXPECTED, is_topic
-from ..transforms.normalise import timestamp
-from ..transforms.reconcile import (
-    CHANGE,
-    FINDINGS,
-    LOST,
-    STUCK,
-    SUMMARY,
-    Judgement,
-    aged,
-    changes,
-    findings,
-    judge,
-    outcome,
-    reconcile,
-    summary,
-)
+from ..transforms.normalise import MICROSECOND, timestamp
+from ..transforms.reconcile import FINDINGS, LOST, STUCK, Judgement
 from .counted import as_outcome, received_by_all, usable
 from .findings import known_findings, standing_findings
 from .flows import Flows
@@ -53,7 +40,6 @@ from .listeners import (
     Place,
     by_topic,
     counted_places,
-    instant,
     kept_listeners,
     listeners,
     read_places,
@@ -126,8 +112,6 @@ def _while(place: Place, destination: str, day: dt.date) -> bool:
         and place.first_at.date() <= day <= place.last_at.date()
     )
 
-
-_MICROSECOND = dt.timedelta(microseconds=1)
 
 #: The default of `--late-after`, and of `--stuck-after`.
 LATE_AFTER = dt.timedelta(hours=1)
@@ -226,42 +210,44 @@ def run_reconcile(
             received={one.destination for one in there}
             | {one.destination for one in lines},
             clocks=[
-                (one.sender, one.receiver, one.ahead // _MICROSECOND) for one in clocks
+                (one.sender, one.receiver, one.ahead // MICROSECOND) for one in clocks
             ],
         )
         counts = list(chain.from_iterable(tallied.values()))
         again, whole = known, None
         if settled is not None and marks is not None:
             again, whole = _parts(rest, settled, marks)
-        verdicts = reconcile(again, expected, by)
+        verdicts = judging.reconcile(again, expected, by)
         if whole is not None:
-            verdicts = verdicts.unionByName(judge(whole, by))
+            verdicts = verdicts.unionByName(judging.judge(whole, by))
         of_flows = flows.verdicts(rest, journeys, by)
         if of_flows is not None:
             verdicts = verdicts.unionByName(of_flows)
         found = Reconciliation(by.horizon, clocks=clocks)
         found.retired = listening.retired
-        outcomes = outcome(verdicts)
+        outcomes = judging.outcome(verdicts)
         if counts:
             outcomes = outcomes.unionByName(as_outcome(spark, counts))
         outcomes = outcomes.persist(StorageLevel.DISK_ONLY)
-        summed = _collected(summary(outcomes))
+        summed = judging.summary(outcomes).toArrow().to_pylist()
         for row in summed:
             place = found.destinations.setdefault(row["destination"] or "?", {})
             for counted in (place, found.counts):
                 before = counted.get(row["verdict"], 0)
                 counted[row["verdict"]] = before + row["messages"]
-        listed = aged(findings(outcomes), known_findings(log), run.started_at)
+        listed = judging.aged(
+            judging.findings(outcomes), known_findings(log), run.started_at
+        )
         listed = listed.persist(StorageLevel.DISK_ONLY)
         _show(found, listed, run.started_at)
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
-            journal = changes(
+            journal = judging.changes(
                 listed, standing_findings(log), run.started_at, options.since
             )
             few = sum(found.counts.get(kind, 0) for kind in FINDINGS) <= MOST
-            results.save("verdicts", CHANGE, journal, few=few)
-            results.save_rows("reconciliation", SUMMARY, summed)
+            results.save("verdicts", judging.CHANGE, journal, few=few)
+            results.save_rows("reconciliation", judging.SUMMARY, summed)
             if listening.fresh:
                 rows = [dataclasses.asdict(one) for one in listening.fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
@@ -279,17 +265,6 @@ def run_reconcile(
         bearing = found.counts
     run.findings = any(bearing.get(kind) for kind in bad[options.fail_on])
     return found
-
-
-def _collected(summary: DataFrame) -> list[dict[str, Any]]:
-    """Return the SUMMARY rows."""
-    # As microseconds: a collected timestamp would be in this machine's time zone.
-    instants = ("first_sent_at", "last_sent_at")
-    rows = summary.withColumns({name: sf.unix_micros(name) for name in instants})
-    return [
-        row.asDict() | {name: _instant(row[name]) for name in instants}
-        for row in rows.collect()
-    ]
 
 
 def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judgement:
@@ -319,7 +294,7 @@ def _tallied(
     marks: Marks | None,
     by: Judgement,
     expected: Sequence[Listener],
-) -> dict[Named, Sequence[Line]]:
+) -> dict[LakeFile, Sequence[Line]]:
     """Return the files that need not be read, with the counts from their footers. Such
     a file contains no marked message. Its messages to topics were received by exactly
     the expected listeners."""
@@ -377,17 +352,9 @@ def _order() -> tuple[Any, ...]:
 def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
     """Yield acknowledged findings, and then unacknowledged findings, the worst first.
     Yields at most MOST findings of each kind."""
-    # As microseconds: a collected timestamp would be in this machine's time zone.
-    instants = {name: sf.unix_micros(name) for name in ("sent_at", "found_at")}
     seen = sf.col("acknowledged_at").isNotNull()
     for chosen in (findings.where(seen), findings.where(~seen).orderBy(*_order())):
-        for row in chosen.limit(MOST).withColumns(instants).toLocalIterator():
-            at = {name: _instant(row[name]) for name in instants}
-            yield row.asDict() | at
-
-
-def _instant(micros: int | None) -> dt.datetime | None:
-    return None if micros is None else instant(micros)
+        yield from chosen.limit(MOST).toArrow().to_pylist()
 
 
 def reconcile_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:

@@ -25,7 +25,6 @@ import pyarrow.compute as pc
 from ..batchlog import BatchLog
 from ..errors import VerificationRefused
 from ..lakefile import DayFiles, LakeFile, rows_of
-from ..lakelog import Named
 from ..laketable import LakeTable
 from ..ledger import Ledger, Row, whose
 from ..rowhash import row_hashes
@@ -34,7 +33,7 @@ from ..schemas import TABLES, Column, Table
 
 def rewritten(
     place: LakeTable,
-    group: Sequence[Named],
+    group: Sequence[LakeFile],
     name: str,
     keep: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda batch: batch,
 ) -> list[LakeFile]:
@@ -109,7 +108,7 @@ class Settling:
     def settle(self, after: int, until: int) -> Settled:
         """Settle the rows of the batches after `after`, up to and including `until`."""
         done = Settled()
-        amended: dict[Named, set[Row]] = {}
+        amended: dict[LakeFile, set[Row]] = {}
         for file in self.place.of_batches(self.log.service, after, until):
             different: set[Row] = set()
             for rows, hashes, columns in self._rows(file, after, until):
@@ -143,16 +142,17 @@ class Settling:
         return deleted, living
 
     def _rows(
-        self, file: Named, after: int, until: int
+        self, file: LakeFile, after: int, until: int
     ) -> Iterator[tuple[pa.RecordBatch, list[int], list[Column]]]:
         """Yield the file's rows in these batches, with their checksums and the columns
         that the checksums cover."""
         path = f"{self.place.root}/{file.path}"
         for batch in rows_of(self.place.files, path):
-            for rows, columns in kept_rows(_within(batch, after, until), self.table):
+            within = batch.filter(_of(batch, after, until))
+            for rows, columns in kept_rows(within, self.table):
                 yield rows, row_hashes(rows, columns), columns
 
-    def _amend(self, amended: dict[Named, set[Row]], after: int, until: int) -> None:
+    def _amend(self, amended: dict[LakeFile, set[Row]], after: int, until: int) -> None:
         """Remove these rows from the lake, with one log entry."""
         name, place = str(uuid.uuid4()), self.place
         with place.discarding(self.log.service, [name]):
@@ -214,17 +214,9 @@ def _of(batch: pa.RecordBatch, after: int, until: int) -> pa.Array:
     return pc.and_(pc.greater(numbers, after), pc.less_equal(numbers, until))
 
 
-def _within(batch: pa.RecordBatch, after: int, until: int) -> pa.RecordBatch:
-    return batch.filter(_of(batch, after, until))
-
-
 def _leaving_out(
     batch: pa.RecordBatch, left: set[Row], after: int, until: int
 ) -> pa.RecordBatch:
-    rows = zip(
-        batch.column("id").to_pylist(),
-        whose(batch),
-        strict=True,
-    )
+    rows = zip(batch.column("id").to_pylist(), whose(batch), strict=True)
     known = pa.array([row in left for row in rows], pa.bool_())
     return batch.filter(pc.invert(pc.and_(known, _of(batch, after, until))))

@@ -21,7 +21,7 @@ from ..batchlog import is_mounted
 from ..databases import open_database
 from ..errors import spoilt
 from ..lake import Lake
-from ..lakelog import PARTITIONS
+from ..lakefile import PARTITIONS
 from ..runs import Run
 from ..schemas import TABLES, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec

@@ -10,9 +10,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
+from ..session import python_path
 from ..spec import JobSpec
 
 #: Only the end of the process's error output is kept.
@@ -56,16 +56,13 @@ class SparkProcess:
             self._process.stdin.flush()
 
     def _launch(self) -> None:
-        home = str(Path(__file__).resolve().parents[3])
-        known = os.environ.get("PYTHONPATH", "")
-        paths = os.pathsep.join(filter(None, [home, known]))
         words = [f"--conf={name}={value}" for name, value in self.settings]
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - stop() closes them
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(  # noqa: S603 - our own words
             [sys.executable, "-m", "django_txmsg.spark.worker", *words],
             stdin=subprocess.PIPE, stdout=self._out, stderr=self._errors,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=os.environ | {"PYTHONPATH": python_path()},
         )  # fmt: skip
 
     def poll(self) -> dict[str, Any] | None:

@@ -17,8 +17,7 @@ from ..connection import connect_plain
 from ..errors import EnvironmentFault, VerificationRefused
 from ..lake import Lake
 from ..lakefile import LakeFile
-from ..lakelog import Named, touched
-from ..laketable import CommitFailedError, LakeTable
+from ..laketable import CommitFailedError, LakeTable, touched
 from ..ledger import Ledger
 from ..lock import Taken, keeping
 from ..progress import Progress
@@ -39,10 +38,8 @@ def join(place: LakeTable, service: str) -> int:
     delta = place.load()
     if delta is None:
         return 0
-    small = [
-        one for one in place.named(delta) if one.service == service and one.size < SMALL
-    ]
-    old: list[Named] = []
+    small = [one for one in place.named(delta, service) if one.size < SMALL]
+    old: list[LakeFile] = []
     new: list[LakeFile] = []
     name = f"joined-{uuid.uuid4()}"
     with place.discarding(service, [name]):
@@ -61,18 +58,18 @@ def join(place: LakeTable, service: str) -> int:
     return len(old)
 
 
-def _groups(place: LakeTable, small: list[Named]) -> Iterator[list[Named]]:
+def _groups(place: LakeTable, small: list[LakeFile]) -> Iterator[list[LakeFile]]:
     """Yield groups of small files to join. The files of a group have the same day and
     the same columns: if an older row got a newer column, the row's checksum would
     change."""
 
-    def kind(one: Named) -> tuple[str, tuple[str, ...]]:
+    def kind(one: LakeFile) -> tuple[str, tuple[str, ...]]:
         schema = pq.read_schema(f"{place.root}/{one.path}", filesystem=place.files)
         return one.day.isoformat(), tuple(schema.names)
 
     kinds = {one: kind(one) for one in small}
     for _, of_one_kind in groupby(sorted(small, key=kinds.__getitem__), kinds.get):
-        group: list[Named] = []
+        group: list[LakeFile] = []
         size = 0
         for one in of_one_kind:
             group.append(one)
@@ -135,12 +132,8 @@ def run_sweep(
                 continue
             try:
                 with _alone(service, name):
-                    step(
-                        place,
-                        service.service,
-                        options,
-                        swept.setdefault(name, Swept()),
-                    )
+                    done = swept.setdefault(name, Swept())
+                    step(place, service.service, options, done)
             except Taken:
                 continue  # `reconcile` uses them: the next run sweeps
             except CommitFailedError as error:
@@ -184,22 +177,11 @@ def _tidy(place: LakeTable, service: str, options: SweepOptions, done: Swept) ->
     now = dt.datetime.now(dt.timezone.utc)
     if options.keep is not None and place.name not in FOR_GOOD:
         oldest = (now - options.keep).date()
-        old = [
-            one
-            for one in place.named(delta)
-            if one.service == service and one.day < oldest
-        ]
+        old = [one for one in place.named(delta, service) if one.day < oldest]
         done.dropped_days = len({one.day for one in old})
         if old and not options.dry_run:
-            place.commit(
-                delta,
-                (),
-                replaced=old,
-                metadata={
-                    "dropped_before": oldest.isoformat(),
-                    "touched": touched(old),
-                },
-            )
+            dropped = {"dropped_before": oldest.isoformat(), "touched": touched(old)}
+            place.commit(delta, (), replaced=old, metadata=dropped)
     hours = int(options.replaced_older_than.total_seconds() // 3600)
     done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))
     # Journeys are joined by the run that maintains them, into files with counts.
@@ -220,6 +202,3 @@ def sweep_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome
             for name, one in swept.items()
         ]
     )
-
-
-__all__ = ["SweepOptions", "Swept", "run_sweep"]

@@ -19,11 +19,11 @@ import pyspark.sql.functions as sf
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
-from ..cores import parallelism
+from ..engine import spread
 from ..errors import SpoiltFile
 from ..lake import Lake
-from ..lakefile import rows_of
-from ..lakelog import Named
+from ..lakefile import LakeFile, rows_of
+from ..laketable import LakeTable
 from ..runs import Run
 from ..schemas import TABLES, Table, arrow_schema, struct_of
 from ..spec import JobSpec, LakeSpec
@@ -36,7 +36,7 @@ from .settling import checksum
 SHOWN = 20
 _KEYS = struct_of("service string, id long, message_id string")
 _SUMS = struct_of(
-    "number long not null, problem string not null, batch long not null, "
+    "path string not null, problem string not null, batch long not null, "
     "rows long not null, checksum string not null"
 )
 
@@ -69,10 +69,10 @@ def run_verify(spark: SparkSession, spec: JobSpec, run: Run) -> dict[str, Verifi
             delta = place.load()
             if delta is None:
                 continue
-            named = [one for one in place.named(delta) if one.service == service]
+            named = place.named(delta, service)
             done = found[name] = Verified(files=len(named))
             intact = read_back(spark, lake.spec, table, named, delta, done)
-            _look_for_doubles(log, table, intact, done)
+            _look_for_doubles(log, place, delta, intact, done)
             run.rows += done.rows
             run.counts[name] = done.rows
     problems = [problem for one in found.values() for problem in one.problems]
@@ -85,30 +85,28 @@ def read_back(
     spark: SparkSession,
     lake: LakeSpec,
     table: Table,
-    named: Sequence[Named],
+    named: Sequence[LakeFile],
     delta: DeltaTable,
     done: Verified,
     only: Collection[int] | None = None,
-) -> list[Named]:
+) -> list[LakeFile]:
     """Read a service's files, and compare the checksums of their batches with the log.
     With `only`, compare only these batches. Adds problems to `done`. Returns the files
     that could be read."""
     if not named:
         return []
-    task = VerifyTask(lake, table, named)
-    parts = min(len(named), 2 * parallelism(spark))
-    places = spark.range(0, len(named), 1, parts)
     sums: dict[int, tuple[int, int]] = {}
-    broken: dict[int, str] = {}
-    for row in places.mapInArrow(task, _SUMS).collect():
+    broken: dict[str, str] = {}
+    for row in spread(spark, VerifyTask(lake, table), named, _SUMS).collect():
         if row.problem:
-            broken[row.number] = row.problem
+            broken[row.path] = row.problem
             continue
         rows, total = sums.get(row.batch, (0, 0))
         sums[row.batch] = rows + row.rows, total + int(row.checksum)
         done.rows += row.rows
     done.problems += [f"{table.name}: {one}" for one in list(broken.values())[:SHOWN]]
-    hurt = [named[number].batches for number in broken]
+    intact = [one for one in named if one.path not in broken]
+    hurt = [one.batches for one in named if one.path in broken]
     entries, changed = _entries(delta, named[0].service)
     wrong = []
     batches = entries.keys() | sums.keys() if only is None else only
@@ -124,7 +122,7 @@ def read_back(
         else:
             done.batches += 1
     done.problems += wrong[:SHOWN]
-    return [one for number, one in enumerate(named) if number not in broken]
+    return intact
 
 
 def _entries(
@@ -148,17 +146,18 @@ def _within(batch: int, ranges: Sequence[tuple[int, int] | None]) -> bool:
 
 
 def _look_for_doubles(
-    log: WholeLog, table: Table, named: Sequence[Named], done: Verified
+    log: WholeLog,
+    place: LakeTable,
+    delta: DeltaTable,
+    named: Sequence[LakeFile],
+    done: Verified,
 ) -> None:
     """Check that each row is in the lake only once, and that the database contains no
     row of a settled batch."""
-    place = Lake(log.spec.lake_spec()).table(table.name, table.lake_struct())
-    delta = place.load()
-    lake_id = str(delta.metadata().id) if delta else ""
-    service = log.live[0].service
-    settled = log.settled.get((service, table.name, lake_id), 0)
+    lake_id, service = str(delta.metadata().id), log.live[0].service
+    settled = log.settled.get((service, place.name, lake_id), 0)
     kept = place.read(log.spark, named=named)
-    live = log.read_live(table, _KEYS).withColumn("live", sf.lit(1))
+    live = log.read_live(TABLES[place.name], _KEYS).withColumn("live", sf.lit(1))
     both = kept.select(
         *_KEYS.fieldNames(),
         sf.when(sf.col("batch_id") <= settled, 0).alias("live"),
@@ -171,7 +170,7 @@ def _look_for_doubles(
     for row in wrong.collect():
         what = "is there twice" if row.archived > 1 else "is in the database, too"
         done.problems.append(
-            f"{table.name}: row {row.id} of message {row.message_id} {what}."
+            f"{place.name}: row {row.id} of message {row.message_id} {what}."
         )
 
 
@@ -182,25 +181,22 @@ class VerifyTask:
 
     lake: LakeSpec
     table: Table
-    named: Sequence[Named]
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read files, and yield the sums of their batches. The input contains the
-        indexes of the files."""
-        for numbers in batches:
-            for number in numbers.column(0).to_pylist():
-                try:
-                    lines = self._sums(self.named[number])
-                except (SpoiltFile, pa.ArrowException, KeyError, ValueError) as error:
-                    text = str(error).partition("\n")[0]
-                    lines = [(f"{self.named[number].path}: {text}", 0, 0, "0")]
-                names = _SUMS.fieldNames()
-                yield pa.RecordBatch.from_pylist(
-                    [dict(zip(names, (number, *one), strict=True)) for one in lines],
-                    schema=arrow_schema(_SUMS),
-                )
+    def __call__(self, files: Iterator[LakeFile]) -> Iterator[pa.RecordBatch]:
+        """Read files, and yield the sums of their batches."""
+        for file in files:
+            try:
+                lines = self._sums(file)
+            except (SpoiltFile, pa.ArrowException, KeyError, ValueError) as error:
+                text = str(error).partition("\n")[0]
+                lines = [(f"{file.path}: {text}", 0, 0, "0")]
+            names = _SUMS.fieldNames()
+            yield pa.RecordBatch.from_pylist(
+                [dict(zip(names, (file.path, *one), strict=True)) for one in lines],
+                schema=arrow_schema(_SUMS),
+            )
 
-    def _sums(self, file: Named) -> list[tuple[str, int, int, str]]:
+    def _sums(self, file: LakeFile) -> list[tuple[str, int, int, str]]:
         place = place_of(self.lake)
         sums: dict[int, tuple[int, int]] = {}
         for rows in rows_of(place.files, f"{place.root}/{self.table.name}/{file.path}"):

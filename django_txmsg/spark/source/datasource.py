@@ -1,5 +1,5 @@
-"""The data source `format("txmsg")`. It creates the readers, streams and the writer
-that Spark requests.
+"""The data source `format("txmsg")`. It creates the readers and streams that Spark
+requests, and writes messages into an outbox.
 
 Options for all: `url`, `service`, `table` (outbox, inbox, attempts, dead_letters),
 `passwordEnv` (the *name* of the environment variable with the password). For reads:
@@ -10,23 +10,47 @@ the stream). For writes: `run` and `rate`.
 
 For a lake: `lake` (its URI), `table` (any table of the lake), and the options of an
 object store as `storage.NAME`, if the environment does not contain them.
+
+A written message needs an id, a destination and a body. Other values have defaults if
+they are missing or null. Each task writes its rows to a staging table. Then the driver
+moves the rows of successful tasks into the outbox in one transaction. If a task or the
+whole run is repeated, each message is still stored only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from pyspark.sql.datasource import DataSource, DataSourceReader
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    WriterCommitMessage,
+)
 from pyspark.sql.types import StructType
 
+from ... import wire
+from ..engine import insist_on, installed
 from ..errors import UsageError
-from ..schemas import STAGED, TABLES, Table
+from ..schemas import STAGED, TABLES, Table, arrow_schema
 from ..spec import SourceSpec
-from ..versions import installed
+from ..staging import Brought, Staging, attempt_key
 from .batch import BatchReader
 from .lake import LakeReader, lake_table
 from .stream import LogStream, WholeStream
-from .writer import NEEDED, OutboxWriter
+
+#: The required columns of a DataFrame, and the defaults of the others.
+NEEDED = ("message_id", "destination", "body")
+DEFAULTS = {
+    "broker": "default",
+    "key": "",
+    "correlation_id": "",
+    "headers": "{}",
+    "content_type": wire.JSON,
+}
 
 
 class TxmsgDataSource(DataSource):
@@ -67,12 +91,14 @@ class TxmsgDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> LogStream:  # noqa: N802 - Spark's name
         """Return a reader of new rows."""
-        kind: type[LogStream] = WholeStream
         if installed() >= (4, 2):
             from .limited import LimitedStream
 
-            kind = LimitedStream
-        return kind(self.spec, self.table, schema, self.given)
+            return LimitedStream(self.spec, self.table, schema, self.given)
+        stream = WholeStream(self.spec, self.table, schema, self.given)
+        if stream.most:
+            insist_on("4.2", 'The option "maxRowsPerBatch" of a stream')
+        return stream
 
     def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
         """Return a writer that appends to the outbox. Raises UsageError for
@@ -114,3 +140,56 @@ class TxmsgDataSource(DataSource):
             url=self.given["url"],
             password_env=self.given.get("passwordenv", ""),
         )
+
+
+@dataclass
+class StagedTask(WriterCommitMessage):
+    """The rows that one attempt of a task has written to the staging table."""
+
+    brought: Brought
+
+
+class OutboxWriter(DataSourceArrowWriter):
+    """Stores the messages of one run. The run's name makes the run idempotent: it is
+    stored in each row as `replay_id`, and the pair of `replay_id` and message id is
+    unique."""
+
+    def __init__(self, spec: SourceSpec, options: Mapping[str, str]) -> None:
+        run = options.get("run", "")
+        if not 0 < len(run) <= 64:
+            raise UsageError(
+                'Writing messages needs the option "run", a name of at most 64 '
+                "characters: the same name again stores nothing twice."
+            )
+        self.staging = Staging(spec.resolved(), run)
+        self.rate = float(options.get("rate", 0))
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedTask:
+        """Write the rows of one attempt of a Spark task to the staging table."""
+        messages = (_complete(batch) for batch in iterator)
+        return StagedTask(self.staging.stage(attempt_key(), messages))
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Move the rows of the successful task attempts into the outbox."""
+        tasks = [one.brought for one in messages if isinstance(one, StagedTask)]
+        self.staging.merge(tasks, rate=self.rate)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Delete this run's rows from the staging table."""
+        self.staging.clear()
+
+
+def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Add missing columns of STAGED to a batch."""
+    schema = arrow_schema(STAGED)
+    arrays = []
+    for field in schema:
+        place = batch.schema.get_field_index(field.name)
+        values = pa.nulls(batch.num_rows) if place < 0 else batch.column(place)
+        values = values.cast(field.type)
+        if field.name in DEFAULTS:
+            values = pc.fill_null(values, DEFAULTS[field.name])
+        if values.null_count and not field.nullable:
+            raise UsageError(f"A message without {field.name} cannot be stored.")
+        arrays.append(values)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

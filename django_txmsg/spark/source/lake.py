@@ -17,8 +17,7 @@ from pyspark.sql.types import StructType
 
 from ..errors import UsageError
 from ..lake import Lake
-from ..lakelog import Named
-from ..lakerows import LakeRows
+from ..lakefile import LakeFile, rows_as
 from ..laketable import LakeTable
 from ..spec import LakeSpec
 
@@ -30,7 +29,7 @@ STORAGE = "storage."
 class OneFile(InputPartition):
     """A partition: one file of the lake."""
 
-    named: Named
+    named: LakeFile
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Condition:
     name: str
     value: Any
 
-    def holds(self, named: Named) -> bool:
+    def holds(self, named: LakeFile) -> bool:
         """Return whether a file may contain matching rows."""
         return self.compared(getattr(named, self.name), self.value)
 
@@ -64,8 +63,9 @@ class LakeReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a file."""
         assert isinstance(partition, OneFile)
-        rows = LakeRows(self.table.files, self.table.root, self.schema, ())
-        yield from rows.of(partition.named)
+        yield from rows_as(
+            self.table.files, self.table.root, self.schema, [partition.named]
+        )
 
 
 def lake_table(options: Mapping[str, str]) -> LakeTable:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from ..errors import EnvironmentFault
 from ..spec import SourceSpec
 
 
@@ -26,13 +25,13 @@ def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
     tables as you like. Run the actions inside the block. On PostgreSQL, vacuum cannot
     remove dead rows while the block runs.
     """
+    from ..connection import connect  # needs pyarrow
+
     options = {"service": spec.service, "url": spec.url}
     if spec.password_env:
         options["passwordEnv"] = spec.password_env
     if spec.vendor == "postgresql":
         import psycopg
-
-        from ..connection import connect
 
         with connect(spec) as connection:
             connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
@@ -42,17 +41,10 @@ def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
             assert row is not None
             yield options | {"snapshot": row[0]}
         return
-    if not Path(spec.path).is_file():
-        raise EnvironmentFault(f"There is no SQLite database at {spec.path}.")
-    from ..databases.sqlite import connect_reading  # needs pyarrow
-
     remove_left_copies()
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, _locked(directory):
         copy = Path(directory) / _COPY
-        with (
-            closing(connect_reading(spec.path)) as live,
-            closing(sqlite3.connect(copy)) as copied,
-        ):
+        with closing(connect(spec)) as live, closing(sqlite3.connect(copy)) as copied:
             live.backup(copied)
         yield options | {"url": f"sqlite:///{copy}", "snapshot": "copy"}
 

@@ -22,13 +22,11 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from ..connection import Connection, connect_plain
+from ..connection import Connection, connect_plain, held
 from ..databases import open_database
 from ..errors import EnvironmentFault, UsageError
 from ..schemas import Table
 from ..spec import SourceSpec
-from ..standstill import held
-from ..versions import insist_on
 from .batch import Selection
 
 #: Seconds between two checks for waiting rows, while no others arrive.
@@ -206,8 +204,7 @@ class LogStream(DataSourceStreamReader):
         """Return the end of a range that starts at `first` and has at most `rows` rows.
         Transactions are never split. So if the first one has more rows, the range has
         more rows, too."""
-        name = "created_xid::text::bigint" if self.postgres else "id"
-        name = name.replace("created_xid", self.position)
+        name = f"{self.position}::text::bigint" if self.postgres else "id"
         with closing(connect_plain(self.spec)) as connection:
             found = connection.rows(
                 f"SELECT {name} AS p FROM {self.table.relation} t"
@@ -224,17 +221,7 @@ class WholeStream(LogStream):
     """A stream for PySpark 4.0 and 4.1. Spark passes no start position, and each
     micro-batch reads everything available."""
 
-    def __init__(
-        self,
-        spec: SourceSpec,
-        table: Table,
-        schema: StructType,
-        options: Mapping[str, str],
-    ) -> None:
-        super().__init__(spec, table, schema, options)
-        if self.most:
-            insist_on("4.2", 'The option "maxRowsPerBatch" of a stream')
-        self._reached = -1
+    _reached = -1
 
     def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]  # noqa: N802 - Spark's name
         """Return the position up to which the stream may read."""

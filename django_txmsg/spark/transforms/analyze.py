@@ -191,16 +191,14 @@ def senders(sent: DataFrame) -> DataFrame:
 
 def _events(frame: DataFrame, kind: str, instant: str) -> DataFrame:
     return frame.where(sf.col(instant).isNotNull()).select(
-        _hour(instant), sf.lit(kind).alias("kind")
+        sf.date_trunc("hour", instant).alias("hour"), sf.lit(kind).alias("kind")
     )
-
-
-def _hour(instant: str) -> Column:
-    return sf.date_trunc("hour", instant).alias("hour")
 
 
 #: The version of the fingerprint's definition: groups of different versions do not mix.
 RECIPE = "s1"
+#: Parts of the period for which a group's dead letters are counted.
+BUCKETS = 24
 
 GROUPS = struct_of(
     "group string, receiver string, stage string, reason string, exception string, "
@@ -224,9 +222,9 @@ def with_fingerprint(letters: DataFrame) -> DataFrame:
     return letters.withColumn("group", sf.when(stored != "", stored).otherwise(made))
 
 
-def groups(letters: DataFrame, *, buckets: int = 24) -> DataFrame:
+def groups(letters: DataFrame) -> DataFrame:
     """Return GROUPS rows: the dead letters by fingerprint, service, stage and reason.
-    The column `growth` has the number of dead letters in each of `buckets` equal parts
+    The column `growth` has the number of dead letters in each of BUCKETS equal parts
     of the period."""
     marked = with_fingerprint(letters)
     # Over all groups, so that their small charts share an axis.
@@ -234,8 +232,11 @@ def groups(letters: DataFrame, *, buckets: int = 24) -> DataFrame:
         sf.unix_micros(sf.min("created_at")).alias("low"),
         sf.unix_micros(sf.max("created_at")).alias("high"),
     )
-    placed = marked.crossJoin(sf.broadcast(ends)).withColumn("bucket", _bucket(buckets))
-    counts = [sf.count_if(sf.col("bucket") == number) for number in range(buckets)]
+    width = sf.greatest(sf.col("high") - sf.col("low"), sf.lit(1))
+    place = (sf.unix_micros("created_at") - sf.col("low")) * BUCKETS / width
+    bucket = sf.least(sf.floor(place), sf.lit(BUCKETS - 1))
+    placed = marked.crossJoin(sf.broadcast(ends)).withColumn("bucket", bucket)
+    counts = [sf.count_if(sf.col("bucket") == number) for number in range(BUCKETS)]
     grouped = placed.groupBy(
         "group", sf.col("service").alias("receiver"), "stage", "reason"
     ).agg(
@@ -247,9 +248,3 @@ def groups(letters: DataFrame, *, buckets: int = 24) -> DataFrame:
         sf.array(*counts).alias("growth"),
     )
     return grouped.select(*GROUPS.fieldNames())
-
-
-def _bucket(buckets: int) -> Column:
-    width = sf.greatest(sf.col("high") - sf.col("low"), sf.lit(1))
-    place = (sf.unix_micros("created_at") - sf.col("low")) * buckets / width
-    return sf.least(sf.floor(place), sf.lit(buckets - 1))

@@ -11,11 +11,24 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
+EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+MICROSECOND = dt.timedelta(microseconds=1)
+
+
+def instant(micros: int) -> dt.datetime:
+    """Convert microseconds since 1970 to an instant."""
+    return EPOCH + micros * MICROSECOND
+
+
+def micros(instant: dt.datetime) -> int:
+    """Convert an aware datetime to microseconds since 1970."""
+    return (instant - EPOCH) // MICROSECOND
+
 
 def timestamp(value: dt.datetime) -> Column:
     """Return an expression for an aware datetime. It does not depend on the session's
     time zone."""
-    return sf.timestamp_micros(sf.lit(int(value.timestamp() * 1_000_000)))
+    return sf.timestamp_micros(sf.lit(micros(value)))
 
 
 def whole_log(

@@ -94,8 +94,6 @@ def from_dataset(
         rows = rows.withColumn("_number", sf.row_number().over(among))
         itself = sf.concat_ws("/", "_content", "_number")
     body = sf.to_json(_built(template, rows), {"ignoreNullFields": "false"})
-    if not isinstance(template, dict | list):
-        raise UsageError("A template is a JSON object or array.")
     given = {k: _text(value, rows) for k, value in (headers or {}).items()}
     pairs = [part for k, value in given.items() for part in (sf.lit(k), value)]
     return rows.select(

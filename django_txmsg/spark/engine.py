@@ -1,0 +1,89 @@
+"""The installed Spark: its version, and work for the tasks of a session.
+
+The pipeline needs PySpark 4.0, and some features need a newer one. All functions work
+with Spark Connect, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import pyarrow as pa
+import pyspark
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as t
+from pyspark.sql.functions import spark_partition_id
+
+from .errors import EnvironmentFault
+
+Work = TypeVar("Work")
+
+
+def installed() -> tuple[int, ...]:
+    """Return the PySpark version as a tuple of numbers."""
+    return _parsed(pyspark.__version__)
+
+
+def insist_on(since: str, what: str) -> None:
+    """Raise EnvironmentFault if the installed PySpark is older than `since`, the first
+    version with the feature `what`."""
+    if installed() < _parsed(since):
+        raise EnvironmentFault(
+            f"{what} needs PySpark {since} or newer, and {pyspark.__version__} is "
+            f"installed: pip install 'pyspark[sql]>={since}'."
+        )
+
+
+def _parsed(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def is_remote(spark: SparkSession) -> bool:
+    """Return whether a session belongs to a Spark Connect server."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def parallelism(spark: SparkSession) -> int:
+    """Return how many tasks can run at the same time."""
+    if is_remote(spark):
+        places = spark.range(10_000).select(spark_partition_id().alias("place"))
+        return int(places.distinct().count())
+    return int(spark.sparkContext.defaultParallelism)
+
+
+def on_one_machine(spark: SparkSession) -> bool:
+    """Return whether the tasks run on the same machine as this process. Returns False
+    for Spark Connect, because the server's machine is unknown."""
+    if is_remote(spark):
+        return False
+    return (spark.sparkContext.master or "").startswith("local")
+
+
+def spread(
+    spark: SparkSession,
+    do: Callable[[Iterator[Work]], Iterator[pa.RecordBatch]],
+    work: Sequence[Work],
+    struct: t.StructType,
+    parts: int = 0,
+) -> DataFrame:
+    """Return the rows that `do` yields for `work`. Spark divides `work` into `parts`
+    tasks, by default two for each core. Executors call `do` once for each task."""
+    parts = parts or min(len(work), 2 * parallelism(spark))
+    places = spark.range(0, len(work), 1, parts)
+    return places.mapInArrow(_Task(do, work), struct)
+
+
+@dataclass(frozen=True)
+class _Task(Generic[Work]):
+    """The function that executors run for `spread()`."""
+
+    do: Callable[[Iterator[Work]], Iterator[pa.RecordBatch]]
+    work: Sequence[Work]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Do a part of the work. The input contains indexes of `work`."""
+        numbers = (one for batch in batches for one in batch.column(0).to_pylist())
+        return self.do(self.work[one] for one in numbers)
