@@ -158,7 +158,7 @@ def pages() -> dict[str, str]:
 
 
 def commands() -> list[list[str]]:
-    """Return the commands that change nothing."""
+    """Return the commands to measure. None of them changes data."""
     from django_txmsg.models import DeadLetter
 
     letter = DeadLetter.objects.order_by("pk")[1000]

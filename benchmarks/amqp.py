@@ -153,7 +153,7 @@ def drain(alias: str, destination: str, count: int) -> None:
 
 
 def bare(port: int, count: int, lanes: int) -> float:
-    """Return the rate of py-amqp with many open confirms."""
+    """Return the rate of py-amqp if many messages wait for their confirms at a time."""
     queue = f"bench.bare.{uuid.uuid4().hex[:8]}"
     with connected(port) as link:
         link.channel().queue_declare(queue, durable=True, auto_delete=False)

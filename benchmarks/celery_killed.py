@@ -81,7 +81,7 @@ def main() -> None:
 def play(
     app: str, task: str, outbox: bool, rabbitmq: Any, options: Any
 ) -> tuple[int, int, int]:
-    """Run one project. Returns the number of orders, of orders never charged, and of
+    """Run one project. Returns three numbers: all orders, orders never charged, and
     orders charged more than once."""
     from tests.app.models import Effect, Order
 

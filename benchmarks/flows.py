@@ -191,8 +191,8 @@ def rate(
     send: Callable[[], None],
     ended: Callable[[], int],
 ) -> float:
-    """Store the first messages, run the stages and a relay until all have ended, and
-    return the rate."""
+    """Store the first messages. Run the stages and a relay until all flows or chains
+    have ended. Return the rate at which they end."""
     from django.db import transaction
 
     from django_txmsg import stages

@@ -281,8 +281,8 @@ def send(stage: Any, count: int) -> None:
 
 
 def wait(condition: Callable[[], bool]) -> None:
-    """Wait until the condition is true. It is checked rarely, because checks would
-    disturb the measurement."""
+    """Wait until the condition is true. Check the condition rarely, because each check
+    disturbs the measurement."""
     while not condition():
         time.sleep(0.02)
 

@@ -1,5 +1,5 @@
-"""The cost of order. It compares ordered stages with unordered ones, and the relay with
-and without links between the messages of a key.
+"""The cost of keeping messages in order. The benchmark compares ordered stages with
+unordered ones, and the relay with and without links between the messages of a key.
 
     python -m benchmarks.ordered [--messages 3000] [--rounds 3] [--followers 1000000]
         [--only keys|relay|followers]

@@ -40,7 +40,7 @@ def measure(
 ) -> list[tuple[str, str, str, str, str]]:
     """Measure runs of `reconcile`. The first runs see a lake with `messages` messages
     from each service. Then `day` more messages are added `count` times, with a run
-    after each. The last runs have `--since`. Each run reads the empty databases and the
+    after each. The last runs use `--since`. Each run reads the empty databases and the
     lake, counts the verdicts, and compares its findings with those of earlier runs.
     Returns the lines of the table."""
     directory = tempfile.mkdtemp(prefix="txmsg-bench-reconcile-")

@@ -159,8 +159,8 @@ class Bench:
             pin(family(os.getpid()) | pids, everywhere)
 
     def write_step(self, tasks: int = 0) -> float:
-        """Measure how `archive` writes all rows, without proof, log entries and
-        deletes."""
+        """Measure only the step in which `archive` writes all rows. The proof, the log
+        entries and the deletes are left out."""
         archiver = self.archiver()
         now, horizon = archiver.ledger.clock()
         ledger, after = archiver.ledger, 0

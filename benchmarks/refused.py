@@ -42,8 +42,8 @@ def main() -> None:
     rabbitmq = services.shared(services.RabbitMQ)
 
     class Roomy(services.SmallActiveMQ):
-        """A broker with a large store. It refuses messages only because a queue is
-        full."""
+        """A broker with a large store. It refuses a message only if the message's queue
+        is full."""
 
         store, journal = "4 gb", ""
 

@@ -171,8 +171,9 @@ def bare_processes(url: str, count: int, activemq: bool) -> float:
 
 
 def together(number: int, code: str) -> float:
-    """Start processes that define `work()`. All of them call `work()` at the same time.
-    Returns the seconds until the last process has ended."""
+    """Start `number` processes that run `code`, which defines `work()`. Then make all
+    of them call `work()` at the same time. Returns the seconds until the last process
+    has ended."""
     running = [
         subprocess.Popen(
             [

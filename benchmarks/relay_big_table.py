@@ -32,7 +32,7 @@ OTHER_ID = "gen_random_uuid()"
 
 
 def main() -> None:
-    """Run the chosen measurements, and print them."""
+    """Run the chosen measurements, and print their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", nargs="?", choices=["grown", "pinned", "waiting"])
     parser.add_argument("--dispatched", type=int, default=2_000_000)

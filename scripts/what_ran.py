@@ -104,8 +104,8 @@ def _words(file: Path) -> frozenset[str]:
 
 
 def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
-    """Return the known results, updated with those of these runs. If a test ran twice
-    with the same version and database, the later result counts."""
+    """Return the known results, updated with the results of these runs. If a test ran
+    twice with the same version and database, the later result counts."""
     ended: dict[tuple[str, str], dict[tuple[str, str], str]] = defaultdict(dict)
     for run in runs:
         for test, (outcome, *used) in run["tests"].items():

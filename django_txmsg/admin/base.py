@@ -38,8 +38,8 @@ class MessageList(CappedList):
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic at run time
-    """A list in which users cannot add or edit rows. Only the models change a row's
-    state."""
+    """A list in which users cannot add or edit rows. Only methods of the models change
+    a row's state."""
 
     list_per_page = 50
     list_max_show_all = 0
@@ -211,7 +211,7 @@ class MessageAdmin(RowPageAdmin):
 
 
 def insist(allowed: bool) -> None:
-    """Raise PermissionDenied unless `allowed`."""
+    """Raise PermissionDenied unless `allowed` is true."""
     if not allowed:
         raise PermissionDenied
 

@@ -28,7 +28,7 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
 
     @property
     def cap(self) -> int:
-        """Most rows on all pages together."""
+        """The maximum number of rows on all pages together."""
         return CAP
 
     @cached_property
@@ -53,7 +53,8 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
 
 
 class WholePaginator(CappedPaginator):
-    """Divides a list that has no link to older rows, so its pages have all rows."""
+    """Divides a list into pages that contain all rows. Used for lists that have no link
+    to older rows."""
 
     cap = 1_000_000
 

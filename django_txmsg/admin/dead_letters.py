@@ -181,7 +181,7 @@ class DeadLetterAdmin(MessageAdmin):
     change_list_template = "admin/django_txmsg/dead_letters.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[DeadLetter]:
-        """Do not load tracebacks, because they are long."""
+        """Return the dead letters without their tracebacks, which are long."""
         return super().get_queryset(request).defer("traceback")
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[MessageList]:

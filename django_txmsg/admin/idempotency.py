@@ -32,7 +32,7 @@ class IdempotencyAdmin(ReadOnlyAdmin):
     deletes = True
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[IdempotencyKey]:
-        """Do not load the responses."""
+        """Return the keys without the stored responses."""
         rows: QuerySet[IdempotencyKey] = super().get_queryset(request)
         return rows.defer("body", "headers").annotate(length=Length("body"))
 

@@ -105,7 +105,7 @@ class RunAdmin(RowPageAdmin):
     change_list_template = "admin/django_txmsg/runs.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Run]:
-        """Do not load long columns."""
+        """Return the runs without the long columns."""
         rows: QuerySet[Run] = super().get_queryset(request)
         return rows.defer("state", "answer", "caller", "baggage")
 

@@ -49,7 +49,7 @@ _OWN = frozenset(
 
 class Heads:
     """Encodes the frames of one batch. Header lines that several messages share are
-    encoded once.
+    encoded only once.
 
     If a batch has several messages of one kind, the jms client encodes one of them with
     placeholders. The result is a template, into which `Heads` puts the values of each

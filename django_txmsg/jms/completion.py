@@ -1,9 +1,9 @@
 """Reports the outcome of an asynchronous send to its sender.
 
-Hop 4 of a message. A sender passes a listener, or gets a future. For each message that
-a session has accepted, the session calls the listener or the future once, in the order
-of sending. A session runs one callback at a time. The callback runs on a pool thread,
-and not on a thread of the sender or of the connection.
+Hop 4 of a message. A sender passes a listener, or gets a future. For each accepted
+message, the session calls the listener, or completes the future, exactly once and in
+the order of sending. A session runs one callback at a time. The callback runs on a pool
+thread, and not on a thread of the sender or of the connection.
 
 While a callback runs, its thread is marked with the link, the session and the producer
 that sent the message. If the callback calls a method of these objects that would wait
@@ -87,8 +87,8 @@ class _Callables:
 
 
 def as_listener(listener: object) -> CompletionListener:
-    """Return a completion listener. ``listener`` is such an object already, or a pair
-    ``(on_completion, on_exception)`` of callables.
+    """Return a completion listener. ``listener`` is a completion listener, which is
+    returned unchanged, or a pair ``(on_completion, on_exception)`` of callables.
 
     Raises ``ValueError`` for anything else, including ``None``.
     """

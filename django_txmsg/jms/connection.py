@@ -33,7 +33,8 @@ _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 class Connection(Liveness):
     """A connection to a broker, created by ``factory.create_connection``. The
-    application opens its sessions, and must close it at the end."""
+    application opens sessions of the connection, and must close the connection at the
+    end."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
         """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the
@@ -58,8 +59,8 @@ class Connection(Liveness):
         *,
         max_in_flight: int | None = None,
     ) -> Session:
-        """Open a session. A session sends messages in order and limits the messages
-        without an outcome. It has one transaction at a time."""
+        """Open a session. A session sends messages in order, limits the number of
+        messages without an outcome, and has one transaction at a time."""
         self.check_usable()
         session = Session(
             self,
@@ -234,7 +235,7 @@ class Context(Closing):
         self.session.recover()
 
     def start(self) -> None:
-        """Let the consumers receive again after ``stop``."""
+        """Resume all consumers after ``stop``."""
         self.connection.start()
 
     def stop(self) -> None:
@@ -242,7 +243,7 @@ class Context(Closing):
         self.connection.stop()
 
     def close(self) -> None:
-        """Let outstanding sends complete, then close the session and the connection."""
+        """Wait for outstanding sends, then close the session and the connection."""
         self.connection.close()
 
 

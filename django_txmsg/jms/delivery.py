@@ -59,8 +59,8 @@ DEFAULT = Delivery()
 
 def new_id() -> str:
     """Return a random UUID without the overhead of `uuid4`. The random bits come from
-    the operating system, because a forked child would repeat the ids of a generator in
-    this process."""
+    the operating system. A fork would copy a generator in this process, and the child
+    would then repeat the ids."""
     number = int.from_bytes(os.urandom(16), "big")
     digits = "%032x" % (number & _RANDOM_BITS | _VERSION_4)
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
@@ -79,8 +79,8 @@ class Encoded:
         self.size = len(head) + len(body) + 64
 
     def frame(self, receipt: bytes = b"", transaction: str = "") -> bytes:
-        """Return the whole SEND frame. Add a header for the receipt and for the
-        transaction, unless the argument is empty."""
+        """Return the whole SEND frame. Each argument that is not empty adds a header:
+        the receipt's id or the transaction's name."""
         lines = b"receipt:%s\n" % receipt if receipt else b""
         if transaction:
             lines += transaction_line(transaction)

@@ -10,16 +10,16 @@ answer. ::
     ├── MessageNotAccessibleError    in flight: read it in the completion listener
     ├── UnsupportedOperationError    this broker, session or producer cannot do that
     ├── WindowFullError              not written: no room in the window in time
-    ├── ConnectionFailedError        no broker of the factory took the connection
+    ├── ConnectionFailedError        no host of the factory accepted the connection
     ├── RequestRejectedError         the broker answered ERROR
     │   └── SendRejectedError        ... to a SEND: this message is not stored
-    ├── SendHeldBackError            not sent: an earlier one of its key is not stored
+    ├── SendHeldBackError            an earlier message of its key is not stored
     ├── RequestTimeoutError          no answer to a request that is not a SEND
-    ├── SendOutcomeUnknownError      stored or not: send the same message id again
+    ├── SendOutcomeUnknownError      perhaps stored: send the same message id again
     │   ├── SendTimeoutError         no receipt before the deadline
     │   └── ConnectionLostError      the connection ended before the receipt
-    ├── TransactionRolledBackError   commit failed, nothing of it is stored
-    └── TransactionInDoubtError      commit was written, its outcome is not known
+    ├── TransactionRolledBackError   commit failed: none of its messages is stored
+    └── TransactionInDoubtError      commit was written, and its outcome is unknown
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Pending:
         return self.state >= ACKED
 
     def on_settled(self) -> None:
-        """Handle the outcome. Called once, with the lock held. Subclasses must do no
-        I/O here and run no user code."""
+        """Handle the outcome. Called exactly once, with the lock held. Subclasses must
+        do no I/O here and run no user code."""
 
 
 class Ledger:
@@ -183,7 +183,7 @@ class Ledger:
         the ERROR refuses no known frame.
 
         An ERROR with a receipt id rejects the frame that asked for this receipt. An
-        unknown id is ignored.
+        ERROR with an unknown receipt id is ignored.
 
         With ``names_receipts``, the broker leaves out the id only for a frame that
         asked for no receipt. After an ERROR without an id, every transaction that may

@@ -267,7 +267,8 @@ class Link:
                 self._to_log.append(line)
 
     def on_progress(self) -> None:
-        """Restart the time-outs of pending frames, because the broker reads again."""
+        """Restart the time-outs of pending frames. Called when the broker reads
+        again."""
         with self.lock:
             self.ledger.defer(time.monotonic())
 

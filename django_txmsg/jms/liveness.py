@@ -1,4 +1,4 @@
-"""Whether a connection still works, and which kind of broker it leads to.
+"""Whether a connection still works, and to which kind of broker.
 
 Hops 4 and 6 of a message. A connection that has lost its link never works again. The
 connection then notifies its failure listeners, and the application opens a new
@@ -38,7 +38,7 @@ class Liveness(Closing):
 
     @property
     def dialect(self) -> Dialect:
-        """The dialect of the broker that this connection leads to."""
+        """The dialect of the broker to which this connection was opened."""
         return self.link.dialect
 
     @property
@@ -60,7 +60,7 @@ class Liveness(Closing):
 
     @property
     def failed(self) -> bool:
-        """Whether the connection ended without being closed."""
+        """Whether the connection ended without a call of ``close``."""
         return self.link.error is not None
 
     @property
@@ -93,7 +93,9 @@ class Liveness(Closing):
         return time.monotonic() - began
 
     def add_failure_listener(self, listener: FailureListener) -> None:
-        """Call the listener once, on a pool thread, when the connection fails."""
+        """Register a listener. When the connection fails, a pool thread calls the
+        listener once. If the connection has already failed, the thread calls it
+        immediately."""
         self.link.check_own()
         with self.link.lock:
             self._failure_listeners.append(listener)
@@ -110,7 +112,7 @@ class Liveness(Closing):
         self._deliver(on=False)
 
     def start(self) -> None:
-        """Let consumers receive again after ``stop``."""
+        """Resume all consumers after ``stop``."""
         self._deliver(on=True)
 
     def _deliver(self, *, on: bool) -> None:

@@ -34,8 +34,8 @@ class MessageProducer(Closing):
     def __init__(
         self, session: SendingSession, destination: Destination | None
     ) -> None:
-        """Send to this destination. If ``destination`` is None, every call must give
-        one."""
+        """Create a producer for this destination. If ``destination`` is None, every
+        call must name a destination."""
         self.session = session
         self.destination = destination
         # The number of the last asynchronous send, among those of the session.
@@ -65,7 +65,7 @@ class MessageProducer(Closing):
 
         ``timeout`` is in seconds. It limits the wait for room in the window, and then
         the wait for the receipt. With 0, ``send`` does not wait for room, and waits for
-        the receipt for the default time.
+        the receipt with the default time-out.
         """
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link

@@ -321,7 +321,8 @@ class Sends(Window):
 
     def _who_waits_for_whom(self) -> str:
         """Describe the callback that the caller waits for, with its stack. The stack
-        shows a deadlock: the callback may itself wait for the caller's thread."""
+        can reveal a deadlock, in which the callback itself waits for the caller's
+        thread."""
         runs_in = self._runs_in
         if runs_in is None:
             return ""

@@ -58,7 +58,7 @@ class Session(SendingSession):
         self, destination: str | Destination | None = None
     ) -> MessageProducer:
         """Create a producer for this destination. Without a destination, each send must
-        give one."""
+        name a destination."""
         self.check_usable()
         found = None if destination is None else destinations.parse(destination)
         return MessageProducer(self, found)
@@ -112,8 +112,8 @@ class Session(SendingSession):
     ) -> list[MessagingError | None]:
         """Send many messages in the fastest way that this broker allows.
 
-        Returns one outcome per message, in order. An error below is an outcome, and is
-        not raised:
+        Returns one outcome per message, in order. The errors in this list are returned
+        as outcomes, and not raised:
 
         - ``None``: the broker has stored the message;
         - ``SendRejectedError``: the broker refused the message permanently;
@@ -195,7 +195,7 @@ class Session(SendingSession):
         transaction.
 
         Raises ``TransactionRolledBackError`` if the broker has rolled the transaction
-        back. The session then receives the transaction's messages again, unless
+        back. The consumers then get the transaction's received messages again, unless
         ``redeliver`` is False. Raises ``TransactionInDoubtError`` if the outcome is
         unknown.
 
@@ -229,7 +229,7 @@ class Session(SendingSession):
                 consumer.forget(message)
 
     def rollback(self, *, redeliver: bool = True, timeout: float | None = None) -> None:
-        """Abort the transaction. The session receives the transaction's messages again.
+        """Abort the transaction. The consumers get its received messages again.
 
         With ``redeliver=False`` these messages stay unacknowledged until the connection
         ends, unless the caller adopts them into the next transaction. Raises
@@ -278,7 +278,8 @@ class Session(SendingSession):
             return transaction
 
     def _give_back(self, transaction: Transaction) -> None:
-        """Make consumers receive the transaction's messages again."""
+        """Put the transaction's received messages back into the buffers of their
+        consumers."""
         for name in {message.subscription for message in transaction.received}:
             consumer = self._consumers.get(name or "")
             if consumer is not None:

@@ -107,7 +107,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         return thread
 
     def attempt_connection(self) -> None:
-        """Open the socket. (stomp.py's own method hides the reason of a failure, and
+        """Open the socket. (stomp.py's own method hides the reason for a failure, and
         retries.)"""
         give_up = time.monotonic() + self._connect_timeout
         raw = self._connect(give_up)
@@ -194,7 +194,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         """Make the kernel acknowledge received data without its usual delay of 40 ms.
 
         ActiveMQ leaves Nagle's algorithm on, so a receipt after a delivery waits for
-        the TCP acknowledgement of the delivery. Linux resets the option after each
+        the TCP acknowledgement of the delivery. Linux forgets this setting after each
         read.
         """
         if _QUICKACK is not None:
@@ -246,8 +246,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         """Write as many bytes as the socket accepts without blocking, and return their
         number.
 
-        Return 0 over TLS, where a write may have to wait for the reader. Return 0 also
-        if the write fails. The next ``write`` then reports the error.
+        Over TLS, write nothing and return 0, because a TLS write may have to wait for
+        the thread that reads. Also return 0 if the write fails. The next ``write`` then
+        reports the error.
         """
         if self._tls is not None or self._socket is None:
             return 0

@@ -82,7 +82,7 @@ class Cancel(_PerMessage):
 
 
 class Stop(_PerMessage):
-    """Stop messages that handlers are processing."""
+    """Ask the handlers that are processing these messages to stop."""
 
     help = (
         "Stops messages that handlers are processing, at stages with a timeout; they "

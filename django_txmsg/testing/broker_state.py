@@ -142,8 +142,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Into which pieces the broker splits the bytes that it writes. It pauses after
-    each piece."""
+    """How the broker splits each write into pieces. The broker pauses after each
+    piece."""
 
     every: int | None = None
     at: tuple[int, ...] = ()

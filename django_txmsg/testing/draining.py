@@ -105,9 +105,9 @@ def drain(
 ) -> Drained:
     """Dispatch stored messages and run the stages until no message is left.
 
-    `stages` names the stages to run. The default is all. With `ahead`, delayed
-    messages, redeliveries and deadlines of flows that become due within this time
-    happen now.
+    `stages` names the stages to run. The default is all. With `ahead`, `drain()` also
+    processes the delayed messages, redeliveries and flow deadlines that become due
+    within this time.
 
     With `raises`, `drain()` ends by raising the first exception of a handler. Refuse
     and Redeliver are never raised, because they are decisions of the handler. If a

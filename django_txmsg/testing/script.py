@@ -151,7 +151,8 @@ class Rule:
         """Hold back ``window`` receipts, then send them in random order. Repeat this
         for the next receipts.
 
-        If fewer receipts are left at the end, they wait for ``broker.release()``.
+        At the end, fewer than ``window`` receipts may remain. They wait for
+        ``broker.release()``.
         """
         self.window = window
         self.order = random.Random(seed)  # noqa: S311  # to be repeatable

@@ -88,7 +88,7 @@ class ScriptedBroker(BrokerState):
         receive_buffer: int | None = None,
         strict: bool = True,
     ) -> None:
-        """Listen at once. ``port`` 0 means any free port.
+        """Start to listen immediately. ``port`` 0 means any free port.
 
         ``users``: passwords by user name; None accepts all users. ``heart_beat``: the
         two intervals that the broker offers and requests, in milliseconds; None means

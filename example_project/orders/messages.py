@@ -1,4 +1,4 @@
-"""The messages that orders receives."""
+"""The messages that the app `orders` receives."""
 
 from __future__ import annotations
 

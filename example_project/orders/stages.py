@@ -1,4 +1,4 @@
-"""The stage of orders. It records that a parcel is on its way."""
+"""The stage of the app `orders`. It records that a parcel is on its way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages that payments receives."""
+"""The messages that the app `payments` receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The payments. They know an order only by its number."""
+"""The payments. A payment refers to its order by the order's number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The stages of payments. They charge the customer, and request the parcel."""
+"""The stages of the app `payments`. They charge the customer, and request the
+parcel."""
 
 from __future__ import annotations
 

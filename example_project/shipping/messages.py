@@ -1,4 +1,4 @@
-"""The messages that shipping receives."""
+"""The messages that the app `shipping` receives."""
 
 from __future__ import annotations
 

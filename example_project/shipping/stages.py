@@ -1,5 +1,5 @@
-"""The stages of shipping. They reserve goods, send parcels, and report each sent
-parcel."""
+"""The stages of the app `shipping`. They reserve goods, send parcels, and report each
+sent parcel."""
 
 from __future__ import annotations
 

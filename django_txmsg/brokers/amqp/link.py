@@ -129,9 +129,8 @@ class Transport:
         return True
 
     def doubt(self) -> str:
-        """Return a hint for an error message if the server has sent nothing, because
-        the port may belong to another protocol. Return "" if the server has sent
-        anything."""
+        """If the server has sent nothing, return a hint for an error message: the port
+        may belong to another protocol. Otherwise return ""."""
         if self._has_read:
             return ""
         return ". Is this its AMQP port (5672, with TLS 5671)?"

@@ -147,7 +147,8 @@ _heart = PerProcess(_Heart)
 
 
 def keep(link: Link) -> None:
-    """Send heartbeats on this link until it is closed or no object refers to it."""
+    """Make the heartbeat thread send heartbeats on this link, until the link is closed
+    or no other object refers to the link."""
     if link.heartbeat:
         _heart().keep(link)
 
@@ -194,7 +195,7 @@ class Subscription:
 
     def consume(self, channel: amqp.Channel, prefetch: int) -> None:
         """Start to consume the declared queue. If this channel consumes another queue,
-        stop that first."""
+        first stop consuming that queue."""
         if self._consuming:
             channel.basic_cancel(_TAG)
             tags = [one.handle for one in self.arrived]
@@ -234,9 +235,9 @@ class Subscription:
         )
 
     def _came_before(self, table: Mapping[str, Any]) -> bool:
-        """Return True if the headers show that a message was delivered before. The
-        broker counts deliveries that come back to a queue, and records messages that
-        the queue has dead-lettered."""
+        """Return True if the headers show that this queue delivered the message before.
+        One header counts earlier deliveries. Another lists the queues that have
+        dead-lettered the message."""
         count = table.get("x-delivery-count")
         if isinstance(count, int) and count > 0:
             return True

@@ -126,10 +126,9 @@ def say(stream: Any, text: str) -> None:
 def stay_light() -> None:
     """Exclude all existing objects from garbage collection, and collect less often.
 
-    Without this, a busy relay spends a third of its time for each message on traversing
-    these objects. By default, Python also searches for reference cycles after every 700
-    new objects. That takes a tenth of the remaining time, although a batch creates no
-    cycles.
+    Without this, a busy relay spends a third of its time on traversing these objects.
+    By default, Python also searches for reference cycles after every 700 new objects.
+    That takes a tenth of the remaining time, although a batch creates no cycles.
     """
     gc.collect()
     gc.freeze()

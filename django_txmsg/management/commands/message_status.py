@@ -1,5 +1,5 @@
-"""`manage.py message_status`: prints counts and ages of messages. By default, exits
-with 1 if messages do not move or a database does not answer."""
+"""`manage.py message_status`: prints counts and ages of messages. By default, the exit
+code is 1 if messages are stuck or a database does not answer."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class Talk:
 
     @contextmanager
     def held_elsewhere(self, destination: str) -> Iterator[None]:
-        """Start another process that receives two messages without acknowledging them.
-        Kill this process at the end of the block."""
+        """Start a child process that receives two messages without acknowledging them.
+        Kill the child process at the end of the block."""
         broker = self.broker()
         kind = type(broker)
         code = _HOLDER.format(soon=SOON)
