@@ -299,7 +299,8 @@ class LateAtomic:
             self._wait()
 
     def exit(self, error: BaseException | None) -> None:
-        """Commit, or roll back because of the error, if the transaction has begun."""
+        """If the transaction has begun, commit it, or roll it back if there is an
+        `error`."""
         if self.begun:
             self._atomic.__exit__(type(error) if error else None, error, None)
             return
@@ -399,8 +400,8 @@ def wrap_views(
     `wrap` returns. Call this once per process.
 
     `wrap` gets three arguments: the view, the view inside the blocks of
-    ATOMIC_REQUESTS, and a function that returns the view inside these blocks but one.
-    The argument of that function is the database whose block is left out.
+    ATOMIC_REQUESTS, and a function that returns the view inside all but one of these
+    blocks. The argument of that function is the database whose block is omitted.
 
     `hear` is called with each exception of a view or of its template, before any
     process_exception(). No other methods of Django run before every process_exception()

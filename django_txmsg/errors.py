@@ -228,7 +228,7 @@ class CommitTimedOut(StageError):
 
 
 class Refuse(Exception):
-    """A handler raises this to bury its message at once, because another attempt is
+    """A handler raises this to bury its message immediately, because another attempt is
     pointless."""
 
 

@@ -221,7 +221,7 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 def of_processes(folder: str | None = None) -> bytes:
     """Return the counts of this process. With a `folder`, by default
-    PROMETHEUS_MULTIPROC_DIR, return the counts of all processes that use it.
+    PROMETHEUS_MULTIPROC_DIR, return the counts of all processes that use this folder.
 
     Raises ConfigurationError if prometheus-client is not installed.
     """

@@ -83,8 +83,8 @@ class OutboxMiddleware:
     def process_view(
         self, request: HttpRequest, view: Callable[..., Any], *_: Any
     ) -> HttpResponseBase | None:
-        """Begin the session if the view needs one. Before this call, Django has not
-        chosen the view."""
+        """Begin the session if the view needs one. Django calls this method after it
+        has chosen the view and before it runs the view."""
         using = conf.get().HTTP.USING
         if (
             iscoroutinefunction(view)

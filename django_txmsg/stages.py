@@ -158,8 +158,8 @@ class Stage:
 
 class CallNext:
     """Calls the next middleware of TXMSG["STAGE_MIDDLEWARE"], or the handler after the
-    last middleware. A middleware must call this object once. `stage` is the stage that
-    processes the message."""
+    last middleware. A middleware must call this object exactly once. `stage` is the
+    stage that processes the message."""
 
     __slots__ = ("_call", "stage")
 
@@ -240,7 +240,7 @@ def stage(
 
     - `name` (default: the destination) identifies the stage in the inbox, so keep the
       name when you rename the function.
-    - `transaction` is "outbox" (effects once), "best_effort_1pc" (faster, for
+    - `transaction` is "outbox" (takes effect only once), "best_effort_1pc" (faster, for
       idempotent handlers), "broker_only" (no database) or "none". With "none", no
       transaction is open while the handler runs, so the handler may call other services
       and may be a coroutine function. It runs at least once, and its messages are sent

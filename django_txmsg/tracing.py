@@ -84,8 +84,8 @@ def created(
     message_id: object, destination: str, headers: MutableMapping[str, str]
 ) -> Callable[[], None] | None:
     """Begin a span for a new message, and set the message's header `traceparent`.
-    Returns a function to call when the message is committed. Without that call the span
-    is never exported.
+    Returns a function, which the caller must call when the message is committed.
+    Otherwise the span is never exported.
 
     If the caller has set a `traceparent`, do nothing and return None.
     """

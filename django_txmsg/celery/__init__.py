@@ -3,8 +3,8 @@ Celery`.
 
 `Celery` stores tasks that are called inside a transaction as rows of the outbox. The
 relay sends these rows to Celery's own broker. `TransactionalTask` does the same for
-apps that keep Celery's class. An `OnceTask` takes effect once, even if its message is
-delivered several times. See docs/how-to/celery-outbox.md.
+apps that keep Celery's class. An `OnceTask` takes effect only once, even if its message
+is delivered several times. See docs/how-to/celery-outbox.md.
 """
 
 from __future__ import annotations

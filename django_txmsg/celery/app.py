@@ -84,7 +84,7 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
 
 
 class OnceTask(TransactionalTask):
-    """A task whose work in the database takes effect once.
+    """A task whose work in the database takes effect only once.
 
     One transaction contains the work of the task, the record that the task is done, and
     the tasks and messages that it sends. `using` names the transaction's database, by
@@ -145,7 +145,7 @@ class Celery(celery.Celery):  # type: ignore[misc]  # published without type hin
     """A Celery app. Tasks that are called inside a transaction are sent after its
     commit.
 
-    Outside a transaction, tasks are sent to the broker at once, as in Celery. With
+    Outside a transaction, tasks are sent to the broker immediately, as in Celery. With
     TXMSG["CELERY"]["REQUIRE_ATOMIC"], such a call raises an error. Tasks of this app
     are `TransactionalTask`s, unless `task_cls` names another class.
     """

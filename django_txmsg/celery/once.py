@@ -1,4 +1,4 @@
-"""Hops 6 and 7 for Celery: one delivery of a task, whose work takes effect once.
+"""Hops 6 and 7 for Celery: one delivery of a task whose work takes effect only once.
 
 The steps are: record the delivery → begin a transaction → run the task → store its
 result → commit → send its retry, its replacement, or its links and the rest of its

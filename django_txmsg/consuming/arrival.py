@@ -178,18 +178,20 @@ class Arrival:
         return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
 
     def count(self, record: InboxRecord, *, attempt: bool = True) -> InboxRecord:
-        """Keep `record` as this arrival's inbox record. Pass `attempt=True` if its
-        number of attempts includes the present attempt."""
+        """Store the inbox record in this object, and return the record. `attempt` says
+        whether the record's number of attempts includes the present attempt."""
         self.record, self.counted = record, attempt
         return record
 
     def count_again(self, error: BaseException) -> None:
-        """Let the next try of this arrival count as another attempt. Without that, a
-        message whose every try raises the error would never become a dead letter."""
+        """Ensure that the next try of this arrival is counted as another attempt.
+        Otherwise a message that causes this error at every try would never become a
+        dead letter."""
         self.counted, self.error = False, error
 
     def runs(self, record: InboxRecord) -> bool:
-        """Set this arrival's inbox record, and return whether the stage must run."""
+        """Store the inbox record in this object, and return whether the stage must
+        run."""
         return not self.mode.reason_not_to_run(self, self.count(record))
 
 

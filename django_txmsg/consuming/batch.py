@@ -1,4 +1,4 @@
-"""Hop 7 for many messages at once: one transaction, with a savepoint for each message.
+"""Hop 7 for a batch of messages: one transaction, with a savepoint for each message.
 
 The steps and guarantees are the same as in `inbox.process()`. If one message fails,
 only its work is rolled back. If the whole transaction fails, each message is processed

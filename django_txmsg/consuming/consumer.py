@@ -232,9 +232,11 @@ class Consumer:
                 del self._new[name]
 
     def _watch(self, using: str, once: bool = False) -> None:
-        """Do what the stages of one database need, until stopped. In the database of
-        the operators' requests, also do what the whole process needs. With `once`,
-        return when nothing is left to do."""
+        """Until stopped, wake the threads of one database's stages for due parked
+        messages, and stop the messages that operators want to stop. In the database of
+        the operators' requests, also carry out the other requests, check the limits of
+        the process and write heartbeats. With `once`, return when nothing is left to
+        do."""
         home = using == self._home
         threads = [thread for thread in self.threads if thread.using == using]
         look_at, obey_at = 0.0, 0.0

@@ -88,7 +88,7 @@ SELECT set_config('statement_timeout', CASE
 
 
 def timed(stage: Stage, seconds: float) -> Handler:
-    """Return the stage's handler, limited to `seconds` for each execution."""
+    """Return the stage's handler with a limit of `seconds` for each execution."""
     handler = stage.handler
 
     def limited(message: Message) -> Any:

@@ -42,7 +42,7 @@ Made = TypeVar("Made")
 def failed(arrival: Arrival, error: BaseException, duration: float) -> Outcome | None:
     """Decide what follows a failed attempt, and make the decision durable.
 
-    Returns the outcome, or None if the stage must run again at once (blocking
+    Returns the outcome, or None if the stage must run again immediately (blocking
     redelivery).
     """
     message, stage, mode = arrival.message, arrival.stage, arrival.mode

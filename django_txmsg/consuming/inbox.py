@@ -241,7 +241,8 @@ def _critical_time(message: Message) -> float | None:
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
     """Return True if the handler failed because the database lacks disk space, memory
     or connections. The failure does not count as an attempt then. After MAX_CROWDED
-    such failures of one message, return False, so that further ones count."""
+    such failures of one message, return False, so that the message's further failures
+    count."""
     if not database_health.lacks_resources(error):
         return False
     arrival.crowded += 1
@@ -249,8 +250,9 @@ def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
 
 
 def _read(arrival: Arrival) -> None:
-    """Decode the message. A MemoryError is kept, and counts as a failed attempt later:
-    the body may be too large, and endless retries would block all other messages."""
+    """Decode the message. If this raises MemoryError, keep the error, which later
+    counts as a failed attempt: the body may be too large, and endless retries would
+    block all other messages."""
     delivery, stage = arrival.delivery, arrival.stage
     try:
         arrival.message, arrival.short = decoding.read(delivery, stage), None

@@ -101,8 +101,8 @@ class Room:
         self.full = False
 
     def admits(self) -> bool:
-        """Return whether a thread of the stage may receive a message now. If the stage
-        is full, this is true only once in a while."""
+        """Return whether a thread of the stage may receive a message now. While the
+        stage is full, this returns True only at growing intervals."""
         if not self.full:
             return True
         with self._lock:

@@ -1,5 +1,5 @@
-"""The core of hop 7: record → begin → run → finish. All work that takes effect once
-uses these steps.
+"""The core of hop 7: record → begin → run → finish. All work that takes effect only
+once uses these steps.
 
 Such work is done by stages' handlers, alone and in batches, and by Celery's OnceTasks.
 If the worker is killed between two steps, the next delivery of the message continues
@@ -110,8 +110,8 @@ def once(
     finish: Callable[[Result, bool], None],
     begun: bool = False,
 ) -> tuple[Result, bool]:
-    """Do a message's work once: the work and the mark that the message is processed
-    commit together, or neither does.
+    """Do a message's work so that it takes effect only once: the work and the mark that
+    the message is processed commit together, or neither commits.
 
     - `take` marks or locks the message's row. A worker with a duplicate of the message
       waits for this lock until the transaction ends, and then cannot take the row.
@@ -255,7 +255,7 @@ class Undecided(Exception):
 def ours() -> Iterator[None]:
     """Surround statements of the package in a stage's transaction. Raises Undecided if
     the database refuses a statement that may succeed later. Conflicts are raised
-    unchanged, because the caller repeats the work at once."""
+    unchanged, because the caller repeats the work immediately."""
     try:
         yield
     except AnyDatabaseError as error:
@@ -265,7 +265,7 @@ def ours() -> Iterator[None]:
 
 
 class StageTransaction:
-    """A context manager around a stage's transaction, for one use.
+    """A context manager for one transaction of a stage.
 
     Commits if the block ends without an exception. If a hook raises after the commit,
     the exception is only logged. `begun` means that the server has begun the

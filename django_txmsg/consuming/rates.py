@@ -43,8 +43,8 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
 
 
 def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> None:
-    """Change the rate of a stage for a `period`. The stage's consumers apply the rate,
-    and reschedule the messages that wait for a slot.
+    """Change the rate of a stage for the time `period`. The stage's consumers apply the
+    rate, and reschedule the messages that wait for a slot.
 
     Raises ConfigurationError if the text is not a rate, or if this service declares no
     stage with this name and a rate.

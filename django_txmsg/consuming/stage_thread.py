@@ -83,7 +83,7 @@ class Parking:
     def follows(self) -> bool:
         """Return whether the thread should process a follower next, because a message
         has just released its followers. After a number of followers in a row, return
-        False once, so that other messages are processed too."""
+        False one time, so that other messages are processed too."""
         if not self.woken.is_set():
             self._followers = 0
             return False
@@ -128,7 +128,7 @@ class Parking:
         return max(0.0, self._next - time.monotonic())
 
     def give_back(self, parked: Parked) -> None:
-        """Release a claimed message at once."""
+        """Release a claimed message, which is then due immediately."""
         rows = InboxMessage.objects.db_manager(self._stage.definition.using)
         rows.unpark(parked.record.id, self.token)
 

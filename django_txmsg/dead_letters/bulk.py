@@ -3,8 +3,8 @@
 An operator's request is a row (`BulkOperation`), and `manage.py consume` executes the
 operation in growing batches, even if the operator closes the browser. The cursor
 advances in the batch's own transaction, so a crash neither loses nor doubles a message.
-A small operation works the same way, but is executed at once by the process that starts
-the operation.
+A small operation works the same way, but is executed immediately by the process that
+starts the operation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PAUSE = 0.5
 
 def died_again(operation: BulkOperation, using: str) -> int:
     """Return how many of the messages that the operation redelivered have died again,
-    of the same error or of another one."""
+    with the same error or with another error."""
     filters = {name: operation.filter[name] for name in operation.filter.keys() & _KEPT}
     letters = selection.filtered(filters, using=using).filter(
         pk__lte=operation.cursor,
@@ -63,8 +63,8 @@ def died_again(operation: BulkOperation, using: str) -> int:
 
 
 def unsettled(operation: BulkOperation, using: str) -> bool:
-    """Return whether the operation must wait, because a message of its last batch is
-    neither processed nor dead again."""
+    """Return True if any message of the operation's last batch is neither processed nor
+    dead again. The operation must then wait."""
     letters = DeadLetter.objects.using(using).filter(
         pk__in=operation.watched, resolution=Resolution.REDELIVERED
     )
@@ -209,8 +209,8 @@ def work_off(using: str, stop: threading.Event) -> int:
     """Execute all running operations until none is due. Returns the number of handled
     messages.
 
-    Several processes may do this at once, because each batch belongs to one process. If
-    `stop` is set, the current batch is completed.
+    Several processes may do this at the same time, because each batch belongs to one
+    process. If `stop` is set, the current batch is completed.
     """
     worked = 0
     while not stop.is_set():
@@ -337,7 +337,7 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
 
 
 def _stop(operation: BulkOperation, using: str, back: int) -> int:
-    """Pause an operation, because too many of its messages have died again."""
+    """Pause an operation of which too many messages have died again."""
     why = f"{back:,} of {operation.done:,} redelivered messages died again"
     _advance(operation, using, state=BulkState.PAUSED, stopped_why=why, watched=[])
     log.error("bulk operation %d has stopped itself: %s", operation.pk, why)
@@ -382,7 +382,7 @@ def _do(operation: BulkOperation, batch: list[Any], tally: Tally, using: str) ->
 
 
 def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
-    """Make the operation's batches smaller, because a batch failed and was rolled back.
+    """Make the operation's batches smaller, after a batch failed and was rolled back.
     If a batch of one message fails, skip that message."""
     log.warning("bulk operation %d: a batch failed: %s", operation.pk, error)
     with transaction.atomic(using=using), suppress(_Moved):

@@ -46,11 +46,11 @@ def redeliver(
 ) -> None:
     """Redeliver open dead letters that the caller's transaction has locked.
 
-    A stage's dead letter is parked in the stage's inbox again, due now. So only that
-    stage gets the message, and no broker is needed. A relay's dead letter is sent again
-    through the outbox. A stage's dead letter is also sent through the outbox if no live
-    process runs the stage and this service does not declare the stage for this
-    database.
+    A stage's dead letter is parked in the stage's inbox again, and is due immediately.
+    So only that stage gets the message, and no broker is needed. A relay's dead letter
+    is sent again through the outbox. A stage's dead letter is also sent through the
+    outbox if no live process runs the stage and this service does not declare the stage
+    for this database.
     """
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)

@@ -2,9 +2,9 @@
 time zone.
 
 Clock changes are handled like in Debian's cron. If the hour or minute field begins with
-a star, ticks follow elapsed time. Every other time of day has one tick a day. If the
-clock skips this time in spring, the tick is right after the change. If the clock
-repeats this time in autumn, the tick is at its first occurrence.
+a star, ticks follow elapsed time. Otherwise, each time of day has one tick a day. If
+the clock skips a time of day in spring, the tick is right after the change. If the
+clock repeats a time of day in autumn, the tick is at its first occurrence.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class _Exact:
         return value
 
     def _members(self, value: Any, schema: dict[str, Any]) -> list[Any]:
-        """Return the schemas of a union's members. If the value names its member by a
-        discriminator, return only the schema of that member."""
+        """Return the schemas of a union's members. If a discriminator in the value
+        selects a member, return only the schema of that member."""
         named = schema.get("discriminator")
         if named is not None and isinstance(value, dict):
             # The mapping has numbers as text.
@@ -290,8 +290,8 @@ class PydanticCodec(Codec):
         from pydantic.json_schema import GenerateJsonSchema
 
         class Telling(GenerateJsonSchema):
-            """Adds what distinguishes two types for which pydantic alone would generate
-            the same schema."""
+            """Generates schemas that also contain what distinguishes two types for
+            which pydantic alone would generate the same schema."""
 
             def decimal_schema(self, schema: Any) -> Any:
                 found = super().decimal_schema(schema)

@@ -1,8 +1,8 @@
 """Decides whether a message is redelivered or dead after its stage has failed.
 
 `decide(policy, attempt, error)` is pure. It returns a `RedeliverAfter` with the delay
-until the next attempt, or `Dead`. The default number of attempts is that of ActiveMQ: 1
-delivery and 6 redeliveries.
+until the next attempt, or `Dead`. The default number of attempts is the same as in
+ActiveMQ: 1 delivery and 6 redeliveries.
 """
 
 from __future__ import annotations

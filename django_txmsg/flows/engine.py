@@ -202,8 +202,8 @@ def _cancelled(declared: Declaration, message: Message) -> None:
 
 
 class Going:
-    """A run that one message is continuing. This object exists until the end of the
-    transaction."""
+    """A run while one of its messages is processed. This object exists until the end of
+    the transaction."""
 
     def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
         self.declared, self.run, self._message = declared, run, message
@@ -443,8 +443,8 @@ class Going:
 
     def _answered(self) -> None:
         """Record that the run's request was executed. If the request went to a flow,
-        that flow may have answered before it has undone its own work. Should this run
-        cancel that flow later, the cancellation waits until that flow's undos are
+        that flow may have answered before it has undone its own work. If this run
+        cancels that flow later, the cancellation waits until that flow's undos are
         confirmed."""
         if self.run.undos:
             rows = self._open_undos().filter(request_id=self.run.request_id)

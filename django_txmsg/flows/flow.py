@@ -196,12 +196,12 @@ class Flow(Generic[In, Out]):
     ) -> Ask:
         """Send a request to a stage or a flow, and continue with the answer.
 
-        If the run fails and the request was executed, the destination `undo` gets the
-        same body once. The step `otherwise` gets TimedOut if the deadline is committed
-        before the answer, and Dead if the request is given up. Without `otherwise`, the
-        run fails in these cases. Raises ConfigurationError if `then` is not a step, if
-        no deadline is declared, or if the stage of `undo` is declared to undo other
-        requests.
+        If the run fails and the request was executed, one message with the same body is
+        sent to the destination `undo`. The step `otherwise` gets TimedOut if the
+        deadline is committed before the answer, and Dead if the request is given up.
+        Without `otherwise`, the run fails in these cases. Raises ConfigurationError if
+        `then` is not a step, if no deadline is declared, or if the stage of `undo` is
+        declared to undo other requests.
         """
         request = self.branch(destination, body, undo=undo, key=key)
         return self._note(
@@ -252,7 +252,7 @@ class Flow(Generic[In, Out]):
         request is sent.
 
         The step `then` gets the answers in the order of the requests. If a request has
-        no answer at that time, its `undo` is sent at once, or the requested flow is
+        no answer at that time, its `undo` is sent immediately, or the requested flow is
         cancelled. Raises ConfigurationError if `then` does not take `Answers`, if no
         deadline is declared, if `enough` is larger than the number of requests, or if
         `at_once` is given with a deadline of None.
@@ -296,7 +296,7 @@ class Flow(Generic[In, Out]):
     def sleep(
         self, duration: dt.timedelta, *, then: Callable[[], Out | Continuation]
     ) -> Sleep:
-        """Continue after `duration` with the step `then`, in a separate transaction."""
+        """After `duration`, continue with the step `then` in a separate transaction."""
         return self._note(Sleep(duration, self._step(then)))
 
     @overload
@@ -306,7 +306,7 @@ class Flow(Generic[In, Out]):
         self, then: Callable[[Body], Out | Continuation], value: Body
     ) -> Later: ...
     def later(self, then: Any, value: Any = None) -> Later:
-        """Continue at once with the step `then`, in a separate transaction."""
+        """Continue immediately with the step `then`, in a separate transaction."""
         return self._note(Later(self._step(then), value))
 
     def hand_over(self, flow: type[Flow[Body, Out]], body: Body) -> HandOver:

@@ -185,7 +185,7 @@ def ended(
     """End the join for which a run waits, undo its unanswered requests, and return the
     answers. The run does not wait for these undos.
 
-    Returns None if the join has not ended: the transaction of an answer was rolled
+    Returns None if the join has not ended: then the transaction of an answer was rolled
     back, and the answer will be redelivered.
     """
     using = declared.using

@@ -1,7 +1,7 @@
 """How the two stages of a flow read bodies.
 
-The stage that starts runs decodes a body at once. The stage that continues runs first
-reads from the run's row which type the body must have, and then decodes the body.
+The stage that starts runs decodes a body immediately. The stage that continues runs
+first reads from the run's row which type the body must have, and then decodes the body.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Wait(Continuation):
 
 @dataclass(frozen=True)
 class Sleep(Continuation):
-    """Continue with the step `then` after `duration`."""
+    """After `duration`, continue with the step `then`."""
 
     duration: dt.timedelta
     then: str
@@ -147,7 +147,7 @@ class Sleep(Continuation):
 
 @dataclass(frozen=True)
 class Later(Continuation):
-    """Continue at once with the step `then`, in a separate transaction."""
+    """Continue immediately with the step `then`, in a separate transaction."""
 
     then: str
     value: Any = None

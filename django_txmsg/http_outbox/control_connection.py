@@ -1,11 +1,11 @@
 """Step 3 of an HTTP request: sends one control message to the broker, and waits for its
 receipt.
 
-Requests that commit at the same time share a broker session: while one message waits
-for its receipt, the messages of other requests gather, and are then sent as one batch.
-A broken session is replaced, without an error in the request. After a failure the
-broker is not tried again for a while, so that requests do not wait during an outage. In
-all cases, a request waits for at most CONTROL_TIMEOUT.
+Requests that commit at the same time share a broker session: while one request waits
+for a receipt, the messages of other requests are collected, and are then sent as one
+batch. A broken session is replaced, without an error in the request. After a failure
+the broker is not tried again for a while, so that requests do not wait during an
+outage. In all cases, a request waits for at most CONTROL_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _channels = PerProcess(_open)
 
 @atexit.register
 def close_channels() -> None:
-    """Close all connections, because the process ends or the settings have changed."""
+    """Close all connections. Call this when the process ends, or after the settings
+    have changed."""
     for channel in _channels.clear():
         channel.close()
 
@@ -111,9 +112,9 @@ class Channel:
     def send(self, outgoing: Outgoing) -> None:
         """Send one message, and return when the broker has confirmed it.
 
-        Raises BrokerUnavailable without trying during the pause after a failure. Raises
-        DispatchUnknown if the broker does not answer within CONTROL_TIMEOUT. Raises
-        another BrokerError if the message cannot be sent.
+        During the pause after a failure, raises BrokerUnavailable without sending the
+        message. Raises DispatchUnknown if the broker does not answer within
+        CONTROL_TIMEOUT. Raises another BrokerError if the message cannot be sent.
         """
         mine = _Sending(outgoing)
         if self.broker.stored_in is not None:
@@ -168,7 +169,7 @@ class Channel:
                     following.turn.set()
 
     def _lead(self, mine: _Sending) -> None:
-        """Send the gathered messages in the existing session. If there is no session,
+        """Send the collected messages in the existing session. If there is no session,
         or too little time is left, start a thread that opens a session and sends the
         messages. So no request waits for a new session longer than its time-out."""
         with self._lock:
@@ -278,7 +279,8 @@ class Channel:
 
 
 def _unproven(outcome: BrokerError | None) -> bool:
-    """Return whether this outcome leaves open if the broker has stored the message."""
+    """Return True if, with this outcome, the broker may or may not have stored the
+    message."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)
 

@@ -1,4 +1,4 @@
-"""Step 3 for many requests at once: a control message that several sessions share.
+"""Step 3 for many requests together: a control message that several sessions share.
 
 A control group is an id for which a control message has been confirmed. Sessions that
 store their messages under this id need no control message of their own, and wait for no
@@ -7,15 +7,15 @@ sessions has ended. PostgreSQL's locks and clock ensure this order; the clocks o
 processes do not matter. If a session's INSERT comes too late for the group, the session
 sends another control message before it commits.
 
-Each INSERT under a group first takes the group's lock, shared, and then reads the clock
-(`models/outbox_store.py`, in one statement). The lock is released together with the
-rows: at the commit, when they are visible, or at the rollback of their transaction or
+Each INSERT under a group first takes the group's lock in shared mode, and then reads
+the clock, in one statement (`models/outbox_store.py`). PostgreSQL releases the lock at
+the commit, when the rows become visible, or at the rollback of their transaction or
 savepoint. So a receiver that gets the lock exclusively, after the time to join has
 passed, knows that all rows are visible.
 
-A session that finds no open group stores under a new group, and its control message
-opens that group for other sessions. While there is traffic, the next group is opened in
-advance.
+A session that finds no open group stores its messages under a new group, and its
+control message opens that group for other sessions. While there is traffic, the next
+group is opened in advance.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Verdict(enum.Enum):
 
 def has_ended(using: str, group: uuid.UUID, joined_until: dt.datetime) -> Verdict:
     """Return whether a group that can be joined until `joined_until` has ended. Call
-    this outside any transaction, so that the lock is released at once. Query the
+    this outside any transaction, so that the lock is released immediately. Query the
     group's rows only after this call."""
     bound = joined_until + dt.timedelta(seconds=MARGIN)
     with connections[using].cursor() as cursor:
@@ -112,9 +112,9 @@ class Group:
 
     def vouch(self, stored_at: dt.datetime) -> None:
         """Ensure that a confirmed control message covers the rows that were stored at
-        `stored_at`, by the database's clock. If the group's message does not cover
-        them, send another one. Raises BrokerError if the broker does not confirm the
-        message."""
+        `stored_at`, a time from the database's clock. If the group's message does not
+        cover them, send another one. Raises BrokerError if the broker does not confirm
+        the message."""
         self._groups.note(stored_at)
         if self.opened_at is None:
             self.open(stored_at)
@@ -124,8 +124,8 @@ class Group:
             self._announce(stored_at)
 
     def open(self, opened_at: dt.datetime) -> None:
-        """Send the group's control message, and let sessions join when the broker has
-        confirmed it. Raises BrokerError."""
+        """Send the group's control message. When the broker has confirmed the message,
+        make this the open group, which sessions can join. Raises BrokerError."""
         attempted = time.monotonic()
         self._announce(opened_at)
         self.opened_at = opened_at
@@ -173,8 +173,8 @@ class Groups:
                 self._open = group
 
     def note(self, stored_at: dt.datetime) -> None:
-        """Record the database's clock. If the open group closes soon, open the next
-        group in another thread."""
+        """Record `stored_at`, a time from the database's clock, if it is the latest so
+        far. If the open group closes soon, open the next group in another thread."""
         with self._lock:
             if self._newest is None or stored_at > self._newest:
                 self._newest = stored_at

@@ -46,7 +46,8 @@ class ControlMessage:
     - "transaction": query the database for the id `transaction`.
     - "delay": wait for the session's record.
     - "arrival": the message was committed together with the session.
-    - "group": many sessions share `session_id`, and may join until `joined_until`.
+    - "group": many sessions share `session_id`, and further sessions may join until
+      `joined_until`.
     - "": the message is not `signed`, so no other value can be trusted either.
 
     `database` is the identity of the session's database; "" in messages of an earlier

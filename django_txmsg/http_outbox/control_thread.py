@@ -170,7 +170,7 @@ class ControlThread:
 
     def _dispatch(self, using: str, session_id: uuid.UUID) -> None:
         """Dispatch the session's messages to all brokers. If one broker is unavailable,
-        dispatches to the others first, and then raises BrokerUnavailable."""
+        dispatch to the others first, and then raise BrokerUnavailable."""
         pending = OutboxMessage.objects.using(using).filter(
             PENDING, session_id=session_id
         )

@@ -35,13 +35,13 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
     the state has changed."""
 
     def pause(self, pk: int) -> bool:
-        """Stop after the current batch."""
+        """Pause the operation after its current batch."""
         return self._move(pk, (BulkState.RUNNING,), state=BulkState.PAUSED)
 
     def resume(self, pk: int) -> bool:
-        """Continue with the batch after the last executed batch. If the operation
-        stopped itself because messages died again, it now continues with all remaining
-        dead letters and never stops itself again."""
+        """Continue the operation with the batch after its last executed batch. If the
+        operation stopped itself because messages died again, it now continues with all
+        remaining dead letters and never stops itself again."""
         stopped = ~Q(stopped_why="")
         self.filter(stopped, pk=pk, state=BulkState.PAUSED).update(
             tolerates=None, watched=[], stopped_why=""

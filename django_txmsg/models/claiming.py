@@ -34,8 +34,8 @@ def claim_sql(
 ) -> str:
     """Return SQL that claims rows of `table`, in the order of the column `due`.
 
-    - `where` is the condition on a candidate row `c`. Its clock must be constant within
-      the statement, so that an index scan can stop at the first row that is not due.
+    - `where` is the condition on a candidate row `c`. A clock in it must be constant
+      within the statement, so that an index scan can stop at the first row not due.
     - `assign`, `also` (a further condition) and `returning` refer to the row as `o`,
       and may use `picked (id, due)`. `before` is a leading CTE.
     - If `rank` names a column, rows with a higher value come first.

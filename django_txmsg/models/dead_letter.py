@@ -184,8 +184,8 @@ class DeadLetterManager(SqlManager):
         return [(pk, read_uuid(message_id)) for pk, message_id in rows]
 
     def park_again(self, again: Sequence[Mapping[str, Any]], *, force: bool) -> None:
-        """Park dead letters of stages in the inbox again, in a single statement. They
-        are due now.
+        """Park dead letters of stages in the inbox again, in a single statement. The
+        parked messages are due now.
 
         Each entry of `again` has the dead letter's `id`, and the new row's `headers`
         and `service`. Parked and revoked messages are not changed. A processed message

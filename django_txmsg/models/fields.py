@@ -84,8 +84,8 @@ class MessageKey(models.Func):
     template = f"LEFT(%(expressions)s ->> '{wire.KEY}', {KEY_LENGTH})"
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        """Use a function, because SQLite before 3.38 does not support the operator
-        `->>`."""
+        """Return the SQL for SQLite. It calls a function, because SQLite before 3.38
+        does not support the operator `->>`."""
         key = f"JSON_EXTRACT(%(expressions)s, '$.\"{wire.KEY}\"')"
         template = f"SUBSTR({key}, 1, {KEY_LENGTH})"
         return self.as_sql(compiler, connection, template=template, **context)
@@ -109,8 +109,8 @@ def skip_locked_sql(connection: Any) -> str:
 
 def limit_waits(connection: Any, seconds: float) -> None:
     """Limit how long the statements of the open transaction wait for a lock. A
-    statement that waits longer raises OperationalError
-    (`database_health.gave_up_waiting()`). SQLite has its own time-out."""
+    statement that waits longer raises an OperationalError, which
+    `database_health.gave_up_waiting()` recognises. SQLite has its own time-out."""
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
             cursor.execute(f"SET LOCAL lock_timeout = {int(seconds * 1000)}")
@@ -127,8 +127,8 @@ def instant_text_sql(connection: Any, column: str) -> str:
 
 
 def text_sql(connection: Any, column: str) -> str:
-    """Return SQL for a UUID or JSON as text, which is cheaper to read than the driver's
-    objects. SQLite returns the text that it stores."""
+    """Return SQL for a UUID or JSON as text. Text is cheaper to read than the objects
+    that the driver would create. SQLite returns the text that it stores."""
     return f"{column}::text" if connection.vendor == "postgresql" else column
 
 

@@ -173,8 +173,8 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
         """Record an identity, and return when the database was first seen with this
         identity.
 
-        Uses a transaction of its own. Raises database errors, also on a standby, which
-        accepts no writes.
+        Uses a transaction of its own. Raises the database's errors. On a standby, this
+        always raises an error, because a standby accepts no writes.
         """
         with transaction.atomic(using=self.db):
             self.bulk_create([self.model(identity=identity)], ignore_conflicts=True)

@@ -82,7 +82,7 @@ class InboxRecord:
         return self.processed or self.dead or self.parked
 
     def attempted(self, attempt: int) -> InboxRecord:
-        """Return a copy of the record with another attempt number."""
+        """Return a copy of the record with this attempt number."""
         return dataclasses.replace(self, attempt=attempt)
 
 
@@ -129,15 +129,16 @@ class InboxManager(SqlManager):
         """Count one more arrival of each message, and one more attempt of each message
         that the stage will process.
 
-        The statement commits at once, so that a message that kills its worker is still
-        counted. On PostgreSQL the commit does not wait for the disk, so a crash of the
-        server may lose the rows. To find out later whether a row was lost, call
+        The statement commits immediately, so that a message that kills its worker is
+        still counted. On PostgreSQL the commit does not wait for the disk, so a crash
+        of the server may lose the rows. To find out later whether a row was lost, call
         `recall()`.
 
         Pass `idempotent` if the stage processes a message again that it has already
         processed. Pass `together` if the stage processes the messages in one
-        transaction. No attempt is counted then: if the worker died, any of the messages
-        could be the cause. Each message would be processed alone after its redelivery.
+        transaction. Then no attempt is counted: if the worker dies, any of the messages
+        may be the cause. After the worker's death, each message is redelivered and
+        processed alone.
         """
         connection = connections[self.db]
         sql, parameters = self._recording(
@@ -411,7 +412,7 @@ class InboxManager(SqlManager):
 
     def unpark(self, pk: int, token: uuid.UUID, *, attempts: int = 1) -> None:
         """Release a claimed parked message, and subtract the `attempts` that were
-        counted but not made. The message is due at once."""
+        counted but not made. The message is due immediately."""
         self.filter(pk=pk, lease_token=token).update(
             lease_until=None, lease_token=None, attempts=models.F("attempts") - attempts
         )

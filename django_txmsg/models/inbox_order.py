@@ -1,9 +1,9 @@
 """Order per key in the inbox: decides which messages are processed, which wait, and
 which are released.
 
-A message releases its follower once the message is processed or passed. A message is
-passed if it has expired, was discarded, or is dead at a stage that skips dead messages.
-A message that was replaced is passed once its copy is processed or passed.
+A message releases its follower as soon as the message is processed or passed. A message
+is passed if it has expired, was discarded, or is dead at a stage that skips dead
+messages. A replaced message is passed as soon as its copy is processed or passed.
 
 A waiting row is a parked row that names its predecessor in `waits_for`. The row becomes
 due when its predecessor ends. If the predecessor waits too, the row's due time is
@@ -79,8 +79,8 @@ class Turn:
 
 
 def passed_sql(message: str, stage: str, *, skips: bool) -> str:
-    """Return the condition that the followers of a message need not wait for it any
-    more at a stage. `message` is SQL for the message's id. `stage` is SQL for the
+    """Return the condition that the followers of a message at a stage need not wait for
+    the message any more. `message` is SQL for the message's id. `stage` is SQL for the
     stage's name, which appears in the condition only once."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
@@ -120,7 +120,8 @@ def behind_sql(row: str) -> str:
 
 
 def never_sql(connection: Any) -> str:
-    """Return SQL for the due time of a row that only its predecessor makes due."""
+    """Return SQL for the due time of a row that becomes due only when its predecessor
+    releases it."""
     if connection.vendor == "postgresql":
         return f"'{NEVER}+00'::timestamptz"
     return f"'{NEVER}'"
@@ -269,9 +270,9 @@ class OrderManager(SqlManager):
         number of attempts. Pass `aside` if the turn has come, but another transaction
         has locked the key.
 
-        Returns True if the message can be claimed at once after all, because its
-        predecessor has ended meanwhile. Call this outside any transaction: between the
-        two statements of this method, other transactions may commit, and the second
+        Returns True if the predecessor has ended meanwhile, so that the message can be
+        claimed immediately. Call this outside any transaction: between the two
+        statements of this method, other transactions may commit, and the second
         statement must see their changes.
         """
         connection = connections[self.db]
@@ -458,9 +459,9 @@ class OrderManager(SqlManager):
         )
 
     def let_go(self, stage: str, key: str, *, link: str) -> int:
-        """Release the first waiting message of a key, because an operator requests it.
-        Returns 1, or 0 if no message waits or another transaction has released the
-        first message.
+        """Release the first waiting message of a key, at an operator's request. Returns
+        1, or 0 if no message waits or another transaction has released the first
+        message.
 
         Raises OperationalError if a worker is processing the message and does not
         finish within PATIENCE.

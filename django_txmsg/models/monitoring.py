@@ -214,7 +214,7 @@ class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 class AuditEntry(models.Model):
-    """One action of one operator, or the first start of a version.
+    """One action of one operator, or the first start of a version of a service.
 
     `by` is a user of the admin or "command: USER". For the start of a version, `by` is
     "service: NAME".
@@ -250,6 +250,6 @@ class AuditEntry(models.Model):
     @property
     def done(self) -> int | None:
         """The number of rows that the action has changed so far. Without a bulk
-        operation, the action changed all rows at once."""
+        operation, the action changed all rows together."""
         operation: Any = self.operation
         return self.count if operation is None else int(operation.done)

@@ -53,8 +53,8 @@ class PendingManager(SqlManager):
     """
 
     def cancel(self, message_id: uuid.UUID, *, why: str) -> Changed:
-        """Cancel rows. They get no dead letters, because no operator needs to act. A
-        row that already has its place in the order of its key is not cancelled: the
+        """Cancel rows. The rows get no dead letters, because no operator needs to act.
+        A row that already has its place in the order of its key is not cancelled: the
         next message of the key will wait for the row's message."""
         now = now_sql(connections[self.db])
         assign = (
@@ -71,7 +71,7 @@ class PendingManager(SqlManager):
         delay: float | None = None,
         at: dt.datetime | None = None,
     ) -> Changed:
-        """Let rows be sent at the time `at`, or `delay` seconds from now."""
+        """Make rows due at the time `at`, or in `delay` seconds."""
         connection: Any = connections[self.db]
         if at is not None:
             value = prepared(self.model, "due_at", at, connection)
@@ -117,9 +117,9 @@ class PendingManager(SqlManager):
         """Lock the pending rows with these unique keys until the open transaction ends.
         Returns the primary keys of all rows that hold the keys.
 
-        The caller does not store its own messages with these keys. `wanted` maps each
-        key to the expiry of the caller's message, in seconds; `None` means never. If
-        the pending row would expire sooner, it gets this later expiry.
+        The caller skips its own messages with these keys. `wanted` maps each key to the
+        expiry of the caller's message, in seconds; `None` means never. If the pending
+        row would expire sooner, it gets this later expiry.
         """
         connection, table = connections[self.db], self._table
         now, later = now_sql(connection), later_sql(connection)

@@ -94,8 +94,8 @@ class ClaimingManager(SqlManager):
           releases that did not record the service. None selects all rows.
         - `ids`, `session_id` and the destination `only` narrow the selection.
         - `but` excludes destinations, and rows that must follow an excluded row.
-        - `floor` excludes rows that were due earlier, so that a busy relay does not
-          scan the rows that it has just settled.
+        - `floor` excludes rows that were due before this time, so that a busy relay
+          does not scan the rows that it has just settled.
         """
         connection, table = connections[self.db], self._table
         now = began_sql(connection)

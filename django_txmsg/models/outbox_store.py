@@ -41,8 +41,8 @@ UniqueUntil = Literal["left", "processed"]
 class NewMessage:
     """A message to be stored. `delay` and `expiry` are seconds from now.
 
-    This class is not a model: creating model instances would cost more than all other
-    steps of storing a thousand messages.
+    This class is not a model: to create model instances for a thousand messages would
+    cost more than all other steps of storing the messages.
     """
 
     message_id: uuid.UUID
@@ -92,7 +92,7 @@ class StoringManager(SqlManager):
         tell_transaction: bool = False,
         lock: int | None = None,
     ) -> Stored:
-        """Insert rows, in their order, inside the open transaction. Returns the
+        """Insert rows, in the given order, inside the open transaction. Returns the
         inserted rows.
 
         A row whose message id is stored already is skipped without an error. Pass

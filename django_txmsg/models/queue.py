@@ -146,7 +146,7 @@ class QueueManager(SqlManager):
         )
 
     def release(self, ids: Sequence[int], token: uuid.UUID) -> None:
-        """Release messages, which are then due at once."""
+        """Release messages, which are then due immediately."""
         now = now_sql(connections[self.db])
         self._change(
             f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL",  # noqa: S608 - constants only

@@ -76,7 +76,7 @@ class RunManager(SqlManager):
 
     def take(self, run_id: uuid.UUID, turn: uuid.UUID) -> Run | None:
         """Return the run with this turn, locked as by `locked()`. Returns None if the
-        run has continued."""
+        run has another turn by now."""
         return self._locked("run_id = %s AND turn = %s", run_id, turn)
 
     def _locked(self, condition: str, *values: uuid.UUID) -> Run | None:
@@ -297,8 +297,9 @@ class Run(models.Model):
         return f"{self.flow} {self.key or self.run_id}"
 
     def wait(self, waits_for: WaitsFor, step: str, **more: Any) -> None:
-        """Set the columns of a run that waits: `waits_for` will continue the run, with
-        the step `step`. Unless `turn` is given, the run gets a new turn."""
+        """Set the columns of a waiting run in this object, without saving it.
+        `waits_for` says what will continue the run, and `step` is the step that runs
+        then. Unless `turn` is given, the run gets a new turn."""
         self.waits_for, self.step = waits_for, step
         self.turn = more.get("turn") or uuid.uuid4()
         self.otherwise = more.get("otherwise", "")
@@ -309,7 +310,7 @@ class Run(models.Model):
         self.resumed_at = None
 
     def end(self, outcome: Outcome) -> None:
-        """Set the columns of an ended run, which waits for nothing."""
+        """Set the columns of an ended run in this object, without saving it."""
         self.wait(WaitsFor.NOTHING, self.step)
         self.turn, self.outcome, self.ended_at = None, outcome, Now()
 

@@ -32,8 +32,9 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def go_on(self, row: Schedule, instant: dt.datetime, timing: str) -> None:
-        """Let the ticks of a recurring message start at `instant`. Does nothing if the
-        row was changed after the caller read it."""
+        """Set the last tick of a recurring message to `instant`, so that only later
+        ticks have messages. Does nothing if the row was changed after the caller read
+        it."""
         self.filter(pk=row.pk, moves=row.moves).update(
             last_tick=instant, timing=timing, moves=row.moves + 1
         )
@@ -49,8 +50,8 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def make(self, service: str, name: str, given: dict[str, Any], timing: str) -> None:
-        """Store a recurring message that is made at run time: its arguments and
-        timing."""
+        """Store the arguments and the timing of a recurring message that is made at run
+        time."""
         self.begin([self.model(service=service, name=name)])
         self.filter(service=service, name=name).update(
             made=given, timing=timing, last_tick=Now(), moves=F("moves") + 1

@@ -43,14 +43,14 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         return self._notified(resumed)
 
     def _notified(self, changed: int) -> bool:
-        """Return whether a row was `changed`. If so, also wake the consumers, which
-        then read the stage's state."""
+        """Return whether `changed`, the number of changed rows, is not 0. If so, also
+        wake the consumers, which then read the stage's state."""
         if changed and conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})
         return bool(changed)
 
     def limit(self, stage: str, rate: str, period: dt.timedelta, *, by: str) -> None:
-        """Change the rate of a stage for a `period`."""
+        """Change the rate of a stage for the time `period`."""
         self.get_or_create(stage=stage)
         changed = self.filter(stage=stage).update(
             rate=rate, rate_until=Now() + period, rate_by=by[:255]
@@ -226,8 +226,8 @@ class RateLineManager(SqlManager):
 
     def move_overdue(self, stage: str, key: str) -> None:
         """Reschedule parked messages of a line whose rows are due although their slots
-        are not. This happens after the slots of the line have become later. Changes at
-        most MOVED messages."""
+        are not due. Such messages exist after the slots of the line have become later.
+        Changes at most MOVED messages."""
         connection = connections[self.db]
         table, now = InboxMessage._meta.db_table, began_sql(connection)
         with connection.cursor() as cursor:

@@ -346,8 +346,8 @@ def _abandoned(status: Status) -> Iterator[Alarm]:
 
 
 def _limited(found: list[Alarm], more: str) -> list[Alarm]:
-    """Return the first LINES alarms, and one more alarm with the number of those left
-    out."""
+    """Return the first LINES alarms, and one more alarm with the number of omitted
+    alarms."""
     left = len(found) - LINES
     if left <= 0:
         return found

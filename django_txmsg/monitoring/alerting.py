@@ -84,7 +84,8 @@ class Alerting(TimeLoop):
         self._reached: dict[tuple[int, str], set[str]] = {}
 
     def is_idle(self, using: str) -> bool:
-        """Return whether the settings disable alerts, or the database has none."""
+        """Return whether the settings disable alerts, or alerts are stored in another
+        database."""
         return using != router.db_for_write(Alert) or not conf.get().ALERTS.KINDS
 
     @cached_property
@@ -92,8 +93,8 @@ class Alerting(TimeLoop):
         return Webhook.from_environment(conf.get().ALERTS.WEBHOOK_ENV)
 
     def _keep(self, using: str) -> float:
-        """Compare the current alarms with the open alerts once. Deliver the alerts that
-        have begun or ended. Return the seconds until the next comparison."""
+        """Compare the current alarms with the open alerts. Deliver the alerts that have
+        begun or ended. Return the seconds until the next comparison."""
         if not self.is_idle(using):
             self._compare(using)
             alerts = Alert.objects.db_manager(using).undelivered(conf.get().SERVICE)

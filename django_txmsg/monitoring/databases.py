@@ -31,8 +31,8 @@ def in_use() -> dict[str, str]:
 
 
 def with_tables() -> list[str]:
-    """Of the databases in use, return those in which migrations create our tables. The
-    outbox's database comes first."""
+    """Return the databases in use in which migrations create our tables. The outbox's
+    database comes first."""
     return [
         alias
         for alias in in_use()
@@ -42,8 +42,8 @@ def with_tables() -> list[str]:
 
 def left_out() -> list[str]:
     """Return the databases in which migrations create our tables, although no known
-    part of the project uses them. They may still contain messages, because any code can
-    store messages there with `using=`."""
+    part of the project uses these databases. They may still contain messages, because
+    any code can store messages there with `using=`."""
     known = {*in_use(), conf.get().LISTEN_DATABASE}  # the last: another route to one
     return [
         alias

@@ -50,8 +50,8 @@ TEXTS = {
 
 
 class Gauges:
-    """Gauges by name. A gauge has the same labels each time. `family` creates a
-    gauge."""
+    """Gauges by name. All values of a gauge have the same label names. `family` creates
+    a gauge."""
 
     def __init__(self, family: Any) -> None:
         self._family = family

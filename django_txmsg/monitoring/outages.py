@@ -57,7 +57,7 @@ def as_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
 def read(workers: Iterable[Worker]) -> list[Known]:
     """Return the outages of these processes, longest first. An outage that several
     processes report is returned once. Entries that cannot be read, because another
-    version of the code has written them, are left out."""
+    version of the code has written them, are omitted."""
     found: dict[tuple[str, str], Known] = {}
     for worker in workers:
         for given in worker.outages or ():

@@ -1,7 +1,7 @@
 """Counts messages that were stored, dispatched, processed or buried in the last 24
 hours.
 
-`relay` and `consume` count each finished period once, and store the count
+`relay` and `consume` count each finished period only once, and store the count
 (`PeriodCount`). Readers count only the rows after the last stored period, and write
 nothing. So reading stays cheap after a day with millions of messages.
 """

@@ -50,8 +50,8 @@ def as_json() -> list[dict[str, Any]]:
 
 def read(workers: Iterable[Worker]) -> list[Known]:
     """Return the messages that these processes were processing, longest first. Entries
-    that cannot be read, because another version of the code has written them, are left
-    out."""
+    that cannot be read, because another version of the code has written them, are
+    omitted."""
     found = []
     for worker in workers:
         for given in worker.running if isinstance(worker.running, list) else ():

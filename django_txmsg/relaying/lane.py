@@ -3,7 +3,7 @@
 A claim is one short statement. While a lane sends to the broker, no database
 transaction is open. A row is marked as dispatched only after the broker has confirmed
 the row's message. Lanes are used by the relay, by the dispatcher (after a commit) and
-by the receiver of control messages. Any number of lanes may run at once.
+by the receiver of control messages. Any number of lanes may run at the same time.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ Claim = Callable[[str | None], list[Claimed]]
 
 
 class Sweep:
-    """The position in the index at which a lane's next search for rows begins: that of
-    the first row in its last claim.
+    """The position in the index at which a lane's next search for rows begins. This is
+    the position of the first row in the lane's last claim.
 
     Settled rows leave dead index entries behind, which PostgreSQL cannot remove while
     any old snapshot is open. See docs/decisions/dispatch-floor-and-sweep.md.
@@ -170,7 +170,7 @@ class Lane:
         turn: Turn | None = None,
         budget: Budget | None = None,
     ) -> None:
-        """Create a lane. Once `stop` is set, the lane claims no more rows and does not
+        """Create a lane. After `stop` is set, the lane claims no more rows and does not
         wait for an unavailable database. The lanes of a process share `turn` and
         `budget`."""
         settings = conf.get().RELAY

@@ -1,5 +1,5 @@
-"""Hop 3's pauses: a destination that currently accepts no messages is paused, and
-trials end the pause.
+"""Hop 3's pauses: a destination that currently accepts no messages is paused until a
+trial succeeds.
 
 A full queue or a missing permission is a state of the destination, not a fault of a
 message. All lanes of this process that relay from one database to one broker exclude a
@@ -84,8 +84,8 @@ class Pauses:
     def refused(
         self, destination: str, error: DestinationUnavailable, *, progress: bool
     ) -> None:
-        """Pause a destination. With `progress`, the pause is short, because the broker
-        has stored other messages of the same batch there."""
+        """Pause a destination. Pass `progress` if the broker has stored other messages
+        of the same batch there. The pause is then short."""
         with self._lock:
             trial = self._trials.get(destination)
             if trial is None:
@@ -114,8 +114,8 @@ class Pauses:
 
     def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
         """End a trial. `claimed` is the number of messages in the trial, or None if the
-        trial did not finish. The pause ends once the broker has stored a trial of at
-        least `enough` messages, or if the broker's last refusal is some time ago."""
+        trial did not finish. The pause ends when the broker has stored a trial of at
+        least `enough` messages, or when the broker's last refusal is some time ago."""
         over = False
         with self._lock:
             trial.taken = False

@@ -76,7 +76,7 @@ class Relay:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many messages there were of each outcome so far, such as "dispatched" or
+        """The number of messages so far, by outcome, for example "dispatched" or
         "dead"."""
         total: Counter[str] = Counter()
         for lane in self.lanes:

@@ -134,7 +134,7 @@ class Settlement:
         stop: threading.Event,
         turn: Turn,
     ) -> None:
-        """Create a settlement. Once `stop` is set, the settlement no longer waits for
+        """Create a settlement. After `stop` is set, the settlement no longer waits for
         an unavailable database."""
         self.using, self.broker_alias = lease.using, broker
         self._token, self._lease = token, lease

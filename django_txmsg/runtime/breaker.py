@@ -91,12 +91,12 @@ class Breaker:
 
     def failed(self, error: BaseException, *, progress: bool = False) -> None:
         """Record that the server is down. Only the first failure of an outage is
-        logged. With `progress`, the pauses start again with the shortest.
+        logged. With `progress`, the pauses start again with the shortest pause.
 
         If the server has worked for a shorter time than the last pause, this failure
         belongs to the same outage. (On a full disk, for example, some writes succeed.)
-        The log has then reported the end of the outage too early. Once the pauses are
-        long, another log line corrects that.
+        The log has then reported the end of the outage too early. When the pauses have
+        become long, another log line corrects this.
         """
         with self._lock:
             self.error = error

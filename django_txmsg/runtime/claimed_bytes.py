@@ -52,9 +52,9 @@ class Share:
 
     @contextmanager
     def claim(self, limit: int, wait: float) -> Iterator[Room]:
-        """Yield how many bytes the block may claim. `limit` is the largest number for
-        the whole process. Waits up to `wait` seconds for another session's claim to
-        end.
+        """Yield the limit of what the block may claim. `limit` is the largest number of
+        bytes for all sessions of the process together. Waits up to `wait` seconds for
+        another session's claim to end.
 
         The block must increase `held` by the number of bytes that it has claimed.
         """

@@ -50,7 +50,8 @@ def later(delay: float) -> str:
 
 
 class Wakeup:
-    """Decides when one thread queries for a topic. The first query is due at once."""
+    """Decides when one thread queries for a topic. The first query is due
+    immediately."""
 
     def __init__(self, using: str, topic: str) -> None:
         self.using, self.topic = using, topic
@@ -64,8 +65,9 @@ class Wakeup:
         return has_listener(self.using)
 
     def due(self) -> bool:
-        """Return whether the thread should query now. With a listener, that is so once
-        after each wake-up. Without a listener, it is always so."""
+        """Return whether the thread should query now. With a listener, this returns
+        True one time after each wake-up. Without a listener, this always returns
+        True."""
         rung = self._rung.is_set()
         if rung:  # else a ring right now would be lost
             self._rung.clear()

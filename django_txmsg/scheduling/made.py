@@ -43,7 +43,7 @@ def make_recurring(
     unique_until: UniqueUntil = "left",
 ) -> None:
     """Create a recurring message, or change the message that was created with this
-    name. Ticks count from now on.
+    name. Only ticks after this call have messages.
 
     The message is stored as a row, in the open transaction if there is one. Relays read
     the row within a minute, and catch up the ticks since its creation according to

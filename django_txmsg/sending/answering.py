@@ -83,7 +83,8 @@ class Address:
     ) -> Message:
         """Store the answer. If an annotation is given, encode the answer as an object
         of that type. The answer gets the correlation id of the request. If the request
-        has none, it gets that of the message which the stage is processing."""
+        has none, the answer gets the correlation id of the message that the stage is
+        processing."""
         destination: str | TypedName[Any] = self.destination
         if annotation is not None and not isinstance(answer, Dead):
             destination = TypedName(self.destination, annotation)
@@ -137,11 +138,11 @@ def answer_dead(
     broker: str,
 ) -> None:
     """Report to the requester that no stage will process a request, and ensure that no
-    stage does. Runs inside the open transaction.
+    stage processes it. Runs inside the open transaction.
 
     If an operator can still redeliver the request, no answer is sent. But if the
-    requester is a gather that holds back further requests, it gets `Buried`. For a dead
-    undo nothing is reported, because an undo must be done.
+    requester is a gather that holds back further requests, the gather gets `Buried`. If
+    the dead message is an undo, nothing is reported, because an undo must be done.
     """
     if wire.UNDOES in headers:
         return

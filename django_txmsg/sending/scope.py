@@ -40,12 +40,13 @@ from ..models.outbox_store import NewMessage
 
 
 class Block:
-    """An atomic block that is entered and left once, perhaps in different functions.
+    """An atomic block for one use. One function may enter the block and another
+    function may exit it.
 
-    `isolation` and `reading` are those of `LateAtomic`. `committed` is true once the
-    transaction has committed, even if a hook after the commit raised. `nested` means
-    that the block is a savepoint in an outer transaction, whose commit the block does
-    not control.
+    `isolation` and `reading` are those of `LateAtomic`. `committed` is true after the
+    transaction has committed, even if a hook raised an exception after the commit.
+    `nested` means that the block is a savepoint in an outer transaction, whose commit
+    the block does not control.
     """
 
     def __init__(
@@ -184,8 +185,8 @@ def handlers_running() -> int:
 
 def _forked() -> None:
     """Leave the scope in a forked child process. Otherwise the child would continue the
-    parent's numbering of messages, and so derive for its own messages the ids of the
-    parent's messages."""
+    parent's numbering of messages, and so give its own messages the ids of the parent's
+    messages."""
     _scope.set(None)
     _inside.clear()
 

@@ -24,7 +24,8 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     Raises DuplicateMessage, and stores nothing, if one of the ids is stored already.
     There is one exception: a row without a unique key whose id was derived from the
     message that a stage is processing. If the same message is stored under this id, the
-    row is skipped. If another message is, the row is stored under a new id.
+    row is skipped. If another message is stored under this id, the row is stored under
+    a new id.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
@@ -80,11 +81,11 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
 
 
 def set_apart(rows: list[NewMessage], alias: str) -> list[NewMessage]:
-    """Change the derived id of each row if another message is stored under the id.
+    """Give a row a new id if another message is stored under the row's derived id.
     Returns the changed rows.
 
-    An earlier attempt of the stage may have committed other messages, in a session of
-    its own for example.
+    An earlier attempt of the stage may have committed such other messages, for example
+    in a session of its own.
     """
     known = OutboxMessage.objects.using(alias).filter(
         message_id__in=[row.message_id for row in rows], replay_id=""

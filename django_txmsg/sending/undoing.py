@@ -84,7 +84,8 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
 def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
     """Confirm an undo in doubt, after an operator has checked whether its request was
     done. The run continues. From now on, no stage processes the undo, and no stage in
-    `doing` processes the request that it undoes. Runs inside the caller's transaction.
+    `doing` processes the request that the undo reverses. Runs inside the caller's
+    transaction.
 
     Raises DecodeError if no answer can be sent to the run.
     """

@@ -7,11 +7,11 @@ wants the key checks in the inbox whether the message was processed, so relays a
 consumers do no extra work.
 
 A transaction that wants a key waits for any open transaction that has stored a message
-with the key. If the waiting transaction then skips its own message, it keeps the
-pending message locked until its end. So the pending message is not cancelled meanwhile,
-and its receiver sees the changes of both transactions. The pending message also expires
-no sooner than the skipped message would have expired. A message that replaces a pending
-message cancels it in the same transaction.
+with the key. If the waiting transaction then skips its own message, it locks the
+pending message until the transaction ends. So the pending message is not cancelled
+meanwhile, and its receiver sees the changes of both transactions. The pending message
+also expires no sooner than the skipped message would have expired. A message that
+replaces a pending message cancels it in the same transaction.
 """
 
 from __future__ import annotations
