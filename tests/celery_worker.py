@@ -55,7 +55,7 @@ def forget_connections() -> None:
 
 
 class CeleryWorker:
-    """A worker process. When the `with` block is left, its remaining processes are
+    """A worker process. At the end of the `with` block, its remaining processes are
     killed."""
 
     def __init__(self, directory: Path, url: str, **more: str) -> None:

@@ -18,14 +18,14 @@ _sql_flush = DatabaseOperations.sql_flush
 
 
 def delete_where_little_is() -> None:
-    """Let Django use DELETE instead of TRUNCATE for tables with few pages, under the
+    """Make Django use DELETE instead of TRUNCATE for tables with few pages, under the
     same lock. TRUNCATE creates new files for each table and all its indexes, and syncs
     them."""
     DatabaseOperations.sql_flush = sql_flush
 
 
 def keep_permissions() -> None:
-    """Let Django keep the rows of permissions and content types. Creating them again
+    """Make Django keep the rows of permissions and content types. Creating them again
     took a quarter of a second in each test."""
     flush.sql_flush = flush_statements
     flush.emit_post_migrate_signal = lambda *_, **__: None

@@ -45,8 +45,8 @@ def wait_until(
     interval: float = 0.05,
     message: str | Callable[[], str] = "",
 ) -> T:
-    """Return the condition's first true value. Fail the test if there is none before
-    the deadline.
+    """Call `condition` until it returns a true value, and return that value. Fail the
+    test at the deadline.
 
     `message` describes the condition. If `message` is a function, it is called only at
     the deadline.

@@ -29,8 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect the results in the main process. Let each pytest-xdist worker report its
-    servers to the main process."""
+    """Make the main process collect the results, and make each pytest-xdist worker
+    report its servers to the main process."""
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(_Worker(config))
     elif config.option.results:

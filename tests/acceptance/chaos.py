@@ -46,7 +46,7 @@ REST = 180.0
 
 def declare() -> None:
     """Declare two stages. Each stage records an effect of its message, and the first
-    one sends a message to the second."""
+    stage sends a message to the second one."""
     service = conf.get().SERVICE
 
     def effect(message: Message, what: str) -> None:
@@ -252,12 +252,13 @@ class Chaos:
         self._pgbouncer.restart()
 
     def pgbouncer_stands_still(self) -> None:
-        """Let the pooler accept connections and answer nothing."""
+        """Suspend the pooler for a while. It then accepts connections, and answers
+        nothing."""
         assert self._pgbouncer.process is not None
         self._stand_still([self._pgbouncer.process.pid])
 
     def disk_full(self) -> None:
-        """Let PostgreSQL report a full disk for some seconds."""
+        """Make PostgreSQL report a full disk for some seconds."""
         name = str(connection.settings_dict["NAME"])
         models = (OutboxMessage, InboxMessage, Effect)
         tables = [one._meta.db_table for one in models]
@@ -278,7 +279,7 @@ class Chaos:
         )
 
     def queue_full(self) -> None:
-        """Let RabbitMQ reject all messages to our queues for some seconds."""
+        """Make RabbitMQ reject all messages to our queues for some seconds."""
         policy = "full"
         self._control(
             "set_policy", policy, f"^{self._service}[.](orders|done)$",
@@ -405,7 +406,7 @@ class Chaos:
 
     def _not_done(self) -> tuple[set[str], list[str]]:
         """Return the numbers of all placed orders, and the names of the effects that
-        these orders should have had and have not."""
+        these orders lack."""
         placed = set(Order.objects.values_list("number", flat=True))
         effects = set(Effect.objects.values_list("name", flat=True))
         return placed, sorted(set(_effects(placed)) - effects)

@@ -1,8 +1,8 @@
 """Causes one fault at every step of one transaction mode.
 
-For each step, a process starts and stops at that step. The fault hits all these
-processes at the same time. Then the system is repaired, and all processes continue. The
-test counts the effects that a customer would see.
+For each step, a process runs until it reaches that step, and waits there. The fault
+hits all these processes at the same time. Then the system is repaired, and all
+processes continue. The test counts the effects that a customer would see.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Play:
             yield
 
     def consume(self, steps: list[str], *, point: str = "", url: str = "") -> Any:
-        """Start a consumer of the stages of `steps`. The consumer stops at the step
-        `point`."""
+        """Start a consumer of the stages of `steps`. The consumer waits when it reaches
+        the step `point`."""
         declared = [
             {
                 "destination": self.stages[step],
@@ -78,12 +78,12 @@ class Play:
 
     def bring_to(self, step: str, url: str = "") -> None:
         """Put a message into the queue of `step`. Start a consumer that processes the
-        message and stops at `step`."""
+        message, and wait until it has reached `step`."""
         self.ids[step] = put(self.stages[step])
         self.workers.append(self.consume([step], point=step, url=url))
 
     def set_up(self, url: str = "") -> None:
-        """Start a process for each step, and wait until it has stopped there."""
+        """For each step, start a process, and wait until it has reached that step."""
         for step in self.stages:
             self.bring_to(step, url)
         for worker, step in zip(self.workers, self.stages, strict=True):

@@ -1,4 +1,4 @@
-"""Hooks that stop a process at one step, so that a test can kill the process there.
+"""Hooks that make a process wait at one step, so that a test can kill it there.
 
 Environment variables control the process. CRASH_STAGES is a JSON list of stages, and
 CRASH_POINT is the step. CRASH_GO is a path: when that file exists, the process
@@ -41,7 +41,7 @@ def stand(step: str) -> None:
 
 
 def consumer() -> None:
-    """Declare the stages, and stop the consumer at the step CRASH_POINT."""
+    """Declare the stages, and make the consumer wait at the step CRASH_POINT."""
     for one in json.loads(os.environ["CRASH_STAGES"]):
         next_destination = one.pop("next")
         stages.stage(**one)(_handler(one["transaction"], one["name"], next_destination))
@@ -55,7 +55,7 @@ def consumer() -> None:
 
 
 def relays() -> None:
-    """Stop the relay at the step CRASH_POINT."""
+    """Make the relay wait at the step CRASH_POINT."""
     before(relay.Lane, "_claim", "before the claim")
     after(relay.Lane, "_claim", "claimed")
     before(Settlement, "settle", "sent")
@@ -79,7 +79,8 @@ def relays() -> None:
 
 
 def before(owner: Any, name: str, step: str) -> None:
-    """Stop the process at `step`, before it calls the function `name` of `owner`."""
+    """Make the process wait at `step`, before it calls the function `name` of
+    `owner`."""
     real: Callable[..., Any] = getattr(owner, name)
 
     def standing(*given: Any, **named: Any) -> Any:
@@ -90,7 +91,8 @@ def before(owner: Any, name: str, step: str) -> None:
 
 
 def after(owner: Any, name: str, step: str) -> None:
-    """Stop the process at `step`, after the function `name` of `owner` has returned."""
+    """Make the process wait at `step`, after the function `name` of `owner` has
+    returned."""
     real: Callable[..., Any] = getattr(owner, name)
 
     def standing(*given: Any, **named: Any) -> Any:

@@ -198,8 +198,8 @@ def _silent_host() -> Iterator[tuple[int, threading.Event]]:
 
 @contextmanager
 def broker_refuses(world: World, command: str) -> Iterator[None]:
-    """Stop during a pause of the circuit breaker. Nothing listens on the broker's
-    port."""
+    """The process waits for the end of the circuit breaker's pause, because no broker
+    listens on the port."""
     world.store()
     world.start(command, url=f"stomp://u:p@127.0.0.1:{free_port()}")
     world.waiting("cannot be used")
@@ -208,8 +208,7 @@ def broker_refuses(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def broker_is_silent(world: World, command: str) -> Iterator[None]:
-    """Stop while the process logs in at a host that accepts connections and sends
-    nothing."""
+    """The process logs in at a host that accepts connections and sends nothing."""
     world.store()
     with _silent_host() as (port, taken):
         world.start(command, url=f"stomp://u:p@127.0.0.1:{port}")
@@ -219,8 +218,8 @@ def broker_is_silent(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def host_drops_packets(world: World, command: str) -> Iterator[None]:
-    """Stop while the process connects to a host whose queue of connections is full, so
-    that the host drops SYN packets."""
+    """The process connects to a host whose queue of connections is full, so that the
+    host drops SYN packets."""
     world.store()
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket())
@@ -245,8 +244,8 @@ def _connects(pid: int, port: int) -> bool:
 
 @contextmanager
 def broker_keeps_its_answers(world: World, command: str) -> Iterator[None]:
-    """Stop while the broker's answers do not arrive. The relay waits for the receipts
-    of a batch, the consumer for a message."""
+    """The broker's answers do not arrive. A relay waits for the receipts of a batch,
+    and a consumer waits for a message."""
     assert world.activemq is not None
     world.url = world.activemq.url()
     proxy = world.proxy(world.activemq.port)
@@ -265,7 +264,7 @@ def broker_keeps_its_answers(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def database_refuses(world: World, command: str) -> Iterator[None]:
-    """Stop the process while it waits for a database that cannot be reached."""
+    """The process waits until it can reach the database again."""
     assert world.postgres is not None
     proxy = world.proxy(world.postgres.port)
     world.dispatch(1)
@@ -279,7 +278,7 @@ def database_refuses(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def database_is_silent(world: World, command: str) -> Iterator[None]:
-    """Stop during a statement whose answer never comes."""
+    """The process waits for the answer to a statement. The answer never comes."""
     assert world.postgres is not None
     proxy = world.proxy(world.postgres.port)
     world.dispatch(1)
@@ -293,7 +292,7 @@ def database_is_silent(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def waits_for_a_lock(world: World, command: str) -> Iterator[None]:
-    """Stop while a statement waits for a lock: the relay's claim, or the consumer's
+    """A statement of the process waits for a lock: the relay's claim, or the consumer's
     insert into the inbox."""
     world.dispatch(1)
     world.start(command)
@@ -307,7 +306,7 @@ def waits_for_a_lock(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def idle(world: World, command: str) -> Iterator[None]:
-    """Stop while there is nothing to do."""
+    """The process has nothing to do."""
     world.dispatch(1)
     world.start(command)
     _is_at_work(world, command)
@@ -327,7 +326,7 @@ def _is_at_work(world: World, command: str) -> None:
 
 @contextmanager
 def in_the_handler(world: World, command: str) -> Iterator[None]:
-    """Stop while a handler runs. The handler returns after the signal."""
+    """A handler runs. It returns a second after the signal."""
     world.script["hold_at"] = 2
     world.dispatch()
     world.start(command)
@@ -340,7 +339,7 @@ def in_the_handler(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_the_handler_of_a_batch(world: World, command: str) -> Iterator[None]:
-    """Stop in the middle of a batch."""
+    """The handler runs for a message in the middle of a batch."""
     world.script["options"] = {"batch": 4}
     with in_the_handler(world, command):
         yield
@@ -348,7 +347,7 @@ def in_the_handler_of_a_batch(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_the_handler_of_1pc(world: World, command: str) -> Iterator[None]:
-    """Stop while a handler runs inside the broker's own transaction."""
+    """A handler runs inside a transaction of the broker."""
     world.script["options"] = {"transaction": "best_effort_1pc"}
     with in_the_handler(world, command):
         yield
@@ -356,8 +355,7 @@ def in_the_handler_of_1pc(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_blocking_redelivery(world: World, command: str) -> Iterator[None]:
-    """Stop between two attempts of a message. The thread waits and keeps the
-    message."""
+    """A thread waits between two attempts of a message, and keeps the message."""
     world.script["redelivery"] = {"mode": "blocking", "initial_delay": 300.0}
     world.script["fail"] = True
     world.dispatch()
@@ -368,7 +366,7 @@ def in_blocking_redelivery(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def with_parked_messages(world: World, command: str) -> Iterator[None]:
-    """Stop while all messages are parked for some minutes."""
+    """All messages are parked for some minutes."""
     world.script["redelivery"] = {"initial_delay": 300.0, "max_delay": 300.0}
     world.script["fail"] = True
     world.dispatch()
@@ -381,8 +379,7 @@ def with_parked_messages(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def throttled(world: World, command: str) -> Iterator[None]:
-    """Stop while a stage pauses. The stage pauses because its handler has failed each
-    time."""
+    """A stage pauses, because its handler has failed each time."""
     world.script["redelivery"] = {"max_redeliveries": 99, "initial_delay": 0.1}
     world.script["fail"] = True
     world.dispatch()
@@ -394,8 +391,8 @@ def throttled(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def looks_again(world: World, command: str) -> Iterator[None]:
-    """Stop while a control message waits to be checked again. Its session does not
-    commit."""
+    """The process waits before it checks a control message again. The message's session
+    does not commit."""
     world.dispatch(1)
     control = ControlMessage(
         id=str(new_id()), session_id=new_id(), using="default", oracle="delay"
@@ -413,7 +410,7 @@ def looks_again(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_bulk(world: World, command: str) -> Iterator[None]:
-    """Stop during a bulk operation that takes minutes."""
+    """The process executes a bulk operation that takes minutes."""
     world.dispatch(1)
     with transaction.atomic():
         for number in range(300):

@@ -84,8 +84,8 @@ def test_a_pool_of_four_connections_is_enough_for_eight_threads(
     fault: Callable[[], None], manage: Manage, destination: str
 ) -> None:
     """Eight threads share a pool of four connections. Each thread returns its
-    connection to the pool, also after a fault. So no thread waits for a connection
-    until the wait times out."""
+    connection to the pool, also after a fault. So no thread's wait for a connection
+    times out."""
     stream = Stream(manage, EMBEDDED, destination, 1, concurrency=8)
     stream.env["TXMSG_TEST_DATABASE_OPTIONS"] = json.dumps({"pool": {"timeout": 10}})
     through(stream, fault)

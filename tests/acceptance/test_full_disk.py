@@ -1,5 +1,5 @@
 """Relays and consumers while the database's disk is full. They log little, connect
-rarely, and resume when there is space again. No message uses an attempt."""
+rarely, and resume when there is space again. No attempt is counted."""
 
 from __future__ import annotations
 

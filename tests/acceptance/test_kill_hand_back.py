@@ -26,8 +26,8 @@ pytestmark = committing
 
 
 def declare() -> None:
-    """Declare stages whose handlers fail. Stop the worker after the broker has stored
-    the first copy."""
+    """Declare stages whose handlers fail. Make the worker wait after the broker has
+    stored the first copy of a message."""
 
     def handler(message: Message) -> None:
         if message.body == "always" or message.delivery_attempt == 1:
@@ -58,8 +58,8 @@ def test_copy_and_delivery_after_a_kill_are_processed_once(
     request: pytest.FixtureRequest,
 ) -> None:
     """A worker is killed between sending the copy and acknowledging the original, so
-    both arrive. The inbox counts only one attempt for the two, and the handler takes
-    effect once."""
+    both arrive. Only one attempt is counted for the two, and the handler takes effect
+    once."""
     server: StompServer = request.getfixturevalue(broker)
     settings = {**IMPATIENT, "BROKERS": {"default": {"URL": server.url()}}}
     once, always = f"{destination}.once", f"{destination}.always"

@@ -43,8 +43,8 @@ def arrivals(broker: str, destination: str, wanted: int) -> Counter[str]:
 
 
 def play(url: str, manage: Manage, destination: str) -> None:
-    """For each step, let one relay send messages of its own, and kill it at that step.
-    Then let another relay send the rest."""
+    """For each step, start a relay that sends its own messages, and kill it at that
+    step. Then start another relay, which sends the rest."""
     # A lane for each step: to the same broker, but by another alias.
     lanes = {f"lane{number}": step for number, step in enumerate(RELAY_STEPS)}
     settings: dict[str, Any] = {

@@ -112,9 +112,10 @@ def test_old_and_new_workers_side_by_side_and_back(
 
 
 def test_two_services_deploy_when_they_like(manage: Manage, destination: str) -> None:
-    """A service that sends and a service that receives are deployed independently. A
-    new version that the old receiver can read is processed at once. An incompatible
-    version waits for the new receiver, which also reads the old versions."""
+    """A service that sends and a service that receives are deployed independently. If
+    the old receiver can read a new version, it processes the messages immediately.
+    Messages of an incompatible version wait for the new receiver, which also reads the
+    old versions."""
     deployment = Deployment(manage, destination)
     receiver = deployment.start("first", service="receiver")
     deployment.send(First("1", 1), Second("2", 2, "USD"))

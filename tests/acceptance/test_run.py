@@ -309,8 +309,8 @@ def _stands_still(process: ManageProcess) -> bool:
     """Suspend a process, and return whether it has no open transaction.
 
     A suspended transaction's locks would block all other processes, so a process with a
-    transaction is resumed. A statement may still be on its way to the server, so this
-    checks twice.
+    transaction is resumed. A statement may still be on its way to the server, so the
+    function checks twice.
     """
     process.pause()
     for _ in range(2):

@@ -130,7 +130,7 @@ def test_a_second_signal_stops_at_once(
     number: signal.Signals, command: str, world: World
 ) -> None:
     """On SQLite, the handler holds a lock for which the heartbeat in the main thread
-    waits. A second signal still stops the process at once."""
+    waits. A second signal still stops the process immediately."""
     world.script["hold_at"] = 2
     world.dispatch()
     world.start(command, CONSUME={"POLL_INTERVAL": 0.05, "HEARTBEAT": 0.05})

@@ -55,7 +55,7 @@ def keep_time(clock: Clock) -> NoReturn:
 
 
 def main(processes: int, ticks: int, seed: int) -> None:
-    """Kill and start processes until `ticks` ticks have come."""
+    """Kill and start processes until `ticks` ticks have passed."""
     import django
 
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")

@@ -119,7 +119,7 @@ def test_the_audit_is_filtered_by_operator_deed_and_date(
 
 def test_every_deed_is_recorded_somewhere() -> None:
     """For each kind of action in the audit's filter, some code records such actions.
-    Otherwise a choice of the filter could find nothing."""
+    Otherwise one choice of the filter would never find an entry."""
     package = Path(django_txmsg.__file__).parent
     named = {
         node.attr

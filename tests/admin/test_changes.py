@@ -30,7 +30,7 @@ PAGE = "/admin/django_txmsg/auditentry/changes/"
 
 
 def begin(version: str, *, minutes: float = 0, service: str = "shop") -> None:
-    """Let a process with this version begin, some minutes ago."""
+    """Record that a process of this version began `minutes` ago."""
     with txmsg(VERSION=version, SERVICE=service):
         Presence("consumer", "default", ["mail.send"]).beat(0)
     newest = AuditEntry.objects.order_by("-pk")[:1].values_list("pk", flat=True)

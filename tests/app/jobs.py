@@ -40,8 +40,8 @@ def meaning_of_life() -> int:
 
 @task
 def lose_delivery() -> str:
-    """Let another worker take over the message before the task returns. This simulates
-    a long pause of the first worker."""
+    """Change the message's lease token before the task returns, as if another worker
+    had claimed the message during a long pause of this worker."""
     QueueMessage.objects.update(lease_token=uuid.uuid4())
     return "done"
 

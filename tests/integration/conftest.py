@@ -1,4 +1,4 @@
-"""Settings that let tests run without long waits."""
+"""Settings with which tests need no long waits."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ MAIL = "ops@example.com"
 
 class Receiver(ThreadingHTTPServer):
     """A webhook that records its calls. It answers each call with the next status in
-    `answers`, and with 204 when there is none left. It does not answer if the status is
-    0."""
+    `answers`, and with 204 after the last one. If the status is 0, it does not
+    answer."""
 
     daemon_threads = True
 

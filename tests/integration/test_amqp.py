@@ -616,8 +616,9 @@ def test_stomp_uses_a_queue_that_amqp_made(
     destination: str,
     kind: str,
 ) -> None:
-    """AMQP has declared the queue, and STOMP uses it. If it is a quorum queue, the URL
-    must name it as `existing`. Otherwise STOMP would declare a classic queue."""
+    """AMQP has declared the queue, and STOMP uses it. If it is a quorum queue, the
+    URL's option `existing` must name it. Otherwise STOMP would declare a classic
+    queue."""
     maker = opened(rabbitmq_amqp.url(queue_type=kind))
     assert maker.send([Outgoing(destination, {}, b"by amqp")]) == [None]
     options = {"existing": "other,tests.*"} if kind == "quorum" else {}
@@ -706,8 +707,9 @@ def test_headers_become_text_or_a_problem(
 def test_a_message_to_several_queues_goes_back_to_the_one_it_came_from(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """The header CC of a message has copied it to a second queue. Each copy is sent
-    back without the header, so it reaches only its own queue."""
+    """A message's header CC names a second queue, so RabbitMQ puts a copy into each
+    queue. Each copy is sent back without the header, so it reaches only its own
+    queue."""
     copied = f"{destination}.copied"
     session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
     session.subscribe(destination, prefetch=2)

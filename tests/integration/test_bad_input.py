@@ -1,5 +1,5 @@
-"""An unreadable message becomes a dead letter at once. The dead letter has the reason
-and the message's bytes."""
+"""An unreadable message becomes a dead letter immediately. The dead letter has the
+reason and the message's bytes."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_a_failed_member_succeeds_at_its_second_attempt_alone(mode: str) -> None
 
 def test_an_operational_error_costs_only_its_member_an_attempt() -> None:
     """A deadlock or a lock time-out is a failed attempt of one message, not an outage.
-    The other messages of the batch count no failure."""
+    No failed attempt is counted for the other messages of the batch."""
     with declared(failing(1, OperationalError), batch=10) as stage:
         send_many(stage.destination, [0, 1, 2])
         step(stage, times=4)

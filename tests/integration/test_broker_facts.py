@@ -404,8 +404,8 @@ def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
 
 
 def take(client: RawClient, destination: str, count: int) -> list[bytes]:
-    """Receive at least `count` messages from a queue, so that it accepts blocked
-    messages.
+    """Receive at least `count` messages from a queue, so that the queue has room for
+    the messages that wait for it.
 
     Messages that arrive before the UNSUBSCRIBE are returned too, because they are no
     longer in the queue.

@@ -40,7 +40,7 @@ pytestmark = committing
 
 @pytest.fixture(autouse=True)
 def celery() -> Iterator[None]:
-    """Let the app send to an in-memory broker."""
+    """Make the app send to an in-memory broker."""
     before = app.conf.broker_url
     app.conf.broker_url = "memory://"
     forget_connections()

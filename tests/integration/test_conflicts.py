@@ -1,4 +1,4 @@
-"""Transactions that lose a conflict are repeated at once, without counting an
+"""Transactions that lose a conflict are repeated immediately, without counting an
 attempt."""
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ONCE = RedeliveryPolicy(max_redeliveries=0, initial_delay=0.0)
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_contention_buries_no_message(batch: int) -> None:
-    """Four threads update one row in serializable transactions. Each message has one
-    attempt, and would succeed if no other were processed meanwhile. No message is
-    buried."""
+    """Four threads update one row in serializable transactions. Each message may have
+    only one attempt, and would succeed if no other message were processed meanwhile. No
+    message is buried."""
     total = 20
     Order.objects.create(number="1", total=0)
     runs: list[int] = []

@@ -63,8 +63,8 @@ def effect(message: Message) -> None:
 
 
 def probed(times: int) -> Callable[[], bool]:
-    """Return a condition that is true once the outage was noticed and the database was
-    then probed `times` times."""
+    """Return a condition. It becomes true after the outage was noticed and the database
+    was then probed `times` times."""
     return lambda: database_health.breaker("default")._failures > times
 
 

@@ -175,7 +175,7 @@ def test_no_thread_dispatches_on_an_in_memory_database(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The database is in-memory SQLite, as in many projects' tests. No thread
-    dispatches, because a second connection that writes would fail at once."""
+    dispatches, because a second connection that writes would fail immediately."""
     connections["other"].ensure_connection()
     name = "file:memorydb_other?mode=memory&cache=shared"
     monkeypatch.setitem(connections["other"].settings_dict, "NAME", name)
@@ -228,7 +228,7 @@ def test_a_forked_process_starts_its_own_thread() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_of_multiprocessing_that_ends_at_once_dispatches_first() -> None:
-    """A child sends a message and ends at once. The message is dispatched, although
+    """A child sends a message and ends immediately. The message is dispatched, although
     forked children run no `atexit` hooks."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         connections.close_all()

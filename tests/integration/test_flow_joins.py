@@ -184,7 +184,7 @@ def tour(stops: int, enough: int | None = None, at_once: int | None = None) -> R
 
 
 def answer(times: int) -> None:
-    """Let the other service answer `times` requests, and relay the answers."""
+    """Process `times` requests in the other service, and relay its answers."""
     ship()
     take(stages.find(["tour.price"])[0], times)
     ship()

@@ -231,7 +231,7 @@ def outcome(run: Run) -> str:
 
 
 def expire() -> None:
-    """Let all messages expire now, but not the deadlines of their runs."""
+    """Make all messages expire now. The deadlines of their runs do not change."""
     past = clock("default") - MINUTE
     OutboxMessage.objects.update(expires_at=past)
     for model in (QueueMessage, InboxMessage):

@@ -770,7 +770,7 @@ def test_an_undo_that_a_signal_registers_is_done_in_its_turn() -> None:
 
 @contextmanager
 def once_broken(undo: Any, handler: Any, **more: Any) -> Iterator[None]:
-    """Let the stage of an undo fail until the undo's dead letter is redelivered."""
+    """Make the stage of an undo fail until the undo's dead letter is redelivered."""
     broken = [ValueError("not now")] * 3
 
     def unsure(request: Reserve) -> None:

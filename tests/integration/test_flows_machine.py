@@ -5,7 +5,7 @@ resumes. Operators redeliver, discard and edit messages. Sub-flows hand over or 
 first. Code is replaced and rolled back.
 
 Hypothesis chooses the events. In every case each run ends once and answers once. Each
-failed run is undone exactly, newest work first, and no row is left.
+failed run is undone exactly, newest work first, and no row remains.
 """
 
 from __future__ import annotations
@@ -448,8 +448,8 @@ class World(RuleBasedStateMachine):
         return runs[which % runs.count()]
 
     def teardown(self) -> None:
-        """Repair all faults, and check that each run ends once and that no row is
-        left."""
+        """Repair all faults, and check that each run ends once and that no row
+        remains."""
         try:
             Participant.mended = True
             self.code_is_replaced(newer=True)

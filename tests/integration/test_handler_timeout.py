@@ -84,8 +84,8 @@ def test_a_query_is_cancelled_and_the_attempt_counts(mode: Any) -> None:
 def test_a_query_is_cancelled_by_a_driver_that_cannot_do_it_safely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """psycopg2, and psycopg before 3.2, lack a safe way to cancel a query. The query of
-    a late handler is cancelled nevertheless."""
+    """psycopg2, and psycopg before 3.2, have no safe way to cancel a query. The query
+    of a late handler is cancelled nevertheless."""
     monkeypatch.delattr(psycopg.Connection, "cancel_safe")
     with (
         txmsg(),

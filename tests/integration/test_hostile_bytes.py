@@ -1,5 +1,5 @@
 """Each foreign message is processed, or becomes a dead letter with its bytes. Consumers
-continue, and no message is left in the queue.
+continue, and no message stays in the queue.
 
 The messages combine random faults of headers and bodies. They are sent over AMQP, by a
 raw STOMP client, and as rows of the embedded broker. The test prints its random seed.

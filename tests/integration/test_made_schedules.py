@@ -43,8 +43,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def timekeeper(clock: Clock) -> Timekeeper:
-    """Return a timekeeper that has checked once. Its process declares no recurring
-    message."""
+    """Return a timekeeper that has made one check for due messages. Its process
+    declares no recurring message."""
     found = Timekeeper(["default"], now=clock)
     assert not found.is_idle("default")
     found.tick()

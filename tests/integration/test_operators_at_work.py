@@ -52,7 +52,7 @@ def meanwhile(worker: Callable[[], object], operator: Callable[[], T]) -> T:
     """Start an operator's action while a worker's transaction is open, and return its
     result.
 
-    The worker commits once the action waits for a lock or has ended.
+    The worker commits as soon as the action waits for a lock or has ended.
     """
 
     def act() -> T:

@@ -59,7 +59,7 @@ def waiting() -> int:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the stage count its blocked messages each time it checks the limit."""
+    """Make the stage count its blocked messages each time it checks the limit."""
     monkeypatch.setattr(limits, "LOOK", 0.0)
     monkeypatch.setattr(limits, "SHARE", 0)
 

@@ -307,7 +307,7 @@ def test_dead_message_with_skip_blocks_none_and_runs_late() -> None:
 
 @pytest.mark.parametrize("batch", [1, 10])
 def test_skip_continues_at_once_after_a_dead_message_of_the_batch(batch: int) -> None:
-    """In mode "skip", the followers of a dead message are due at once, so drain()
+    """In mode "skip", the followers of a dead message are due immediately, so drain()
     processes them without waiting."""
     handler = refusing(1, 3)
     with declared(handler, ordered="skip", batch=batch) as stage:

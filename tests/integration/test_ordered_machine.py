@@ -1,5 +1,6 @@
 """Messages are stored, relayed, lost, doubled, reordered, processed, buried,
-redelivered and discarded in any order. The effects of each key are always in its order.
+redelivered and discarded in any order. The effects of each key always occur in the
+order of its messages.
 
 Hypothesis lets senders, two relays and consumers execute the real statements, one step
 at a time, and may kill any of them between two steps. At the end everything is

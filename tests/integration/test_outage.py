@@ -50,7 +50,7 @@ def ask(sql: str) -> None:
 
 
 def ended_backend() -> None:
-    """Let the server end the connection, as a restart would."""
+    """Make the server end the connection, as a restart would."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()

@@ -105,8 +105,9 @@ def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
 
 
 def test_messages_of_an_unknown_stage_wait_and_are_reported() -> None:
-    """A message is parked for a stage that no process here declares. It stays and is
-    reported as overdue, because a process of another version may have the stage."""
+    """A message is parked for a stage that no process here declares. It is not buried,
+    because a process of another version may have the stage. It is reported as
+    overdue."""
     script = Script(ValueError())
     with declared(script, "tests.unknown") as stage:
         send(stage.destination)
@@ -174,7 +175,8 @@ def test_a_database_error_is_the_messages_failure_and_is_parked() -> None:
 @pytest.mark.parametrize("transaction", ["outbox", "best_effort_1pc", "broker_only"])
 def test_a_stop_during_a_blocking_wait_keeps_no_lease(transaction: Any) -> None:
     """A stage with mode "blocking" stops while it waits for the next attempt of a
-    parked message. The row keeps no lease, so another worker can process it at once."""
+    parked message. The row keeps no lease, so another worker can process it
+    immediately."""
     slow = RedeliveryPolicy(mode="blocking", initial_delay=600.0, max_delay=600.0)
     script = Script(Refuse(), ValueError())
     with declared(script, transaction=transaction, redelivery=slow) as stage:

@@ -146,8 +146,8 @@ def test_broker_outage_after_a_hang_up_counts_no_attempt_for_others(
 @pytest.mark.parametrize("way", ["one lane", "the Celery task"])
 def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None:
     """Over STOMP, RabbitMQ closes the connection without an error if a queue is full.
-    The messages to this queue stay pending and count no attempt. All others are
-    sent."""
+    The messages to this queue stay pending, and none of their attempts is counted. All
+    others are sent."""
     with (
         ScriptedBroker(RABBITMQ) as broker,
         txmsg(BROKERS={"default": {"URL": broker.url}}, RELAY=relaying()),

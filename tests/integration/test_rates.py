@@ -62,8 +62,8 @@ def seconds_until(row: InboxMessage) -> float:
 
 @pytest.mark.parametrize("mode", ["outbox", "none", "best_effort_1pc", "broker_only"])
 def test_messages_over_the_rate_wait_for_their_slots(mode: Any) -> None:
-    """Messages over the rate leave the queue and count no attempt. Later messages get
-    later slots."""
+    """Messages over the rate leave the queue, and no attempt is counted. Later messages
+    get later slots."""
     script = Script()
     with declared(script, transaction=mode, rate="1/h") as one:
         for _ in range(3):
@@ -105,7 +105,7 @@ def test_each_value_of_the_header_has_its_own_rate() -> None:
 
 def test_a_key_with_many_overdue_messages_does_not_delay_another() -> None:
     """After an outage, a key has many overdue messages. They get new slots, and the
-    message of another key is processed at once."""
+    message of another key is processed immediately."""
     with declared(effect, rate="2/h", per="tenant") as one:
         for _ in range(30):
             send(one.destination, headers={"tenant": "many"})

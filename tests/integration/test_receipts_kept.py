@@ -58,8 +58,8 @@ def terminate() -> None:
 def after_the_receipts(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[], None]
 ) -> None:
-    """Cause `fault` once, after the broker's receipts and before the rows are
-    marked."""
+    """Cause `fault` once, after the broker's receipts have arrived and before the rows
+    are marked."""
     real, left = DatabaseSession.send, [fault]
 
     def send(session: Any, batch: Any, **options: Any) -> Any:

@@ -57,8 +57,8 @@ PAUSES = 0.5
 
 @contextmanager
 def relayed(url: str) -> Iterator[None]:
-    """Run a relay to a broker. With MAX_ATTEMPTS 2, a message with two counted attempts
-    would be dead."""
+    """Run a relay that sends to a broker. With MAX_ATTEMPTS 2, a message with two
+    counted attempts would be dead."""
     relay = {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": 2, "BREAKER_MAX_PAUSE": PAUSES}
     with (
         txmsg(BROKERS={"default": {"URL": url}}, RELAY=relay),

@@ -65,7 +65,7 @@ def ask(*statements: str) -> None:
 
 @contextmanager
 def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
-    """Let a trigger refuse statements on a table, as a quota would."""
+    """Create a trigger that refuses statements on a table, as a quota would."""
     if connection.vendor != "postgresql":
         sql = f"CREATE TRIGGER refusing BEFORE {event} ON {table}"
         ask(f"{sql} BEGIN SELECT RAISE(ABORT, 'quota exceeded'); END")
@@ -88,7 +88,7 @@ def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
 
 @contextmanager
 def no_superuser() -> Iterator[None]:
-    """Let new connections use a role that has rights on our tables only."""
+    """Make new connections use a role that has rights on our tables only."""
     ask(
         "CREATE ROLE limited",
         "GRANT ALL ON ALL TABLES IN SCHEMA public TO limited",
@@ -114,7 +114,8 @@ def privilege(table: str) -> Iterator[None]:
 
 @contextmanager
 def policy(table: str) -> Iterator[None]:
-    """Let row-level security refuse inserts."""
+    """Make the database refuse inserts: enable row-level security with a policy that
+    permits only reads."""
     ask(
         f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY",
         f"CREATE POLICY reading ON {table} FOR SELECT USING (true)",
@@ -151,7 +152,8 @@ def limits(limit: str) -> Iterator[None]:
 
 
 def handler(message: Message) -> None:
-    """Record an effect. Then fail never, once or always, depending on the body."""
+    """Record an effect. The body then decides whether the handler fails never, once or
+    always."""
     Effect.objects.create(name=str(message.body), message_id=str(message.id))
     first = message.delivery_attempt == 1
     if message.body == "always" or (message.body == "fails" and first):
@@ -203,7 +205,7 @@ def test_message_waits_while_a_trigger_refuses_the_inbox(
     event: str, batch: int
 ) -> None:
     """The database refuses to record a message's arrival, or to mark the message as
-    processed. The message waits, and is processed once the database accepts the
+    processed. The message waits, and is processed as soon as the database accepts the
     statement."""
     stays(lambda: trigger(event, INBOX), batch)
 
@@ -262,8 +264,8 @@ def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
 
 
 def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
-    """The database refuses the dead letter of a failed message. Once it accepts the
-    dead letter, the message is buried because of its handler's error."""
+    """The database refuses the dead letter of a failed message. As soon as it accepts
+    the dead letter, the message is buried because of its handler's error."""
 
     def failing(message: Message) -> None:
         raise ValueError("always")
@@ -280,8 +282,8 @@ def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
 
 def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
     """A parked message has failed once. The second attempt succeeds, but the database
-    often refuses to finish it. The refusals count no attempt, and the attempt is
-    repeated until the database accepts it."""
+    often refuses to finish it. The refusals do not count as attempts, and the second
+    attempt is repeated until the database accepts it."""
     with declared(handler, redelivery=REDELIVERED) as stage, ExitStack() as stack:
         with ends_refused():
             put(stage.destination, b'"fails"')
@@ -328,7 +330,7 @@ def test_once_does_not_end_while_a_parked_message_is_tried_again() -> None:
 
 @contextmanager
 def ends_refused() -> Iterator[None]:
-    """Let the database refuse to mark a parked message as processed."""
+    """Make the database refuse to mark a parked message as processed."""
     condition = "NEW.processed_at IS NOT NULL AND OLD.due_at IS NOT NULL"
     if connection.vendor != "postgresql":
         ask(

@@ -39,8 +39,8 @@ def refuses(message: Message) -> None:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Let the database "other" not answer, because another connection has locked it. A
-    query waits for 20 seconds."""
+    """Lock the database "other" from another connection, so that it does not answer. A
+    query on it waits for 20 seconds."""
     with closing(sqlite3.connect(connections["other"].settings_dict["NAME"])) as holder:
         holder.execute("BEGIN EXCLUSIVE")
         yield

@@ -153,7 +153,7 @@ def test_a_broker_that_died_before_the_database_commit_costs_nothing(
 
 
 class LostCommit:
-    """Lets the broker's commit fail once, as can happen in mode "best_effort_1pc"."""
+    """Makes the broker's commit fail once, as can happen in mode "best_effort_1pc"."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = DatabaseSession.commit
@@ -336,7 +336,8 @@ def test_an_attempt_that_skips_committed_work_loses_no_message(
     unique: str | None,
 ) -> None:
     """The first attempt commits a message on its own, and fails. Later attempts skip
-    that work, so their messages have other numbers, from which ids are derived."""
+    that work, so their messages get other numbers. The messages' ids are derived from
+    these numbers."""
     done: list[object] = []
 
     def work(name: str) -> None:

@@ -357,7 +357,8 @@ def test_a_listener_that_received_nothing_once_tries_again_soon(
     pooled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The listener does not receive the notification that tests its connection. On a
-    slow machine it may only be late, so the listener soon tries again."""
+    slow machine, the notification may only be late. So the listener soon tries
+    again."""
     with txmsg(LISTEN_DATABASE=pooled), listener.listening({"default"}):
         wait_until(lambda: "no notification arrived" in caplog.text)
         connections.databases[pooled]["PORT"] = connection.settings_dict["PORT"]

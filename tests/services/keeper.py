@@ -27,7 +27,8 @@ class Keeper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def watch(self, group: int, stop_signal: int) -> None:
-        """Let the keeper end this process group when the test process has ended."""
+        """Name a process group that the keeper must end when the test process has
+        ended."""
         self._tell(f"watch {group} {stop_signal}")
 
     def forget(self, group: int) -> None:
@@ -36,7 +37,8 @@ class Keeper:
         self._tell(f"forget {group} 0")
 
     def remove(self, directory: Path) -> None:
-        """Let the keeper remove this directory when the test process has ended."""
+        """Name a directory that the keeper must remove when the test process has
+        ended."""
         self._tell(f"remove 0 {directory}")
 
     def _tell(self, line: str) -> None:

@@ -71,10 +71,10 @@ class PgBouncer(Server):
         return self.spawn([str(program), configuration], user=_user())
 
     def stop(self) -> None:
-        """Stop at once, without waiting for clients.
+        """Stop PgBouncer immediately, without waiting for clients.
 
         From version 1.23 on, SIGQUIT does this. Earlier versions ignore SIGQUIT, and
-        stop at once on SIGTERM. So both signals are sent.
+        stop immediately on SIGTERM. So both signals are sent.
         """
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGQUIT)

@@ -79,7 +79,8 @@ class Server:
         )
 
     def prepare(self) -> None:
-        """Write the configuration and the data directory, once."""
+        """Write the configuration, and create the data directory. Called only before
+        the first start."""
         raise NotImplementedError
 
     def launch(self) -> subprocess.Popen[bytes]:

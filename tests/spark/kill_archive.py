@@ -25,7 +25,8 @@ DIFFERING = ("settled", "amending", "amended")
 
 
 def main(plan: list[dict[str, Any]]) -> None:
-    """Let every archive reach its step, and then kill the process group."""
+    """Run all archives at the same time. Each one waits at its step. When all of them
+    are there, kill the process group."""
     spark = build("kill", {"spark.master": "local[2]"})
     arrived = threading.Semaphore(0)
 

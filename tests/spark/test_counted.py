@@ -205,8 +205,9 @@ TOPIC = "topic:orders.placed"
 def told(
     log: Log, start: dt.datetime, *stages: str, count: int = 3, lost: str = ""
 ) -> list[uuid.UUID]:
-    """Store messages to a topic, one each second, and let each stage process all of
-    them. Only the stage named by `lost` does not receive the second message."""
+    """Store messages to a topic, one each second, and process each message in every
+    stage. The only exception: the stage named by `lost` does not receive the second
+    message."""
     ids = [uuid.uuid4() for _ in range(count)]
     sent = [
         {"message_id": one, "destination": TOPIC, "created_at": start + number * SECOND}
@@ -368,7 +369,7 @@ def test_a_footer_of_too_many_lines_is_left_out(
 def test_lines_are_summed_up_while_a_file_is_written() -> None:
     """Journeys to 20,000 destinations, such as those of answers, are counted. The
     counts take little memory, and are left out of the footer. The counts of two
-    destinations are summed up to two lines."""
+    destinations are summed up in two lines, one for each."""
     counted, before = tally.Tallying(), pa.total_allocated_bytes()
     for number in range(20):
         counted.add(to(*(f"answers.{number}.{line}" for line in range(1_000))))

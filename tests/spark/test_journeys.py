@@ -240,7 +240,7 @@ def log_of(lake: LakeSpec) -> int:
 
 
 class Killed(Exception):
-    """An error that stops a run at the step where a real one would be killed."""
+    """An error that stops a run at the step where a real run would be killed."""
 
 
 @pytest.mark.parametrize(
@@ -406,8 +406,8 @@ def test_archived_and_live_rows_of_a_message_are_judged_together(
 def test_with_journeys_and_without_all_is_judged_alike(
     spark, make_log, lake: LakeSpec, tmp_path: Path, seed: int
 ) -> None:
-    """Some messages are archived, some are live, and some are in a batch that a killed
-    archive has left. Runs with and without journeys give the same verdicts."""
+    """Some messages are archived, some are live, and some are in a batch whose archive
+    run was killed. Runs with and without journeys give the same verdicts."""
     log: Log = make_log("sqlite")
     spec, rng, known = JobSpec((log.spec,), lake), random.Random(seed), []
     options = ReconcileOptions(grace=dt.timedelta(0), many=0)

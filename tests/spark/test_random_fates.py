@@ -413,7 +413,7 @@ FATES: tuple[Fate, ...] = (
 
 @contextmanager
 def celery_in_memory() -> Iterator[None]:
-    """Let the Celery app send to an in-memory broker."""
+    """Make the Celery app send to an in-memory broker."""
     before = app.conf.broker_url
     app.conf.broker_url = "memory://"
     forget_connections()
@@ -446,11 +446,12 @@ def rename(services: Services, stack: ExitStack) -> None:
 def come_again(
     services: Services, sent: dict[uuid.UUID, dt.datetime], ahead: dt.timedelta
 ) -> None:
-    """Let the broker deliver messages again after the inbox was pruned.
+    """Deliver messages again whose inbox rows were pruned, as a broker may do.
 
-    A copy contains the instant in `sent`, at which its message was first sent:
-    pass_time() moves instants in rows, but not in copies. `orders` records each copy by
-    its own clock, which is ahead by `ahead`.
+    Then correct the instants in the new inbox rows. pass_time() moves instants in rows
+    but not in copies, so the sending time of each message is taken from `sent`. The
+    clock of `orders` is ahead by `ahead`, so the times of receipt and processing are
+    moved by `ahead`.
     """
     inbox = InboxMessage.objects.using("other")
     gone = services.arrived.keys() - set(inbox.values_list("message_id", flat=True))

@@ -38,8 +38,8 @@ def test_a_database_that_hangs_costs_no_lease_in_another() -> None:
 
 
 def test_the_time_of_a_lease_begins_before_it_is_granted() -> None:
-    """The time of a lease is counted from before the claim. The claim may return long
-    after the database has set the end of the lease."""
+    """The time of a lease is counted from an instant before the claim, because the
+    claim may return long after the database has set the end of the lease."""
     with Lease("other", 60.0, lambda: None, since=time.monotonic() - 40) as lease:
         assert lease.left <= 20
         assert not lease.lapsed

@@ -19,7 +19,7 @@ PROCESSED, REDELIVERED = uuid.uuid4(), uuid.uuid4()
 
 @pytest.fixture
 def _log_of_its_own() -> Iterator[None]:
-    """Let the package's logger log from INFO on, and restore the logger after the
+    """Make the package's logger log from INFO on, and restore the logger after the
     test."""
     log = signals.log
     before = log.level, log.handlers[:], log.propagate

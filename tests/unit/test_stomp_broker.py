@@ -54,8 +54,8 @@ def test_a_missing_certificate_is_found_by_the_check_and_opens_nothing() -> None
 @pytest.mark.parametrize("isolate", [False, True])
 def test_failure_of_rabbitmq_itself_blames_no_message(isolate: bool) -> None:
     """RabbitMQ answers a message with "Processing error" if an earlier message has just
-    closed the channel. So this error rejects no message, and the batch is sent message
-    by message."""
+    closed the channel. So no message is rejected because of this error, and the batch
+    is sent message by message."""
     batch = [
         Outgoing("orders.place", {wire.MESSAGE_ID: str(uuid.uuid4())}, b"x"),
         Outgoing("orders.place", {wire.MESSAGE_ID: str(uuid.uuid4())}, b"y"),

@@ -19,8 +19,9 @@ A_WHILE = 0.2
 def another(
     turn: Turn, leave: threading.Event | None = None
 ) -> Iterator[threading.Event]:
-    """Run another lane in a thread. Yields an event that the lane sets once it uses the
-    database. With `leave`, the lane uses the database until the test sets `leave`."""
+    """Run another lane in a thread. Yields an event that the lane sets as soon as it
+    uses the database. With `leave`, the lane uses the database until the test sets
+    `leave`."""
     came = threading.Event()
 
     def work() -> None:

@@ -92,7 +92,7 @@ def _die_in(owner: Any, method: str, when: Any) -> None:
 
 
 def failing_commits() -> None:
-    """Let the database refuse the commit (step 4) of every transaction that has stored
+    """Make the database refuse the commit (step 4) of every transaction that has stored
     a message."""
     commit = BaseDatabaseWrapper._commit
 

@@ -61,13 +61,13 @@ def dispatch(using: str, session_id: uuid.UUID) -> None:
 
 
 def handle(delivery: Delivery) -> None:
-    """Let the receiver check a control message once."""
+    """Check a control message once, as the receiver does."""
     control_receive.handle(delivery, dispatch, threading.Event())
 
 
 def handle_to_the_end(delivery: Delivery) -> list[float]:
-    """In another thread, let the receiver check a control message until it is settled.
-    Return the pauses between the checks."""
+    """In another thread, check a control message until it is settled, as the receiver
+    does. Return the pauses between the checks."""
     pauses: list[float] = []
     errors: list[BaseException] = []
 
@@ -295,8 +295,8 @@ def test_rolling_back_a_savepoint_after_the_control_message_loses_nothing(
 def test_a_transaction_id_from_the_future_falls_back_to_waiting(
     arrivals, heard
 ) -> None:
-    """A control message names a transaction id that the database has not reached. A
-    promoted standby has this state if it never received the transaction. The receiver
+    """A control message names a transaction id that the database has not reached. This
+    happens on a promoted standby that never received the transaction. The receiver
     waits for a commit, and finally gives up."""
     session_id = uuid.uuid4()
     _forge(session_id, kind="transaction", transaction="99999999999")
@@ -529,8 +529,8 @@ def test_the_signature_covers_every_header(arrivals, heard) -> None:
 def test_unsigned_control_message_only_sends_committed_messages(
     arrivals, heard
 ) -> None:
-    """Earlier releases sent unsigned control messages. Such a message still dispatches
-    the session's committed messages."""
+    """Earlier releases sent unsigned control messages. If the receiver gets such a
+    message, it still dispatches the session's committed messages."""
     with outbox_session() as session:
         send_two()
     _forge(session.id, sign=False)

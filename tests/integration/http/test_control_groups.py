@@ -105,7 +105,7 @@ def receiver(grouped: None) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def database_at(url: str) -> Iterator[None]:
-    """Let the alias `default` use the database at `url`."""
+    """Make the alias `default` use the database at `url`."""
     parts, usual = urlsplit(url), connections["default"]
     there = connections.create_connection("default")
     there.settings_dict = {

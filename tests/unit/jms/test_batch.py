@@ -81,7 +81,7 @@ def test_a_refused_transaction_ends_the_connection_when_each_message_has_its_out
     broker: ScriptedBroker, session: jms.Session
 ) -> None:
     """ActiveMQ may send the ERROR for a SEND after the barrier's receipt, and then
-    refuse COMMIT. The connection ends once each message has its outcome."""
+    refuse COMMIT. The connection ends as soon as each message has its outcome."""
     broker.on("COMMIT", nth=1).reject("marked rollback only")
     bad = broker.on("SEND", where=lambda f: f.text == "7" and f.receipt is not None)
     bad.reject("not authorised")

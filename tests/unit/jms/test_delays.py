@@ -1,5 +1,5 @@
-"""Delayed messages, through a broker's scheduler, or through expiry in a queue without
-consumers."""
+"""Messages are delayed by a broker's scheduler, or by a queue without consumers in
+which they expire."""
 
 from __future__ import annotations
 

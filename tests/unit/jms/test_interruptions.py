@@ -1,5 +1,5 @@
-"""An exception at any line, because of a signal or missing memory, neither loses nor
-doubles a message."""
+"""A signal or a lack of memory can raise an exception at any line. No message is then
+lost or doubled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Interrupt(BaseException):
 def interrupt_in(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool
 ) -> None:
-    """Let the next call of a function raise Interrupt, before or after its work."""
+    """Make the next call of a function raise Interrupt, before or after its work."""
     function = getattr(owner, name)
     armed = [True]
 
