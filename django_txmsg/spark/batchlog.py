@@ -5,8 +5,8 @@ add an entry only if it has seen the previous one. So an archiver that has lost 
 cannot add entries after another archiver has added one.
 
 Before a job archives, judges or deletes, it compares the log with the marks in the
-database. If the log lacks marked batches, the lake is not mounted, or was restored from
-an older backup.
+database. If a marked batch is missing from the log, the lake is not mounted, or was
+restored from an older backup.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class BatchLog:
         self.read()
 
     def read(self) -> None:
-        """Read the table's id, and the number of the newest entry."""
+        """Set `identity` and `last` to the table's id and the number of the newest
+        entry in the lake."""
         delta = self.place.load()
         self.identity = "" if delta is None else str(delta.metadata().id)
         self.last = 0 if delta is None else self.place.last(delta, self.app)
@@ -82,7 +83,7 @@ class BatchLog:
 
 
 class LostBatches(EnvironmentFault):
-    """The lake lacks batches that were archived into it."""
+    """At least one batch that was archived into the lake is missing from it."""
 
 
 def lost(marks: Sequence[Mark], uri: str, log: BatchLog | None) -> list[Mark]:
@@ -119,8 +120,8 @@ def lost_batches(
 
 
 def is_mounted(spec: JobSpec) -> bool:
-    """Return whether a lake exists at the specified address. Raises LostBatches if the
-    lake lacks batches that these services have archived into it."""
+    """Return whether a lake exists at the specified address. Raises LostBatches if a
+    batch that one of these services has archived into the lake is missing from it."""
     uri = spec.lake_spec().uri
     marks = [(source, *one) for source in spec.services for one in _marks(source)]
     lake = None
@@ -152,7 +153,8 @@ class Agreement:
     def reach(self) -> tuple[BatchLog, Mark]:
         """Return the log, and the database's mark for this lake. If the log has batches
         above the mark, the caller must settle these batches. Raises EnvironmentFault if
-        the lake has lost batches, or if batches for another lake are in progress."""
+        a batch is missing from the lake, or if a batch for another lake is in
+        progress."""
         marks = self.marks.read()
         log = None
         with suppress(NoLake):

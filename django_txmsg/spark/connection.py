@@ -1,6 +1,6 @@
 """A plain SQL connection with the same interface for PostgreSQL and SQLite: autocommit,
-placeholders `%s`, and clear errors. Also finds the session that holds a transaction
-open for which rows wait."""
+placeholders `%s`, and clear errors. Also finds the session whose open transaction makes
+rows wait."""
 
 from __future__ import annotations
 
@@ -186,10 +186,10 @@ class Held:
 
 
 def held(connection: Connection, rows: int) -> Held:
-    """Return the transaction for which `rows` rows wait. It is the oldest open
-    transaction in the PostgreSQL cluster that has written anything. Every role can see
-    that such a transaction exists. Returns Held(0) if the transaction has ended since
-    the rows were counted."""
+    """Return the transaction for which `rows` rows wait. In the PostgreSQL cluster, it
+    is the oldest open transaction that has written anything. Every role can see that
+    such a transaction exists. Returns Held(0) if the transaction has ended since the
+    rows were counted."""
     if not rows:
         return Held(0)
     found = connection.rows(

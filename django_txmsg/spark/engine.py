@@ -1,4 +1,5 @@
-"""The installed Spark: its version, and work for the tasks of a session.
+"""Returns the version of the installed Spark, and runs functions in the tasks of a
+session.
 
 The pipeline needs PySpark 4.0, and some features need a newer one. All functions work
 with Spark Connect, too.

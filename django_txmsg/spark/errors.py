@@ -3,7 +3,7 @@
 PipelineError
 ├── UsageError            2  the options are invalid
 ├── EnvironmentFault      3  a database, a lake or Spark is unusable
-│   └── SpoiltFile        3  a file of the lake is not as it was written
+│   └── SpoiltFile        3  a file of the lake is unreadable or has changed
 └── VerificationRefused   4  a proof failed, and nothing was deleted
 """
 
@@ -38,7 +38,7 @@ class EnvironmentFault(PipelineError):
 
 
 class SpoiltFile(EnvironmentFault):
-    """A file of the lake cannot be read, or is not as it was written."""
+    """A file of the lake cannot be read, or has changed since it was written."""
 
 
 class VerificationRefused(PipelineError):

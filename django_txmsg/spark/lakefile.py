@@ -80,7 +80,7 @@ class LakeFile:
         return lowest <= until and highest > after
 
     def report(self) -> dict[str, Any]:
-        """Return the values of FILE."""
+        """Return the values of the columns of FILE, for a task to report."""
         return {name: getattr(self, name) for name in FILE.fieldNames()}
 
 
@@ -99,8 +99,8 @@ class DayFiles:
 
     `clock` is either the column with the instant that determines a row's day, or one
     day for all rows. `complete` adds columns to the rows before they are written.
-    `ready` is called before a file is created. Rows whose column `apart` is true are
-    written into separate files, with counts in their footers.
+    `ready` is called before a file is created. `apart` names a column. Rows in which
+    this column is true are written into separate files, with counts in their footers.
     """
 
     def __init__(

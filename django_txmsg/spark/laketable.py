@@ -172,8 +172,8 @@ class LakeTable:
     def named(
         self, delta: DeltaTable | None = None, service: str = ""
     ) -> list[LakeFile]:
-        """Return the files that the log names at the version `delta`, by default the
-        current one: those of `service`, by default of all services."""
+        """Return the files of `service` (by default, of all services) that the log
+        names at the version `delta` (by default, the current version)."""
         delta = delta or self.load()
         if delta is None:
             return []

@@ -156,7 +156,7 @@ class Ledger:
         """Delete a batch's rows, and call `advance` for the mark, in one transaction.
         Returns True if the number and the checksum of the deleted rows equal `sums`.
         Otherwise the transaction is rolled back, and False is returned. On PostgreSQL,
-        several purges may run at once, each with its own connection."""
+        several purges may run at the same time, each with its own connection."""
         connection = connect_plain(self.spec)
         try:
             with connection.transaction():
@@ -179,8 +179,8 @@ class Ledger:
     ) -> tuple[int, list[Row]]:
         """Delete each row that equals its copy in the lake. Checksums are compared row
         by row. Returns the number of deleted rows, and the rows that differ from their
-        copies. Rows that the database no longer has are skipped. So is a row that has
-        the same id as its copy, but belongs to another message or stage."""
+        copies. A row is skipped if the database no longer has it, or if the row with
+        this id now belongs to another message or stage."""
         ids = archived.column("id").to_pylist()
         messages = whose(archived)
         if self.spec.vendor == "sqlite":

@@ -45,7 +45,8 @@ class Marks:
         return [Mark(str(uuid.UUID(str(row[0]))), *row[1:]) for row in rows]
 
     def place(self, lake_id: str, lake: str, purged_through: int) -> Mark:
-        """Set the mark of a lake, whatever it was before, and return it."""
+        """Store this mark of a lake in the database, whatever the mark was before, and
+        return the mark."""
         now = self.connection.given(self.connection.clock())
         self.connection.execute(
             f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"

@@ -33,8 +33,8 @@ _RUNS = "django_txmsg_storedrun"
 def remember(connection: Connection, name: str, messages: int, ids: str) -> bool:
     """Record that the run `name` stores these messages: their number, and the sum of
     their ids. Returns True if the name is new. Returns False if a run of this name has
-    already stored these messages. They must not be stored again then, even if they are
-    archived or pruned by now.
+    already stored these messages. The caller must then not store them again, even if
+    they have been archived or pruned since.
 
     Raises UsageError if the name belongs to other messages.
     """

@@ -27,8 +27,8 @@ class Database(ABC):
 
     @abstractmethod
     def connected(self, snapshot: str = "") -> AbstractContextManager[Read]:
-        """Open a connection for several reads. With `snapshot`, they see that
-        snapshot."""
+        """Open a connection for several reads. With `snapshot`, all of these reads see
+        that snapshot."""
 
     def read(
         self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""

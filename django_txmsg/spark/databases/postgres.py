@@ -1,8 +1,8 @@
 """Reads from PostgreSQL with ADBC, which decodes binary COPY into Arrow.
 
-Arrow has no types for `uuid` and `xid8`, so these arrive as bytes. This module converts
-whole columns of them. Reading them as text would take longer than all other columns
-together.
+Arrow has no types for `uuid` and `xid8`, so their values arrive as bytes. This module
+converts a whole column at a time. Reading these columns as text would take longer than
+reading all other columns together.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Postgres(Database):
 
     @contextmanager
     def connected(self, snapshot: str = "") -> Iterator[Read]:
-        """Open a connection for several reads. With `snapshot`, they see this exported
-        snapshot."""
+        """Open a connection for several reads. With `snapshot`, all of these reads see
+        that exported snapshot."""
         from adbc_driver_postgresql import dbapi
 
         # No transaction may stay open between two reads.

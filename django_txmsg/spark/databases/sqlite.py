@@ -38,7 +38,8 @@ class Sqlite(Database):
     @contextmanager
     def connected(self, snapshot: str = "") -> Iterator[Read]:
         """Open a connection for several reads. Each sees a consistent state of the
-        database. A snapshot is another file, so `snapshot` makes no difference."""
+        database. A snapshot of SQLite is a separate database file, so the argument
+        `snapshot` is ignored."""
         with closing(connect_reading(self.path)) as connection:
             yield partial(read_rows, connection)
 

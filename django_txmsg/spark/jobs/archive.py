@@ -348,9 +348,8 @@ class Archiver:
         self, one: Written, through: int | None, before: Future[bool] | None
     ) -> bool:
         """Delete a batch's rows in one transaction, and return True. Return False
-        without deleting if a row has changed, or if the batch before was not deleted
-        either. On SQLite, always return False: the rows are then deleted in small
-        slices."""
+        without deleting if a row has changed, or if the previous batch was not deleted.
+        On SQLite, always return False: the rows are then deleted in small slices."""
         if self.source.vendor == "sqlite":
             return False  # in slices: every other writer waits for us
         mark = self.mark.purged_through if through is None else through

@@ -60,8 +60,8 @@ def usable(
 ) -> dict[LakeFile, Sequence[Line]]:
     """Return the files whose messages can be judged from the counts, with the counts
     that this run needs. No message of such a file took longer than `late_after`. If
-    `since` is given, either all messages of the file were sent before it, or none.
-    Counts of messages that were sent before `since` are left out."""
+    `since` is given, the messages of such a file were either all sent before `since`,
+    or all sent later. Counts of messages that were sent before `since` are left out."""
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else micros(since)
     found: dict[LakeFile, Sequence[Line]] = {}

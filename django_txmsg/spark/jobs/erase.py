@@ -197,8 +197,8 @@ def _ids(
 
 def _queued(connection: Connection, header: str, value: str) -> set[str]:
     """Return the ids of the messages with this header value in the queues of the
-    embedded broker. Such a message may have no outbox row here, because it belongs to
-    another service or its row was pruned."""
+    embedded broker. Such a message may have no outbox row here: it may belong to
+    another service, or its row may have been pruned."""
     rows = connection.rows(
         f"SELECT {_header(connection, wire.MESSAGE_ID)} FROM {_QUEUE}"
         f" WHERE {_header(connection, header)} = %s",
@@ -293,7 +293,7 @@ class EraseOptions:
 @dataclass
 class Erased:
     """The number of erased messages, and the number of deleted rows by table. In a dry
-    run, nothing is erased: these are the numbers that would be."""
+    run, nothing is erased, and these are the numbers that a real run would erase."""
 
     messages: int
     database: dict[str, int]

@@ -82,7 +82,7 @@ class Flows:
 
 def _known_from(log: WholeLog) -> Mapping[str, dt.datetime]:
     """Return the instant from which each service's log is complete. With a lake, this
-    is the service's first day in the lake. Without one, it follows from the
+    is the service's first day in the lake. Without a lake, the instant follows from the
     retention."""
     days: dict[str, dt.date] = {}
     for one in log.files_of("outbox")[1]:

@@ -71,7 +71,8 @@ _STAGED_TASK = struct_of(
 
 @dataclass
 class Stored:
-    """The number of stored messages. In a dry run, the number that would be stored."""
+    """The number of stored messages. In a dry run, the number of messages that a real
+    run would store."""
 
     name: str
     chosen: int
@@ -175,8 +176,8 @@ def choose(
 ) -> DataFrame:
     """Select messages from the lake and from the database. An archive may run at the
     same time: the snapshot of the database is taken before the lake is read, so no
-    message is missed. A message in both is selected once. If `picked` has frames, a
-    message is selected only if every frame contains its id.
+    message is missed. A message in both is selected only once. If `picked` has frames,
+    a message is selected only if every frame contains its id.
 
     Only messages that have ended are selected from the outbox. By default, rows that an
     earlier replay stored are left out, because a replay of everything must not repeat

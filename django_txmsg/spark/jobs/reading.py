@@ -66,7 +66,7 @@ class LiveTask:
 class WholeLog:
     """The message logs of all specified services, each at one instant. The snapshots of
     the databases are taken before the lake is read, so a row that is archived in
-    between is never missed. Such a row is read twice, but counted once."""
+    between is never missed. Such a row is read twice, but counted only once."""
 
     spark: SparkSession
     spec: JobSpec
@@ -147,9 +147,9 @@ class WholeLog:
         since: dt.date | None = None,
         above: Mapping[str, int] | None = None,
     ) -> DataFrame:
-        """Return the rows of a table from databases and lake, each once, with the
-        columns of `struct`. With `since`, rows of earlier days are left out. `above`
-        maps services to batches: only later batches are read from the lake."""
+        """Return the rows of a table from databases and lake, each row only once, with
+        the columns of `struct`. With `since`, rows of earlier days are left out.
+        `above` maps services to batches: only later batches are read from the lake."""
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         there = described.live_struct().fields
@@ -220,8 +220,8 @@ class WholeLog:
         since: dt.date | None = None,
     ) -> DataFrame:
         """Return the lake's rows of the batches after `above`, up to and including
-        `until`. Both map services to batches. With `since`, rows of earlier days are
-        left out."""
+        `until`. Both map services to numbers of batches. With `since`, rows of earlier
+        days are left out."""
         named = [
             one
             for one in self.files_of(table)[1]

@@ -101,8 +101,8 @@ class SweepOptions:
 
 @dataclass
 class Swept:
-    """The numbers of removed and joined files of one table. In a dry run, nothing is
-    removed: these are the numbers that would be."""
+    """The numbers of removed and joined files of one table. In a dry run, no file is
+    changed, and these are the numbers of a real run."""
 
     orphans: int = 0
     replaced: int = 0

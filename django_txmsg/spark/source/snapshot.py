@@ -22,8 +22,8 @@ def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
     that read it.
 
     Pass the options to `spark.read.format("txmsg").options(**options)`, for as many
-    tables as you like. Run the actions inside the block. On PostgreSQL, vacuum cannot
-    remove dead rows while the block runs.
+    tables as you like. Run Spark's actions inside the block. On PostgreSQL, vacuum
+    cannot remove dead rows while the block runs.
     """
     from ..connection import connect  # needs pyarrow
 
@@ -53,8 +53,8 @@ _PREFIX, _COPY = "txmsg-snapshot-", "snapshot.sqlite3"
 
 
 def remove_left_copies() -> None:
-    """Remove the copies of databases that killed processes of this user have left. (A
-    process that makes a copy first locks the directory of the copy.)"""
+    """Remove the copies of databases that killed processes of this user did not remove.
+    (A process that makes a copy first locks the directory of the copy.)"""
     for copy in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_COPY}"):
         with suppress(OSError), _locked(copy.parent):
             shutil.rmtree(copy.parent)

@@ -141,9 +141,9 @@ class LogStream(DataSourceStreamReader):
             return {"position": position, "cluster": self._cluster(connection)}
 
     def tell_standstill(self, position: int) -> None:
-        """Check from time to time whether rows wait for an open transaction, and report
-        it. Raises EnvironmentFault if the transaction is open for longer than
-        `stuckAfter`."""
+        """From time to time, check whether rows wait for an open transaction. If so,
+        report their number. Raises EnvironmentFault if the transaction is open for
+        longer than `stuckAfter`."""
         if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()

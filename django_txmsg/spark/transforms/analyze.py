@@ -140,7 +140,7 @@ def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
 def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFrame:
     """Return BACKLOG rows: for the end of each hour, the number of messages that were
     due, but not dispatched. Messages that were already waiting at `since` are included.
-    Messages that are due after `until` are not."""
+    Messages that are due after `until` are left out."""
     left = sf.coalesce("dispatched_at", "dead_at")
     start = timestamp(since)
     stored, gone, dead = (sf.col(n) for n in ("created_at", "dispatched_at", "dead_at"))
