@@ -93,7 +93,7 @@ def fill(outbox: int, inbox: int, dead: int) -> None:
 
 
 def pages() -> dict[str, str]:
-    """Return the URL of every page, by its name."""
+    """Return a dict with the URLs of all pages. The keys are the pages' names."""
     from django_txmsg.dead_letters import bulk
     from django_txmsg.models import DeadLetter, OutboxMessage
 

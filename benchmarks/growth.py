@@ -4,9 +4,9 @@
 
 Two databases of one server are measured alternately. One is empty before each round.
 The other has ten days of messages in its outbox, and as many in its inbox. The oldest
-day is older than the retention. The relay's broker accepts everything at once, and the
-embedded broker feeds the stage. Then one day is pruned, the tables are vacuumed, and
-the relay is measured again.
+day is older than the retention. The relay's broker accepts everything immediately, and
+the embedded broker feeds the stage. Then one day is pruned, the tables are vacuumed,
+and the relay is measured again.
 
 Ids made by this package begin with the time, so their index entries are next to each
 other. Ids from other senders may be random. Each random id changes a different index

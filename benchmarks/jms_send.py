@@ -59,8 +59,8 @@ def _raw_connection(url: str) -> socket.socket:
 
 
 def raw_pipelined(url: str, count: int, window: int = 1000) -> None:
-    """Send over a bare socket. Many frames are written at once. Up to `window` messages
-    may wait for their receipts."""
+    """Send over a bare socket. Many frames are written together. Up to `window`
+    messages may wait for their receipts."""
     with contextlib.closing(_raw_connection(url)) as connection:
         sent = received = 0
         while received < count:

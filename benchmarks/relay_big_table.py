@@ -5,8 +5,8 @@
     python -m benchmarks.relay_big_table pinned [--messages 200000]
     python -m benchmarks.relay_big_table waiting [--delayed 200000 --parked 100000]
 
-The broker is simulated: it confirms every batch at once, so that only the database's
-part is measured.
+The broker is simulated: it confirms every batch immediately, so that only the
+database's part is measured.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def empty() -> None:
 
 
 def lane() -> Any:
-    """Return a lane whose simulated broker accepts everything at once."""
+    """Return a lane whose simulated broker accepts everything immediately."""
     from django_txmsg.brokers.base import Outgoing
     from django_txmsg.relaying.lane import Lane
 

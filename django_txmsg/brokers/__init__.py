@@ -112,7 +112,8 @@ def find_broker(alias: str) -> Broker | None:
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    """Return all configured brokers of one kind, by alias."""
+    """Return a dict of all configured brokers of one kind. The keys are their
+    aliases."""
     found = {alias: find_broker(alias) for alias in conf.get().BROKERS}
     return {a: one for a, one in found.items() if one is not None and one.kind == kind}
 

@@ -179,8 +179,8 @@ class Broker(abc.ABC):
     """The address of a message server, under an alias.
 
     A broker is thread-safe. It holds no connection and no other object that is unsafe
-    after a fork. Many sessions can be open at once. The attributes declare the broker's
-    abilities. A subclass sets them in its body or in `__init__`.
+    after a fork. Many sessions can be open at the same time. The attributes declare the
+    broker's abilities. A subclass sets them in its body or in `__init__`.
     """
 
     #: The alias of the Django database in which it stores its messages, or None for a
@@ -257,7 +257,7 @@ def acknowledges_now(gathered: int, *, prefetch: int, since: float) -> bool:
     gathered. `since` is the monotonic time of its last acknowledgement.
 
     A busy consumer acknowledges in groups. A crash then causes more duplicates. A slow
-    consumer acknowledges each delivery at once, because some brokers close the
+    consumer acknowledges each delivery immediately, because some brokers close the
     connection of a consumer that leaves a delivery unacknowledged for too long.
     """
     slow = time.monotonic() - since > LONGEST_GROUP

@@ -9,7 +9,7 @@ transaction, it stores none of the messages. The client then sends each message
 separately, so that only the bad message is rejected.
 
 RabbitMQ confirms each message after storing it. So every frame to RabbitMQ asks for a
-receipt, and the client waits for many receipts at once.
+receipt, and the client waits for many receipts together.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class MessageConsumer(Closing):
 
     def close(self, *, delete_subscription: bool = False) -> None:
         """Accept no more deliveries. The broker redelivers unacknowledged messages:
-        ActiveMQ at once, RabbitMQ when the connection ends.
+        ActiveMQ immediately, RabbitMQ when the connection ends.
 
         If the broker does not confirm the end of the subscription, the consumer only
         logs the failure, because the subscription ends with the connection. Raises an

@@ -54,8 +54,8 @@ class Liveness(Closing):
 
     @property
     def error(self) -> MessagingError | None:
-        """The error with which the connection has failed, or ``None`` if it has not
-        failed."""
+        """The error that made the connection fail, or ``None`` if the connection has
+        not failed."""
         return self.link.error
 
     @property
@@ -75,8 +75,7 @@ class Liveness(Closing):
         return self.link.ledger.ignored
 
     def check_usable(self) -> None:
-        """Raise ``IllegalStateError``, or the error with which the connection
-        failed."""
+        """Raise ``IllegalStateError``, or the error that made the connection fail."""
         self.link.check_alive()
         if self._closing:
             raise IllegalStateError("The connection is closed.")

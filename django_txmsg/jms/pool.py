@@ -24,8 +24,8 @@ _NOT_OF_A_POOL = contextlib.nullcontext()
 
 
 class CompletionPool:
-    """Runs tasks on daemon threads. At most ``max_workers`` threads run at once, not
-    counting threads that wait for other tasks."""
+    """Runs tasks on daemon threads. At most ``max_workers`` threads run at the same
+    time, not counting threads that wait for other tasks."""
 
     def __init__(self, max_workers: int = 32, idle_seconds: float = 5.0) -> None:
         """Create a pool without threads. The first task starts a thread."""

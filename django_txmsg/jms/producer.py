@@ -98,8 +98,8 @@ class MessageProducer(Closing):
         delivery: Delivery | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send, and return when the frame is queued. The listener is called once with
-        the outcome.
+        """Send, and return when the frame is queued. The listener is called exactly
+        once, with the outcome.
 
         Blocks while the session's window is full. Raises ``WindowFullError`` if the
         window is still full after the timeout. In this case the message was not

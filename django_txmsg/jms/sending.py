@@ -46,8 +46,8 @@ class SendingSession(Closing):
     # -- state --------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise ``IllegalStateError`` if the session is closed, or the error with which
-        the connection has failed."""
+        """Raise ``IllegalStateError`` if the session is closed, or the error that made
+        the connection fail."""
         if self.closing:
             raise IllegalStateError("The session is closed.")
         self.link.check_alive()

@@ -72,8 +72,8 @@ class Window:
         Raises ``WindowFullError``, or the error that ``check`` raises after a wait.
 
         A callback must not wait for room, because room becomes free only after the
-        callback returns. Instead, callbacks have a much higher limit, and get
-        ``WindowFullError`` at once if they reach it.
+        callback returns. Instead, callbacks have a much higher limit, and immediately
+        get ``WindowFullError`` if they reach it.
         """
         if completion.is_running_for(self._link):
             most = max(16 * self._messages, _HARD_CAP)

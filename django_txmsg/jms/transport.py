@@ -68,7 +68,8 @@ class FrameListener(Protocol):
 
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
-    """One TCP or TLS connection to one address, used once."""
+    """One TCP or TLS connection to one address. Each object is used for only one
+    connection."""
 
     def __init__(
         self,

@@ -49,8 +49,8 @@ class Results:
     def save(
         self, name: str, struct: t.StructType, frame: DataFrame, *, few: bool = False
     ) -> int:
-        """Write a DataFrame with one log entry, so that all rows become visible at
-        once. With `few`, the driver writes the rows, without Spark tasks."""
+        """Write a DataFrame with one log entry, so that all rows become visible at the
+        same time. With `few`, the driver writes the rows, without Spark tasks."""
         Lake(self.lake, create=self.makes_lake)
         if not few:
             return self._commit(name, struct, self.write(name, struct, frame))

@@ -77,7 +77,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The state with which the run would end now."""
+        """The state that would be recorded if the run ended now."""
         if self.refused:
             return "refused"
         if self.put_off:

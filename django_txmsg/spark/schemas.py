@@ -83,12 +83,12 @@ class Column:
 
     @property
     def selected(self) -> str:
-        """The SQL expression with which PostgreSQL reads the column."""
+        """The SQL expression that PostgreSQL evaluates to read the column."""
         return f'{self.sql}{_CASTS.get(self.kind, "")} AS "{self.name}"'
 
     @property
     def hashed(self) -> str:
-        """The SQL expression with which PostgreSQL hashes the column."""
+        """The SQL expression that PostgreSQL evaluates to hash the column."""
         return f"{self.sql}{_HASHED.get(self.kind, '')}"
 
 

@@ -174,7 +174,7 @@ class _Hurry(threading.Event):
     that a test does not wait."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Return at once."""
+        """Return immediately, without waiting."""
         return self.is_set()
 
 

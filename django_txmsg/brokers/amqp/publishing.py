@@ -1,4 +1,4 @@
-"""Hop 4 over AMQP: sends many messages at once, and waits for the confirm of each
+"""Hop 4 over AMQP: sends many messages together, and waits for the confirm of each
 message.
 
 The messages of a channel are numbered. A confirm contains a number, and covers only

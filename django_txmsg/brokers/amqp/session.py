@@ -42,7 +42,7 @@ class Acknowledgements:
 
     If many deliveries arrive, the session acknowledges them in groups. A crash then
     causes more duplicates. If few deliveries arrive, the session acknowledges each of
-    them at once, because RabbitMQ closes the connection of a consumer that leaves a
+    them immediately, because RabbitMQ closes the connection of a consumer that leaves a
     delivery unacknowledged for too long.
     """
 

@@ -2,8 +2,8 @@
 
 After a signal, the process finishes the messages in progress and ends. A handler may
 take as long as it needs. But if no handler has run for `PATIENCE` seconds, the process
-must be waiting for a server that does not answer. The process then exits at once, and
-other processes take over its unfinished messages.
+must be waiting for a server that does not answer. The process then exits immediately,
+and other processes take over its unfinished messages.
 """
 
 from __future__ import annotations

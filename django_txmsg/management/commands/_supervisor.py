@@ -4,9 +4,9 @@ signals.
 The parent keeps no connection open. A child is a new process of the same command, so it
 imports the project's code as it is when the child starts.
 
-SIGTERM and SIGINT drain and end all children. A second signal ends them at once. SIGHUP
-replaces the children one after the other: the parent stops the next child only after
-the previous child's replacement has started to work.
+SIGTERM and SIGINT drain and end all children. A second signal ends them immediately.
+SIGHUP replaces the children one after the other: the parent stops the next child only
+after the previous child's replacement has started to work.
 """
 
 from __future__ import annotations

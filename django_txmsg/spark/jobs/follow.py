@@ -205,8 +205,9 @@ class Follower:
         return self.telling.firing
 
     def work(self) -> None:
-        """Run rounds until stopped, or one round with `once`. Raises UsageError. Other
-        errors are raised only with `once`; without it, `follow` tries again."""
+        """Run rounds until stopped, or only one round if `once` is true. Raises
+        UsageError. Other errors are raised only if `once` is true. Otherwise, `follow`
+        tries again."""
         try:
             while not self.stop.is_set():
                 try:

@@ -183,8 +183,8 @@ def listeners(
 
 
 def known_listeners(rows: Iterable[Listener]) -> list[Listener]:
-    """Return each recorded interval once. For an interval that has ended, the lake has
-    two rows: one without and one with its end."""
+    """Return each recorded interval only once. For an interval that has ended, the lake
+    has two rows: one without and one with its end."""
     ends: dict[tuple[str, str, dt.datetime], dt.datetime | None] = {}
     for one in rows:
         key = _known_by(one)

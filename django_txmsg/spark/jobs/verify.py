@@ -1,5 +1,5 @@
-"""`verify`: checks that the lake matches its log, contains each row once, and contains
-no row that is also in the database.
+"""`verify`: checks that the lake matches its log, contains each row only once, and
+contains no row that is also in the database.
 
 It reads every file. Each file must exist and have as many rows as the log says. Each
 batch must have the checksum that was recorded when it was archived.

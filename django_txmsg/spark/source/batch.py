@@ -1,4 +1,4 @@
-"""Reads a table once, divided into partitions by id.
+"""Reads a table for a batch query, divided into partitions by id.
 
 With a named snapshot, any number of partitions see the same state. Without one, there
 is a single partition, because two statements could see different states.

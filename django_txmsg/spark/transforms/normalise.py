@@ -1,5 +1,5 @@
-"""Merges rows from the lake and from databases into one log with each row once. Also
-converts instants to Spark expressions."""
+"""Merges rows from the lake and from databases into one log that contains each row only
+once. Also converts instants to Spark expressions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def timestamp(value: dt.datetime) -> Column:
 def whole_log(
     frames: Sequence[DataFrame], struct: t.StructType, *, twice: bool = True
 ) -> DataFrame:
-    """Return the union of `frames` with the columns of `struct`, each row once.
+    """Return the union of `frames` with the columns of `struct`, each row only once.
 
     Between the commit and the purge of a batch, its rows are both in the lake and in
     the database. Two such rows have the same service, id and message id. (If a message
