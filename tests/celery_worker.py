@@ -1,4 +1,5 @@
-"""A real Celery worker as a process, on a real broker and the database of the test."""
+"""Runs a real Celery worker in its own process, with a real broker and the test's
+database."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class _Link:
             end.close()
 
     def receive(self, source: socket.socket) -> bytes:
-        """Return the next bytes from `source`, or b"" once the stream has ended or the
+        """Return the next bytes from `source`, or b"" if the stream has ended or the
         link is cut."""
         while not self.cut:
             with contextlib.suppress(TimeoutError):

@@ -46,8 +46,8 @@ def test_relay_and_consume_once_end_by_themselves(
 def test_once_waits_for_a_broker_that_is_slow_to_answer(
     manage: Manage, destination: str, activemq: services.ActiveMQ
 ) -> None:
-    """A consumer that is still connecting is not idle. It is idle once it has connected
-    and received nothing."""
+    """A consumer that is still connecting is not idle. It counts as idle only after it
+    has connected and has received nothing."""
     with (
         txmsg(BROKERS={"default": {"URL": activemq.url()}}),
         Proxy(activemq.port) as proxy,

@@ -1,6 +1,6 @@
 """One service uses ordered keys, a rate, replaced messages and several child processes,
-while the children and the parent are killed. Each message is processed once, and in
-order where its stage is ordered."""
+while the children and the parent are killed. Each message is processed once. An ordered
+stage processes its messages in order."""
 
 from __future__ import annotations
 

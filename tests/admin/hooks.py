@@ -1,5 +1,5 @@
-"""Hooks for processes that these tests start. A hook stops its process at a step, or
-declares stages."""
+"""Hooks for processes that these tests start. A hook makes its process wait at a step,
+or declares stages."""
 
 from __future__ import annotations
 

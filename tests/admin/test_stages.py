@@ -1,4 +1,4 @@
-"""The page of the stages: their state, and pausing them."""
+"""The page of the stages shows their states. An operator can pause a stage there."""
 
 from __future__ import annotations
 

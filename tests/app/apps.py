@@ -9,7 +9,7 @@ from django.utils.module_loading import import_string
 
 
 class TestAppConfig(AppConfig):
-    """`tests.app` in INSTALLED_APPS."""
+    """The configuration of the app `tests.app`."""
 
     name = "tests.app"
     label = "app"

@@ -292,7 +292,8 @@ class SendsMoreThanItsPrefetch(Wrong):
 
 
 class Suite(BrokerSuite):
-    """The suite for one class of sessions, one test at a time."""
+    """The broker suite for one class of sessions. The tests of this file call the
+    suite's tests one by one."""
 
     holds_back = False
     held_for = 2.0
@@ -311,7 +312,7 @@ class Suite(BrokerSuite):
 
 
 def held(entry: bytes) -> Delivery:
-    """Return a delivery to acknowledge."""
+    """Return a delivery with this entry, which a session can acknowledge."""
     return Delivery("", {}, b"", False, "", entry)
 
 

@@ -150,7 +150,7 @@ def test_first_example_has_a_consumer_for_its_message(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_each_row_belongs_to_a_table(page: Path) -> None:
-    """No row of a table follows an empty line, because it would be shown as text."""
+    """No row of a table follows an empty line. Such a row would be shown as text."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.M)
     tables = re.findall(r"(?:^ *\|.*\n)+", text, re.MULTILINE)
 

@@ -25,7 +25,7 @@ SOON = 30.0
 
 @pytest.fixture(scope="module")
 def permitted(rabbitmq: services.RabbitMQ) -> services.RabbitMQ:
-    """The RabbitMQ server after the commands of the page."""
+    """The RabbitMQ server on which the page's commands have been run."""
     for command in COMMANDS:
         # As an argument: 4.3 cannot read it from a pipe.
         password = ["secret"] if command[0] == "add_user" else []

@@ -127,7 +127,7 @@ class Project:
         return done.stdout
 
     def environ(self) -> dict[str, str]:
-        """Return the environment variables of a user."""
+        """Return the environment variables that a user would have."""
         ours = ("DJANGO_", "TXMSG_", "PYTEST_", "COVERAGE_")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         return {

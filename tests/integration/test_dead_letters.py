@@ -164,7 +164,8 @@ def test_many_of_one_failure_have_one_fingerprint() -> None:
 
 @pytest.fixture
 def no_table() -> Iterator[Callable[[], None]]:
-    """Rename the table of dead letters. The returned function restores its name."""
+    """Rename the table of dead letters. The returned function restores the table's
+    name."""
     table = DeadLetter._meta.db_table
 
     def rename(old: str, new: str) -> None:

@@ -1,4 +1,5 @@
-"""Some messages are sent right after a commit, and others are left to the relay."""
+"""A process sends some of its messages right after their commit. The relay sends the
+others."""
 
 from __future__ import annotations
 
@@ -261,8 +262,9 @@ def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
 def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silence(
     broker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python 3.12 and later start no new threads while the interpreter exits. A message
-    whose dispatch needs a new thread is left to the relay, without a warning."""
+    """Python 3.12 and later start no new threads while the interpreter exits. If the
+    dispatch of a message needs a new thread, the relay dispatches the message, and no
+    warning is logged."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

@@ -7,7 +7,7 @@
   `test_the_first_who_resumes_is_the_only_one`.
 - The first message to commit continues the run, not the first to arrive:
   `test_an_unreadable_answer_does_not_disarm_the_deadline`, one here.
-- If a flow has gone on, it closes the dead letters of its messages: two here.
+- A flow that continues closes the dead letters of its messages: two here.
 - A deadline is a column of the run, and each time-out is one message: one here.
 - A signal locks the run's row too, between two steps:
   `test_a_signal_replaces_what_the_run_waits_for`,
@@ -17,7 +17,7 @@
 - `within=` is required: one here.
 - A request expires with its deadline, and then no message is buried: three here.
 - An undo is registered in the transaction that sends its request: two here.
-- An undo runs if its request was done, once, and never before the request:
+- An undo runs only if its request was done. It runs once, never before the request:
   `test_a_deadline_goes_on_once_and_revokes_what_has_not_come`,
   `test_an_answer_that_is_late_is_dropped_and_what_was_done_is_undone`,
   `test_an_undo_waits_for_a_request_in_progress_and_reverses_it`,

@@ -86,8 +86,8 @@ def test_a_returned_copy_drops_the_brokers_headers() -> None:
     "trace", ["", "x" * 70_000, "00-zz-b7-01", f"{TRACE}\n", TRACE.upper()]
 )
 def test_inherited_foreign_headers_fit_their_columns(trace: str) -> None:
-    """A correlation id that is too long is cut off, and an invalid trace context is not
-    inherited."""
+    """A correlation id that is too long is truncated, and an invalid trace context is
+    not inherited."""
     long = "ü" * 3000
 
     def handler(message: Message) -> None:

@@ -43,8 +43,8 @@ def headers(
 
 
 def chain(stage: Stage, count: int, body: bytes = b"1") -> uuid.UUID:
-    """Put `count` messages of one key into the stage's queue, but not their
-    predecessor. Return the id of the predecessor."""
+    """Put `count` messages of one key into the stage's queue. The predecessor of the
+    first message is missing. Return the missing message's id."""
     first = before = uuid.uuid4()
     for number in range(count):
         own = uuid.uuid4()

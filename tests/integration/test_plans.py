@@ -68,7 +68,7 @@ def store(count: int) -> None:
 
 def read_for(work: Callable[[], Any], verb: str = "") -> int:
     """Return how many rows the executed statements read, added up over all nodes of
-    their plans. With `verb`, count only the statements that begin with it."""
+    their plans. If `verb` is given, count only the statements that begin with it."""
     said: list[Any] = []
 
     def explained(execute: Any, sql: str, params: Any, *rest: Any) -> Any:

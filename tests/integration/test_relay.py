@@ -168,7 +168,8 @@ def test_a_lost_lease_is_counted_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another relay has claimed the rows of a late relay. Because of the fencing token,
-    the late relay does not settle them. It counts the lost lease."""
+    the late relay does not settle them. The late relay counts and logs the lost
+    leases."""
     lost: list[int] = []
     other = uuid.uuid4()
     real = DatabaseSession.send

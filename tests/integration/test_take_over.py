@@ -1,4 +1,5 @@
-"""A project migrates its rows, senders and receivers from django-outbox-pattern."""
+"""A project migrates from django-outbox-pattern, with its rows, senders and
+receivers."""
 
 from __future__ import annotations
 

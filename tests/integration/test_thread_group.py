@@ -161,8 +161,9 @@ def test_a_handlers_own_keyboard_interrupt_fails_its_message_and_ctrl_c_still_st
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ctrl_c_in_a_test_ends_the_test(batch: int) -> None:
-    """In a test, the stage runs in the main thread, where Python raises Ctrl-C. The
-    exception ends the test, and no message is buried."""
+    """In a test, the stage runs in the main thread, where Python raises
+    KeyboardInterrupt for Ctrl-C. The exception ends the test, and no message is
+    buried."""
 
     def pressed(message: Message) -> None:
         signal.raise_signal(signal.SIGINT)

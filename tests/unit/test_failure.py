@@ -1,5 +1,5 @@
-"""The stored part of an exception is enough to understand the failure, and small enough
-to store."""
+"""What the package stores of an exception is enough to understand the failure, and is
+not too large."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MIDDLEWARE = ["django_txmsg.middleware.OutboxMiddleware"]
 
 
 def txmsg(**http: Any) -> dict[str, Any]:
-    """Return settings whose broker is in the second database."""
+    """Return settings for a broker whose messages are in the second database."""
     return {
         "SERVICE": "web",
         "BROKERS": {"default": {"URL": "database://other?poll=0.01"}},

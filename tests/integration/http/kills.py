@@ -1,6 +1,6 @@
 """Hooks that kill or stop a web process once, at an exact step of a request.
 
-The steps have the numbers of docs/explanation/http-outbox.md.
+The steps are numbered as in docs/explanation/http-outbox.md.
 """
 
 from __future__ import annotations

@@ -456,9 +456,9 @@ def test_broker_gets_one_control_message_per_window(grouped, destination) -> Non
 def test_a_standby_reports_no_outcome_until_it_is_promoted(
     postgres: PostgreSQL,
 ) -> None:
-    """A standby cannot see the primary's locks, so it reports no outcome. Once
-    promoted, it reports that the group has ended, because all earlier transactions have
-    ended."""
+    """A standby cannot see the primary's locks, so it reports no outcome. After its
+    promotion, it reports that the group has ended, because all earlier transactions
+    have ended."""
     one, long_ago = uuid.uuid4(), timezone.now() - dt.timedelta(hours=1)
     standby, asked = Standby(postgres), []
     here, there = (server.url("postgres") for server in (postgres, standby))

@@ -1,6 +1,6 @@
 """Web processes are killed at every step of a request. A consumer runs, but no relay.
 
-A committed message arrives and has its effects once. A message that was not committed
+A committed message arrives, and takes effect once. A message that was not committed
 never arrives.
 """
 

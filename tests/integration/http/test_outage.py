@@ -33,7 +33,8 @@ def proxy(activemq: ActiveMQ) -> Iterator[Proxy]:
 def serve(
     activemq: ActiveMQ, proxy: Proxy, destination: str
 ) -> Iterator[Callable[..., override_settings]]:
-    """Return settings whose broker can be cut off."""
+    """Return a function that creates settings. The settings' broker is behind a proxy,
+    so that a test can cut the connections."""
 
     def settings(**http: Any) -> override_settings:
         return override_settings(

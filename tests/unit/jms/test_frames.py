@@ -1,5 +1,5 @@
-"""Encoding and parsing frames: any split of the data, all escapes, no injection, no
-crash."""
+"""Frames are encoded and parsed correctly: with all escapes, with data that is split
+anywhere, without an injection and without a crash."""
 
 from __future__ import annotations
 

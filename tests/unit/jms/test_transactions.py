@@ -20,8 +20,8 @@ PROFILES = ["classic", "artemis", "rabbitmq"]
 
 
 def commands(broker: ScriptedBroker) -> list[str]:
-    """Return the commands that the client has sent after CONNECT, without those of
-    barriers."""
+    """Return the commands that the client has sent after CONNECT, except the commands
+    for barriers."""
     return [
         frame.command
         for frame in broker.received("*")
