@@ -4,8 +4,8 @@
 
 The first bare producer is py-amqp without a database. It sends messages from memory
 over as many connections as the relay has lanes, and with as many unconfirmed messages
-at a time. The second one waits for the confirm of each message, like py-amqp's
-`basic_publish_confirm`.
+at a time as the relay. The second one waits for the confirm of each message, like
+py-amqp's `basic_publish_confirm`.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ def consume(
     **stage: Any,
 ) -> float:
     """Return the rate at which a stage consumes `count` waiting messages. If `beside`
-    is given, another stage runs at the same time. `beside` is its name and its
-    destination. With `empty`, the tables are emptied first."""
+    is given, another stage runs at the same time. `beside` is the name and the
+    destination of that other stage. With `empty`, the tables are emptied first."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing

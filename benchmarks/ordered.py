@@ -4,7 +4,8 @@ unordered ones, and the relay with and without links between the messages of a k
     python -m benchmarks.ordered [--messages 3000] [--rounds 3] [--followers 1000000]
         [--only keys|relay|followers]
 
-Each message comes from ActiveMQ, inserts one row in PostgreSQL and sends one message.
+A stage receives the messages from ActiveMQ. For each message, its handler inserts one
+row in PostgreSQL and sends one message.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compares the pipeline with simpler ways to do the same. They run alternately on one
-database.
+"""Compares the pipeline with simpler ways to do the same work. The pipeline and the
+other ways run alternately on one database.
 
     python benchmarks/spark_pipeline.py [--rows 2000000] [--turns 3] [--only archive,…]
 

@@ -77,8 +77,8 @@ def django(
 
 
 def peer(mode: str, broker_url: str, count: int) -> float:
-    """Return how many messages django-outbox-pattern 3.2.1 sends per second. It runs in
-    a separate environment, which is created on demand."""
+    """Return how many messages django-outbox-pattern 3.2.1 sends per second. That
+    package runs in a separate environment, which is created on demand."""
     home = Path(tempfile.gettempdir()) / "txmsg-bench-peer"
     python = home / "bin" / "python"
     if not python.exists():

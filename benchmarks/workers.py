@@ -181,8 +181,8 @@ class Figures:
         print(f"  {step}: {name}: {said} {took}", file=sys.stderr, flush=True)
 
     def table(self, names: list[str]) -> None:
-        """Print one row for each contender: the medians of its figures, and the first
-        contender's rate divided by its own."""
+        """Print one row for each contender: the medians of its figures, and the rate of
+        the first contender divided by the rate of this contender."""
         ours = self._all(names[0], "rate")
         print(f"\nworkers: medians; {len(ours)} rounds")
         print(f"{'':27}" + "".join(f"{title:>9}" for _, title, _ in COLUMNS), end="")

@@ -37,8 +37,8 @@ def audit(
     request: HttpRequest, subject: Model, deed: Deed, text: str, *, count: int = 1
 ) -> None:
     """Record the user's action on the row `subject`, in the audit and in Django's admin
-    log. Call this within `audited()`. `count` is the number of rows that the user was
-    shown."""
+    log. Call this within `audited()`. `count` is the number of rows that the page
+    showed to the user."""
     user: Any = request.user
     operation = subject if isinstance(subject, BulkOperation) else None
     AuditEntry.objects.db_manager(subject._state.db).record(

@@ -185,7 +185,7 @@ class DeadLetterAdmin(MessageAdmin):
         return super().get_queryset(request).defer("traceback")
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[MessageList]:
-        """Return the list class with the query for a bulk operation."""
+        """Return the list class that provides the query of a bulk operation."""
         return LetterList
 
     def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:

@@ -54,7 +54,7 @@ class MessageConsumer(Closing):
         on_received: Callable[[Message], None],
         on_closed: Callable[[MessageConsumer], None],
     ) -> None:
-        """Check the options, without contacting the broker; ``subscribe`` does that.
+        """Check the options. Only ``subscribe`` contacts the broker.
 
         The consumer calls ``on_received`` for each received message, and ``on_closed``
         when it is closed.

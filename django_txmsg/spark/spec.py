@@ -186,8 +186,8 @@ class Subscription:
 class JobSpec:
     """Everything that a job needs to know about the services and the lake.
 
-    Jobs use the first service by default. `retention` maps a table to the days for
-    which its settled rows stay in the database.
+    Jobs use the first service by default. `retention` maps a table to the number of
+    days for which its settled rows stay in the database.
     """
 
     services: tuple[SourceSpec, ...] = ()

@@ -47,8 +47,8 @@ class Order(models.Model):
 
 
 class Approval(models.Model):
-    """An order that waits for approval. Anyone who has the token can continue its
-    flow."""
+    """An order that waits for approval. Anyone who has the token can continue the
+    order's flow."""
 
     order = models.CharField(max_length=16, unique=True)
     token = models.CharField(max_length=80)

@@ -149,7 +149,8 @@ class WholeLog:
     ) -> DataFrame:
         """Return the rows of a table from databases and lake, each row only once, with
         the columns of `struct`. With `since`, rows of earlier days are left out.
-        `above` maps services to batches: only later batches are read from the lake."""
+        `above` maps services to numbers of batches: only later batches are read from
+        the lake."""
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         there = described.live_struct().fields
