@@ -263,11 +263,11 @@ class Market:
 
 
 def judge(total: int) -> str:
-    """Check all flows, and return their numbers by outcome as text.
+    """Check all flows, and return the number of flows for each outcome, as text.
 
-    Each flow was answered once, after all its work. Each failed flow was undone once,
-    newest step first. No run and no undo is open. The only open dead letters are those
-    of refused requests.
+    Each flow must have been answered once, after all its work. Each failed flow must
+    have been undone once, newest step first. No run and no undo may be open. Only dead
+    letters of refused requests may be open.
     """
     found: dict[int, list[str]] = defaultdict(list)
     for name in Effect.objects.order_by("id").values_list("name", flat=True):

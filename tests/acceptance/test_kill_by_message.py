@@ -1,5 +1,5 @@
-"""A message kills its worker at each attempt. It is buried after the same number of
-attempts as a message whose handler fails."""
+"""The handler of a message kills the worker at each attempt. The message is buried
+after the same number of attempts as a message whose handler fails."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def deadly() -> None:
 def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
     batch: int, manage: Manage, destination: str
 ) -> None:
-    """A message kills its worker at each attempt. It is buried after the usual number
-    of attempts, and the other messages of its batch are processed. The attempt in a
-    batch is not counted, because it does not show which message killed the worker."""
+    """The handler of a message kills the worker at each attempt. The message is buried
+    after the usual number of attempts, and the other messages of its batch are
+    processed. The attempt in a batch is not counted, because it does not show which
+    message killed the worker."""
     settings = {
         **IMPATIENT,
         "BROKERS": {"default": {"URL": "database://?poll=0.01&lease=1"}},
@@ -85,9 +86,9 @@ def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
 def test_message_of_one_attempt_survives_death_of_its_batch_worker(
     manage: Manage, destination: str
 ) -> None:
-    """A stage allows only one attempt. The first message of a batch kills the worker
-    before the other messages have run. Only the first message is buried; later workers
-    process the others."""
+    """A stage allows only one attempt. The handler of a batch's first message kills the
+    worker before the other messages have run. Only the first message is buried; later
+    workers process the others."""
     settings = {
         **IMPATIENT,
         "BROKERS": {"default": {"URL": "database://?poll=0.01&lease=1"}},

@@ -93,7 +93,8 @@ class Traffic:
         return [one.output[-2000:] for one in self.workers]
 
     def finish(self) -> None:
-        """Check that each message was processed once, in the order of its key."""
+        """Check that each message was processed once, and the messages of each key in
+        order."""
         # The claim of a killed worker has a lease. End it instead of waiting.
         asked(
             lambda: InboxMessage.objects.filter(lease_until__isnull=False).update(

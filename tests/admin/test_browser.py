@@ -1,5 +1,5 @@
-"""An operator's use of the pages in a real browser, beyond what the test client can
-check."""
+"""An operator uses the pages in a real browser. The tests check what Django's test
+client cannot check."""
 
 from __future__ import annotations
 

@@ -148,9 +148,9 @@ def test_without_workers_finished_periods_are_counted_once(db: None) -> None:
 def test_a_place_behind_many_newer_rows_is_shown(
     viewer: Client, declared: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A place was first active a minute ago, so no worker has stored the place's counts
-    yet. Its only row is not among the newest rows that the overview reads. The overview
-    still shows the place."""
+    """A place (a stage or a destination) was first active a minute ago, so no worker
+    has stored the place's counts yet. Its only row is not among the newest rows that
+    the overview reads. The overview still shows the place."""
     monkeypatch.setattr(recent, "RECENT", 3)
     declared("parcels.send")
     factories.OutboxMessageFactory(

@@ -126,7 +126,7 @@ async def note_async(text: str) -> str:
 
 @task(takes_context=True)
 def fail_until(context: Any, attempt: int, text: str) -> int:
-    """Do work, and fail until the attempt with the number `attempt`."""
+    """Do work. Fail at each attempt before the one with the number `attempt`."""
     Effect.objects.create(name=text)
     if context.attempt < attempt:
         raise ValueError(f"attempt {context.attempt}")

@@ -1,7 +1,7 @@
 """The blocks of each how-to page work as a project, in their order, with nothing
 overridden.
 
-So the tests combine features like a user, and find faults between features.
+So the tests combine features as a user does, and find faults between features.
 """
 
 from __future__ import annotations

@@ -72,8 +72,9 @@ def no_words(length: int) -> str:
 def test_header_longer_than_an_index_row_stops_no_stage(
     name: str, options: dict[str, str]
 ) -> None:
-    """A header is longer than 2,704 bytes, the longest index row of PostgreSQL. The
-    dead letter contains the complete header, and the stage continues."""
+    """A header is longer than 2,704 bytes, the maximum size of an index row in
+    PostgreSQL. The dead letter contains the complete header, and the stage
+    continues."""
     headers = {**JSON, name: no_words(12_000)}
     with declared(Script(*[ValueError("no")] * 3), **options) as stage:
         put(stage.destination, b"1", headers)

@@ -159,9 +159,9 @@ def test_an_operational_error_costs_only_its_member_an_attempt() -> None:
 
 
 def test_redelivered_messages_run_outside_of_a_batch() -> None:
-    """A message may kill the worker that runs its batch. The next attempt of each
-    message of the batch runs outside a batch, so the other messages are affected only
-    once."""
+    """The handler of a message may kill the worker that runs the batch. The next
+    attempt of each message of the batch runs outside a batch, so the other messages are
+    affected only once."""
     together: list[int] = []
     attempts: list[list[int]] = []
 

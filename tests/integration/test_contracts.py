@@ -392,7 +392,7 @@ def test_every_command_is_a_verb() -> None:
 
 def test_the_example_project_keeps_its_contract(tmp_path: Path) -> None:
     """`contracts check` accepts the example project. It finds the contract file beside
-    manage.py, from any directory."""
+    manage.py, whatever the current directory is."""
     done = subprocess.run(
         [sys.executable, PROJECT / "manage.py", "txmsg", "contracts", "check"],
         cwd=tmp_path,

@@ -108,9 +108,9 @@ def trials(
 ) -> Callable[[], int]:
     """Return a function that counts the outages of this process.
 
-    In a soak, the package logs nothing. pytest would keep each log record with its
-    exception, which contains the bodies of the tried messages. Within an hour these
-    would fill the memory.
+    During a soak, the package's logging is switched off. Otherwise pytest would keep
+    each log record with its exception, which contains the bodies of the tried messages.
+    Within an hour, these records would fill the memory.
     """
     if request.node.get_closest_marker("soak"):
         caplog.set_level(logging.CRITICAL, "django_txmsg")

@@ -1,7 +1,7 @@
 """LISTEN and NOTIFY wake waiting processes, but no message depends on them.
 
-Here the processes poll only once in ten minutes. So a notification causes everything
-that happens sooner.
+Here the processes poll only once in ten minutes. If something happens sooner, a
+notification has caused it.
 """
 
 from __future__ import annotations

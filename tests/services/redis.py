@@ -1,4 +1,4 @@
-"""A Redis server that keeps all confirmed writes when it is killed."""
+"""A Redis server that keeps all confirmed writes even if it is killed."""
 
 from __future__ import annotations
 

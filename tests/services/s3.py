@@ -1,4 +1,4 @@
-"""An S3 server of the library moto. It supports conditional writes, and accepts any
+"""An S3 server from the library moto. It supports conditional writes, and accepts any
 access key."""
 
 from __future__ import annotations

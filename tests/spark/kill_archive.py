@@ -26,7 +26,7 @@ DIFFERING = ("settled", "amending", "amended")
 
 def main(plan: list[dict[str, Any]]) -> None:
     """Run all archives at the same time. Each one waits at its step. When all of them
-    are there, kill the process group."""
+    have reached their steps, kill the process group."""
     spark = build("kill", {"spark.master": "local[2]"})
     arrived = threading.Semaphore(0)
 

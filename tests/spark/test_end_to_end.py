@@ -133,9 +133,9 @@ def play(services: ThreeServices, lake: LakeSpec, tmp_path: Path, orders: int) -
 
 
 def assert_orders_came_through(services: ThreeServices, orders: int) -> None:
-    """Check that every order was shipped, and charged once. Orders whose payment fails
-    must be neither shipped nor charged. Orders whose message was repeated after the
-    archive must be charged twice."""
+    """Check that every order was shipped and was charged once, with two exceptions.
+    Orders whose payment fails must be neither shipped nor charged. Orders whose message
+    was repeated after the archive must be charged twice."""
     open_orders = services.ask(
         "shop", "SELECT number FROM orders_order WHERE status <> 'shipped'"
     )

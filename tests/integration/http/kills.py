@@ -1,4 +1,4 @@
-"""Hooks that kill or stop a web process once, at an exact step of a request.
+"""Hooks that kill or suspend a web process once, at an exact step of a request.
 
 The steps are numbered as in docs/explanation/http-outbox.md.
 """
