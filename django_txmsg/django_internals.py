@@ -318,8 +318,8 @@ class LateAtomic:
             connection.run_and_clear_commit_hooks()
 
     def forget(self) -> None:
-        """Leave the block in a child process that was forked before the transaction
-        began. No code in the child would commit the block."""
+        """Exit the block in a child process that was forked inside it, before the
+        transaction began. In the child, no other code exits the block."""
         connection = self._connection
         self._wait_no_more()
         connection.in_atomic_block = connection.needs_rollback = False

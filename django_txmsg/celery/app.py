@@ -22,9 +22,9 @@ log = logging.getLogger("django_txmsg.celery")
 class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without type hints
     """A task whose calls inside a transaction are sent only if the transaction commits.
 
-    Use this class for apps that keep Celery's own class, with
-    `task_cls="django_txmsg.celery:TransactionalTask"`. In such an app, `send_task()`
-    and signatures of unregistered tasks bypass the outbox.
+    If an app must be an instance of `celery.Celery` itself, pass
+    `task_cls="django_txmsg.celery:TransactionalTask"` to the app. In such an app,
+    `send_task()` and signatures of unregistered tasks bypass the outbox.
     """
 
     def apply_async(

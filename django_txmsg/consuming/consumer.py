@@ -232,11 +232,11 @@ class Consumer:
                 del self._new[name]
 
     def _watch(self, using: str, once: bool = False) -> None:
-        """Until stopped, wake the threads of one database's stages for due parked
-        messages, and stop the messages that operators want to stop. In the database of
-        the operators' requests, also carry out the other requests, check the limits of
-        the process and write heartbeats. With `once`, return when nothing is left to
-        do."""
+        """Watch one database until stopped. When a parked message is due, wake the
+        threads of its stage. Stop the messages that operators have asked to stop. If
+        this database contains the operators' requests, also carry out the other
+        requests, check the limits of the process and write heartbeats. With `once`,
+        return when nothing is left to do."""
         home = using == self._home
         threads = [thread for thread in self.threads if thread.using == using]
         look_at, obey_at = 0.0, 0.0

@@ -1,17 +1,17 @@
-"""Hop 1's check whether a message with the same `unique` key is already pending.
+"""Checks, in hop 1, whether a message with the same `unique` key is already pending.
 
 A partial unique index of the outbox reserves the key from the row's INSERT until a
 relay claims the row, or until the message is cancelled or expires. With
-`unique_until="processed"` a dispatched row keeps its key. The next transaction that
-wants the key checks in the inbox whether the message was processed, so relays and
-consumers do no extra work.
+`unique_until="processed"` a dispatched row keeps its key. When another transaction
+wants to use the key, that transaction looks in the inbox to see whether the message was
+processed, so relays and consumers do no extra work.
 
-A transaction that wants a key waits for any open transaction that has stored a message
-with the key. If the waiting transaction then skips its own message, it locks the
-pending message until the transaction ends. So the pending message is not cancelled
-meanwhile, and its receiver sees the changes of both transactions. The pending message
-also expires no sooner than the skipped message would have expired. A message that
-replaces a pending message cancels it in the same transaction.
+Suppose that transaction A has stored a message with the key and is still open. If
+transaction B wants to use the same key, B waits for the end of A. If B then skips its
+own message, B locks A's pending message until B ends. So A's message is not cancelled
+before B ends, and its receiver sees the changes of both transactions. A's message also
+expires no sooner than B's message would have expired. A message that replaces a pending
+message cancels the pending message in the same transaction.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ def test_rows_that_are_older_than_the_pipelines_columns_come_first(
 
 
 class Reading:
-    """The reader of a stream. Its method `end` calls the reader with the same arguments
-    as the installed Spark."""
+    """Contains the reader of a stream. `end` calls the reader's `latestOffset()` with
+    the arguments that the installed version of Spark passes."""
 
     def __init__(self, log: Log, **options: str) -> None:
         schema = StructType([StructField("id", LongType())])
