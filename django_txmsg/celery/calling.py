@@ -261,9 +261,9 @@ def _has_its_own(producer: Any) -> bool:
 
 
 def in_worker(app: Any) -> bool:
-    """Return whether this process is a Celery worker, or this thread runs a task. The
-    main process of a worker runs no tasks, but calls the links of a task that has
-    exceeded its hard time limit."""
+    """Return True if this process is a Celery worker or this thread runs a task. A
+    check for a task is not enough: a worker's main process runs no tasks, but calls the
+    links of a task that has exceeded its hard time limit."""
     worker = getattr(app.loader, "worker_initialized", False)
     return bool(worker) or get_current_worker_task() is not None
 

@@ -206,11 +206,11 @@ def start(
 
 
 def work_off(using: str, stop: threading.Event) -> int:
-    """Execute all running operations until none is due. Returns the number of handled
-    messages.
+    """Process the batches of operations in the state "running" until no batch is due.
+    Returns the number of handled messages.
 
     Several processes may do this at the same time, because each batch belongs to one
-    process. If `stop` is set, the current batch is completed.
+    process. If `stop` is set, complete the current batch and return.
     """
     worked = 0
     while not stop.is_set():

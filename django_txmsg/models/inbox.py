@@ -447,14 +447,14 @@ class InboxManager(SqlManager):
     def take(
         self, pk: int, token: uuid.UUID | None = None, turn: Turn | None = None
     ) -> bool:
-        """Mark one row as processed before the handler runs. The mark commits together
+        """Before the handler runs, mark one row as processed. The mark commits together
         with the handler's work. The statement also locks the row, so that a worker with
         a duplicate of the message waits.
 
         Returns False if the message is already processed, parked or dead. For a parked
-        message, `token` is its lease. With `turn`, the row is taken only if the
-        message's predecessor has released it and no other transaction has locked the
-        message's key.
+        message, `token` is its lease. If `turn` is given, the row is taken only if the
+        message need not wait for its predecessor, and no other transaction has locked
+        the message's key.
         """
         connection = connections[self.db]
         condition, parameters = "due_at IS NULL", [pk]

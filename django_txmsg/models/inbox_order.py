@@ -98,9 +98,10 @@ def passes_sql(*, skips: bool) -> str:
 
 
 def waits_sql(row: str) -> str:
-    """Return the condition that a row waits for its turn: the row names a predecessor,
-    and no worker has claimed the row. A claimed row does not count, because its
-    worker's transaction may already have released the message's followers."""
+    """Return an SQL condition that is true for a row that waits for its turn: the row
+    names a predecessor, and no worker has claimed the row. The condition is false for a
+    claimed row, because the worker's transaction may already have released the rows
+    behind it."""
     return f"{BLOCKED.sql(row)} AND {row}.lease_token IS NULL AND {OPEN.sql(row)}"
 
 

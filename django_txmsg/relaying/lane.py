@@ -118,8 +118,8 @@ class Sweep:
         self._swept_at = self._cost = 0.0
 
     def rewind(self) -> None:
-        """Let the next search begin at the start of the index. Call this when rows
-        before the position can be claimed again."""
+        """Make the next search begin at the start of the index. Call this if relays can
+        again claim rows that the search has already passed."""
         self._floor = None
 
     def claim(self, claim: Claim) -> list[Claimed]:

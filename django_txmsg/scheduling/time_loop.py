@@ -36,8 +36,8 @@ class TimeLoop(ABC):
 
     @abstractmethod
     def _keep(self, using: str) -> float:
-        """Store the messages that are due in a database. Returns the seconds until the
-        next check, or 0 if more messages are due. Raises database errors."""
+        """Store the due messages of one database. Returns the seconds until the next
+        check, or 0 if more messages are due. Raises database errors."""
 
     def stop(self) -> None:
         """Stop the loop after the current transaction. Any thread or signal handler may

@@ -204,8 +204,8 @@ def test_isolation_level_ends_with_the_stage() -> None:
 
 
 def serializable(stage: Stage) -> TransactionDefinition | None:
-    """Return the definition of a serializable transaction, or None if the stage uses
-    the default."""
+    """Return a transaction definition with the isolation level "serializable", or None
+    for stages that must have the default definition."""
     if stage.destination.startswith("tests.default"):
         return None
     return TransactionDefinition(using="default", isolation="serializable")
