@@ -179,21 +179,21 @@ class Ledger:
         names_receipts: bool,
         blames: bool = True,
     ) -> bool:
-        """Handle an ERROR frame. Return False if the caller must disconnect, because
-        the ERROR refuses no known frame.
+        """Handle an ERROR frame. Return False if it is unknown which frame the ERROR
+        rejects. The caller must then disconnect.
 
         An ERROR with a receipt id rejects the frame that asked for this receipt. An
         ERROR with an unknown receipt id is ignored.
 
-        With ``names_receipts``, the broker leaves out the id only for a frame that
-        asked for no receipt. After an ERROR without an id, every transaction that may
-        have written this frame fails.
+        With ``names_receipts``, an ERROR has no id only if the rejected frame asked for
+        no receipt. It is unknown which of these frames was rejected, so every
+        transaction that may have written the frame fails.
 
         Without ``names_receipts``, the broker may leave out the id for any frame. If
         only one frame is unanswered, the ERROR rejects this frame. If all unanswered
         frames belong to one transaction, the ERROR makes this transaction fail.
-        Otherwise the ERROR refuses no known frame. Pass ``blames=False`` if the ERROR
-        is not about a frame.
+        Otherwise it is unknown which frame was rejected. Pass ``blames=False`` if the
+        ERROR is not about a frame.
         """
         if receipt:
             entry = self.open.get(receipt.encode())

@@ -45,7 +45,7 @@ def outbox(broker: str) -> str:
 
 
 def later(delay: float) -> str:
-    """Return the topic that makes a listener query again in `delay` seconds."""
+    """Return the topic that tells a listener to repeat its query in `delay` seconds."""
     return f"+{delay:.3f}"
 
 

@@ -172,8 +172,8 @@ def check_until(unique: str | None, until: str) -> None:
 
 
 def check_recorded(destination: str, broker: str, alias: str) -> None:
-    """Raise InvalidMessage unless a stage records in database `alias` when a message to
-    this destination was processed."""
+    """Raise InvalidMessage if no stage records, in the database `alias`, that it has
+    processed a message to this destination."""
     if wire.is_topic(destination):
         why = "is a topic, which several stages process"
     elif not any(alias in find(destination, broker) for find in _recorders):

@@ -279,9 +279,9 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
     """Replace the brokers of TXMSG["BROKERS"] by the embedded broker while the block
     runs. Other processes are not notified of new messages.
 
-    `dispatch_on_commit` replaces the setting DISPATCH_ON_COMMIT. The default is "off".
-    `Unsent` replaces the broker of a Celery app. A call of a task then stores a row
-    that is never sent.
+    In the block, the argument `dispatch_on_commit` overrides the setting
+    DISPATCH_ON_COMMIT. The block also replaces the broker of a Celery app by `Unsent`:
+    a call of a task stores a row, and the row is never sent.
     """
     brokers = {}
     for alias, options in conf.get().BROKERS.items():

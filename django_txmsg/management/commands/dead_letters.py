@@ -170,8 +170,8 @@ def _first(error: str) -> str:
 
 
 def _place(letter: DeadLetter) -> str:
-    """Return the name of a task. For other messages, return the name of the stage that
-    buried the message, or "relay" if the relay gave it up."""
+    """If the message is a task, return the task's name. Otherwise return the name of
+    the stage that buried the message, or "relay" if the relay gave it up."""
     task = letter.headers.get(wire.TASK) if wire.is_task(letter.destination) else None
     return str(task or letter.stage or "relay")
 

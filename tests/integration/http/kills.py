@@ -107,21 +107,23 @@ def failing_commits() -> None:
 
 
 def stopped_before_the_insert() -> None:
-    """Suspend a request that joins a control group, before it takes the group's lock.
-    After its commit, kill the process."""
+    """Suspend a request that joins a control group, before the request takes the
+    group's lock. The request is resumed later. Kill the process after the request's
+    commit."""
     _stop_a_joiner("_join", before=True)
 
 
 def stopped_after_the_insert() -> None:
-    """Suspend a request that joins a control group, after its INSERT and before it
-    checks whether the group's control message covers its rows. After its commit, kill
-    the process."""
+    """Suspend a request that joins a control group, between the request's INSERT and
+    its check whether the group's control message covers its rows. The request is
+    resumed later. Kill the process after the request's commit."""
     _stop_a_joiner("_announce", before=True)
 
 
 def stopped_before_the_commit() -> None:
-    """Suspend a request that joins a control group, after it has checked whether the
-    group's control message covers its rows. After its commit, kill the process."""
+    """Suspend a request that joins a control group, after the request has checked
+    whether the group's control message covers its rows. The request is resumed later.
+    Kill the process after the request's commit."""
     _stop_a_joiner("_announce", before=False)
 
 
