@@ -219,7 +219,8 @@ class DatabaseSession(Session):
         return self._buffer.popleft()
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        # In groups while it has more claimed deliveries, as with the other brokers.
+        # While this session has more claimed deliveries, it acknowledges in groups, as
+        # the sessions of other brokers do.
         self._acked += deliveries
         count, since = len(self._acked), self._acked_at
         now = acknowledges_now(count, prefetch=self._prefetch, since=since)

@@ -340,8 +340,8 @@ class Consumer:
 
     def _stop_messages(self, using: str) -> None:
         """Stop the messages in progress that an operator wants to stop."""
-        timed = [one for one in self.threads if one.stage.timeout is not None]
-        if all(one.using != using for one in timed):
+        threads = [one for one in self.threads if one.using == using]
+        if all(one.stage.timeout is None for one in threads):
             return
         rows = StopRequest.objects.db_manager(using)
         looking = database_health.retry(using, "cannot read what to stop")

@@ -53,10 +53,10 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
         ids = [pk for pk, _ in created.values()]
         OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
         raise DuplicateMessage(_duplicates(rows, set(created)))
-    apart = set_apart(missing, alias) if missing else []
-    instants = dict(
-        zip(map(id, apart), store(apart, alias) if apart else [], strict=True)
-    )
+    instants = {message_id: instant for message_id, (_, instant) in created.items()}
+    if missing and (apart := set_apart(missing, alias)):
+        ids_apart = [row.message_id for row in apart]
+        instants |= zip(ids_apart, store(apart, alias), strict=True)
     if current is not None:
         current.stored[alias] = current.stored.get(alias, 0) + len(created)
         if xid is not None:
@@ -74,10 +74,7 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     for broker, stored in by_broker.items():
         after_commit(alias, broker, new=stored).committed |= spans
     now = timezone.now()
-    return [
-        instants.get(id(row)) or created.get(row.message_id, (0, now))[1]
-        for row in rows
-    ]
+    return [instants.get(row.message_id, now) for row in rows]
 
 
 def set_apart(rows: list[NewMessage], alias: str) -> list[NewMessage]:
