@@ -245,7 +245,7 @@ def delete_where(rows: Any) -> int:
 
 
 def djangos_errors(connection: Any) -> Any:
-    """Return a context manager that raises the driver's errors as Django's."""
+    """Return a context manager that converts the driver's errors to Django's."""
     return connection.wrap_database_errors
 
 

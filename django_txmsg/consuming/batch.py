@@ -77,8 +77,8 @@ Work = tuple[Arrival, InboxRecord]
 def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
     """Process arrivals of one stage and return their outcomes, in the same order.
 
-    If the database or the broker fails, raises the same errors as `inbox.process()`,
-    and none of the arrivals has an outcome.
+    Raises the same errors as `inbox.process()` if the database or the broker fails. In
+    that case none of the arrivals has an outcome.
     """
     if len(arrivals) == 1:
         return [inbox.process(arrivals[0])]

@@ -26,7 +26,7 @@ from .errors import (
 
 
 class State(IntEnum):
-    """The state of a frame. The states from ACKED on are outcomes."""
+    """The state of a frame. ACKED and all later states are outcomes."""
 
     QUEUED = 0
     ON_WIRE = 1

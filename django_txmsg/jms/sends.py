@@ -356,8 +356,8 @@ class Sends(Window):
         return max(0, number - self.finished)
 
     def wait_for_outcomes(self) -> None:
-        """Wait until every send has its outcome. The wait ends at the deadline of the
-        last send at the latest, or when the connection is lost."""
+        """Wait until every send has an outcome. The wait ends earlier if the connection
+        is lost, or when the deadlines of all sends have passed."""
         with self._link.lock:
             self.waiters += 1
             try:

@@ -110,7 +110,7 @@ class Transaction:
         return confirm
 
     def confirmed(self, confirm: Pending) -> None:
-        """Record that a send has its outcome."""
+        """Record that the outcome of a send is known."""
         self.confirms.discard(confirm)
         if confirm.error is not None:
             self.fail(confirm.error)

@@ -197,7 +197,8 @@ class Status:
 
     @property
     def oldest_dead(self) -> dt.datetime | None:
-        """When the oldest open dead letter was stored. Muted errors are ignored."""
+        """The time at which the oldest open dead letter was stored. Muted errors are
+        ignored."""
         found = (place.oldest_dead for place in self._places if place.oldest_dead)
         return min(found, default=None)
 

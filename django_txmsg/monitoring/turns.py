@@ -115,8 +115,8 @@ def held(
 
 
 def behind(letter: DeadLetter) -> int:
-    """Return the number of messages that wait until this dead letter is resolved,
-    counted up to CAP."""
+    """Return the number of messages that wait until this dead letter is resolved, but
+    at most CAP."""
     key = str(letter.headers.get(wire.KEY, ""))[:255]
     if not key or not letter.stage or letter.resolution != Resolution.OPEN:
         return 0

@@ -261,8 +261,8 @@ class _Users:
             thread.start()
 
     def remove(self) -> None:
-        """Remove a user. After the last user is removed, the thread ends. No code waits
-        for that, because the thread holds only a connection."""
+        """Remove a user. After the last user is removed, the thread ends. Nothing waits
+        for its end, because the thread holds only a connection."""
         with self._lock:
             self._count -= 1
             if not self._count:

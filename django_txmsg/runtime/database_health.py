@@ -63,7 +63,7 @@ PROBE_BYTES = 16_384
 
 
 def sqlstate(error: BaseException) -> str:
-    """Return PostgreSQL's code of a database error, or "" if there is none. Works with
+    """Return PostgreSQL's code for a database error, or "" if it has none. Works with
     psycopg 3 and psycopg2."""
     cause: Any = cause_of(error)
     return str(getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or "")

@@ -43,11 +43,12 @@ def make_recurring(
     unique_until: UniqueUntil = "left",
 ) -> None:
     """Create a recurring message, or change the message that was created with this
-    name. Only ticks after this call have messages.
+    name. Messages are stored only for ticks after this call.
 
-    The message is stored as a row, in the open transaction if there is one. Relays read
-    the row within a minute, and catch up the ticks since its creation according to
-    `missed`. The arguments are the same as for `every()`. The body must be JSON.
+    The recurring message is a row, inserted in the open transaction if there is one.
+    Relays read the row within a minute. `missed` says what they do about the ticks that
+    have passed by then. The arguments are the same as for `every()`. The body must be
+    JSON.
 
     Raises ConfigurationError for an invalid expression, time zone or name. Raises
     InvalidMessage if the message cannot be sent, or if the project's code or settings

@@ -2,8 +2,8 @@
 
 Each alert is a row in the database. So alerts survive a killed process, and every web
 process can show them in its metrics. When an alert begins or ends, the row is written
-first, then the webhook is called, then the call is recorded. So the webhook gets each
-beginning and each end at least once, with the same id.
+first, then the webhook is called, then the call is recorded. So the webhook is called
+at least once for each beginning and each end. All calls for one alert have the same id.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Held:
 
     @property
     def whom(self) -> str:
-        """A text that names the session that holds the transaction open."""
+        """A description of the session that holds the transaction open."""
         since = f", open since {self.since:%Y-%m-%d %H:%M:%S} UTC" if self.since else ""
         return f"{self.holder}{since}"
 

@@ -349,7 +349,7 @@ def rows_as(
 
 
 def in_parts(named: Sequence[LakeFile], parts: int) -> list[LakeFile]:
-    """Return the files in an order for `parts` tasks: if the list is cut into `parts`
-    slices of the same length, each slice has about the same number of bytes."""
+    """Reorder the files so that `parts` tasks get about the same number of bytes each
+    when the list is cut into `parts` slices with the same number of files."""
     by_size = sorted(named, key=lambda one: -one.size)
     return [one for first in range(parts) for one in by_size[first::parts]]

@@ -2,7 +2,7 @@
 
 In mode "outbox", the stage's transaction contains the task's work and the return value.
 In mode "none", the task runs without a transaction, and runs again if its worker dies
-meanwhile. In both modes, a task that has finished does not run again.
+before the end. In both modes, a task that has finished does not run again.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ if ELSEWHERE:
 
 
 def ship(broker: Broker, batch: list[Outgoing]) -> dict[bytes, BrokerError | None]:
-    """Send the messages, and send those without an outcome again, like the relay."""
+    """Send the messages. Then, like the relay, resend those that have no outcome."""
     outcomes: dict[bytes, BrokerError | None] = {}
     isolate = False
     for _ in range(2 * len(batch)):

@@ -534,8 +534,8 @@ def of_sender(delivery: Delivery) -> dict[str, str]:
 def test_a_message_is_the_same_by_either_protocol(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """STOMP has declared the queue. Messages sent over either protocol are received
-    unchanged over both."""
+    """The queue was declared over STOMP. A message arrives unchanged, whichever
+    protocol sends it and whichever receives it."""
     urls = (rabbitmq.url(), rabbitmq_amqp.url())
     for url in urls:
         assert opened(url).send([Outgoing(destination, HEADERS, b"{}")]) == [None]

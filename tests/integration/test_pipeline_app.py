@@ -113,8 +113,8 @@ def store_and_change(body: bytes) -> None:
 
 
 def marks(connection: Any, body: str) -> tuple[Any, Any]:
-    """Return two transaction ids: of the transaction that stored a message, and of the
-    one that last changed it."""
+    """Return the ids of two transactions: the one that stored a message, and the one
+    that last changed it."""
     sql = (
         "SELECT unnest(ARRAY[created_xid, changed_xid]) FROM"
         f" django_txmsg_outboxmessage WHERE body = '{body}'"

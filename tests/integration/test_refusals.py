@@ -127,8 +127,8 @@ def trials(
 
 
 def arrived(destination: str) -> list[int]:
-    """Receive all messages. Return the number in each message's body, in order of first
-    arrival. A duplicate is not returned."""
+    """Receive all messages. Return the numbers that their bodies contain, in order of
+    first arrival and without duplicates."""
     found: dict[str, int] = {}
     for one in drained(destination):
         found.setdefault(one.headers["txmsg-id"], int(one.body))

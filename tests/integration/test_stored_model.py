@@ -301,8 +301,9 @@ def _run_in_stage(work: Callable[[], None]) -> None:
 
 
 def _run_in_batch(work: Callable[[], None]) -> None:
-    """Execute `work` in a batch with two other messages. One of them succeeds and sends
-    a message. The other tries to cancel the sent message, and fails."""
+    """Execute `work` in the handler of a batch's second message. The first message's
+    handler sends a message and succeeds. The third message's handler cancels the
+    message that was sent, and then raises an exception."""
     neighbours: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:

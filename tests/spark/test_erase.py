@@ -155,9 +155,9 @@ def test_erasing_a_person_includes_the_files(
 def test_a_failed_erasure_by_key_is_completed_by_the_next(
     spark: Any, log: Log, make_log, lake: LakeSpec, services: list[str], tmp_path: Path
 ) -> None:
-    """The key of another service's message is only in a queued copy. The first erasure
-    by this key deletes the copy, and then fails. The next erasure with the same key
-    still erases the message."""
+    """The stored message has no key, since it came from another service: only a queued
+    copy has one. The first erasure by this key deletes the copy, and then fails. A
+    second erasure by the same key still finds the message, and erases it."""
     logs = [log, *(make_log(log.vendor, one) for one in services[1:])]
     foreign = uuid.uuid4()
     last = logs[-1]

@@ -1,5 +1,5 @@
-"""A job fails because the lake's disk is full. It leaves no files, so that the disk has
-room again."""
+"""A job that fails because the lake's disk is full leaves no files behind. So the disk
+has room again."""
 
 from __future__ import annotations
 

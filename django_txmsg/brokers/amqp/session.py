@@ -448,9 +448,9 @@ class AmqpSession(Session):
         made: Sequence[frames.Ready],
         returned: Sequence[tuple[bytes, bytes]],
     ) -> None:
-        """Declare the queues of the returned messages, and send these messages again.
-        The queues were deleted between enlist() and commit(). RabbitMQ has committed
-        the other messages."""
+        """Declare the queues that were deleted between enlist() and commit(), and
+        resend their messages, which RabbitMQ returned. RabbitMQ has committed the other
+        messages."""
         again = [
             outgoing
             for outgoing, one in zip(enlisted, made, strict=True)

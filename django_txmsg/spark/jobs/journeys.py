@@ -180,7 +180,7 @@ def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
 
 
 def _as_it_was(delta: DeltaTable, then: Looked) -> bool:
-    """Return whether no row of the batches in `then` has changed in the archive."""
+    """Return True if all rows of the batches in `then` are unchanged in the archive."""
     count = delta.version() - then.version + 1
     entries = delta.history(count) if count > 0 else []
     if not entries or (entries[-1]["version"], entries[-1]["timestamp"]) != (

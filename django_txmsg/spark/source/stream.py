@@ -202,8 +202,8 @@ class LogStream(DataSourceStreamReader):
 
     def after(self, first: int, last: int, rows: int) -> int:
         """Return the end of a range that starts at `first` and has at most `rows` rows.
-        Transactions are never split. So if the first one has more rows, the range has
-        more rows, too."""
+        A transaction is never split. So if the first transaction has more rows, the
+        range has more rows, too."""
         name = f"{self.position}::text::bigint" if self.postgres else "id"
         with closing(connect_plain(self.spec)) as connection:
             found = connection.rows(
