@@ -61,7 +61,9 @@ def main() -> None:
         figures = stand.turns(
             {
                 "bare py-amqp, confirms in a window": lambda: bare(port, count, lanes),
-                "bare py-amqp, one at a time": lambda: waiting(port, count // 20),
+                "bare py-amqp, one confirm at a time": lambda: waiting(
+                    port, count // 20
+                ),
                 "relay by AMQP": lambda: relay("default", count),
                 "relay by AMQP, quorum queue": lambda: relay("quorum", count),
                 "relay by STOMP": lambda: relay("stomp", count),
@@ -72,7 +74,7 @@ def main() -> None:
         for against, goal in (
             ("relay by STOMP", 1.0),
             ("bare py-amqp, confirms in a window", 0.7),
-            ("bare py-amqp, one at a time", 10.0),
+            ("bare py-amqp, one confirm at a time", 10.0),
         ):
             stand.table("relay to RabbitMQ", figures, against, goals={ours: goal})
     if options.only != "relay":

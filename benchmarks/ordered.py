@@ -54,16 +54,14 @@ def keys(options: argparse.Namespace) -> None:
     """Compare ordered stages with unordered ones, for several numbers of keys."""
     count = options.messages
     for threads in (1, 4):
-        base = f"unordered, 100,000 keys, {threads} threads"
+        base = "unordered, 100,000 keys"
         contenders = {base: partial(consume, count, 100_000, None, threads)}
         for number in (100_000, 100, 1):
-            name = f"ordered, {number:,} keys, {threads} threads"
+            name = f"ordered, {number:,} keys" if number > 1 else "ordered, one key"
             contenders[name] = partial(consume, count, number, "block", threads)
         figures = stand.turns(contenders, options.rounds)
-        goals = {f"ordered, 100,000 keys, {threads} threads": 0.8}
-        stand.table(
-            f"{count:,} messages by key, {threads} threads", figures, base, goals=goals
-        )
+        title = f"{count:,} messages, {threads} thread{'s' if threads > 1 else ''}"
+        stand.table(title, figures, base, goals={"ordered, 100,000 keys": 0.8})
 
 
 def relay(options: argparse.Namespace) -> None:

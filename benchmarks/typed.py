@@ -107,7 +107,7 @@ def plain(message: Any) -> None:
 
 
 def typed(order: Order, message: Any) -> None:
-    """Insert one business row, and send one message, with typed bodies."""
+    """Insert one business row, and send one message with a typed body."""
     from django_txmsg import send_message
     from tests.app.models import Effect
 

@@ -430,7 +430,7 @@ def digest(headers: Mapping[str, str], body: bytes) -> str:
 
 
 def of_a_copy(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers to store with a copy that keeps the body: the sender's
+    """Return the headers to store with a copy whose body is unchanged: the sender's
     headers, the type of the body, the link to the predecessor, and the headers of the
     conversation."""
     kept = senders(headers) | conversation(headers)

@@ -89,7 +89,8 @@ def charge(self: Any, *given: Any) -> list[Any]:
 
 @app.task(bind=True, base=OnceTask, default_retry_delay=0, max_retries=3)
 def retried(self: Any, times: int) -> int:
-    """Insert a row and retry, `times` times. Each retry must roll its row back."""
+    """Insert a row, then retry. Do this `times` times. Each retry must roll back the
+    row of its attempt."""
     effect(self, f"retried {self.request.retries}")
     if self.request.retries < times:
         raise self.retry()

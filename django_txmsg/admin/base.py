@@ -1,5 +1,5 @@
-"""The base classes of all lists. Rows cannot be edited. A search finds only complete
-ids."""
+"""The base classes of all lists. Rows cannot be edited. A search matches only
+complete ids."""
 
 from __future__ import annotations
 

@@ -90,9 +90,9 @@ class Publication:
 
     @classmethod
     def read(cls, text: str, body: bytes, content_type: str) -> Publication:
-        """Create a publication from the result of `text()`, the body and the body's
-        content type. Raises ValueError, KeyError or TypeError if `text()` cannot have
-        returned this text."""
+        """Create a publication from three values: a text that `text()` has returned,
+        the body, and the body's content type. Raises ValueError, KeyError or TypeError
+        if the text is not of the form that `text()` returns."""
         return cls._from(json.loads(text), body, content_type)
 
     def _fields(self) -> dict[str, Any]:

@@ -42,9 +42,9 @@ _PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
 
 
 def read_headers(written: str) -> tuple[dict[str, str], str]:
-    """Return a row's headers as text, and a description of their fault. The description
-    is "" if the headers are valid. Because a person may have inserted the row, the
-    column may contain any JSON."""
+    """Return a row's headers as text, and a description of what is wrong with them. The
+    description is "" if the headers are valid. Somebody may have inserted the row by
+    hand, so the column may contain any JSON."""
     try:
         given = json.loads(written)
         if not isinstance(given, dict):

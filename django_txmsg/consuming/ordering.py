@@ -193,7 +193,7 @@ def ask(stage: Stage, received: bool = True) -> None:
 
 
 def begin(stages: Collection[Stage]) -> None:
-    """Record which stages are ordered from now on. If a stage is not ordered any more,
+    """Record the stages that are ordered from now on. If a stage is no longer ordered,
     release its waiting messages."""
     for stage in stages:
         if stage.transaction != "outbox":

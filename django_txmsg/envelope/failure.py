@@ -57,9 +57,9 @@ class Failure:
 
     @classmethod
     def because(cls, reason: str, detail: str) -> Failure:
-        """Return the stored form of a failure without an exception: this package or the
-        broker has decided that the message fails. The fingerprint combines the reason
-        with the text, in which numbers and ids are left out. So all refusals of one
+        """Return the stored form of a failure that no exception has caused: this
+        package or the broker has refused the message. The fingerprint is computed from
+        the reason and from the text without its numbers and ids. So all refusals of one
         kind have the same fingerprint."""
         same = _VARIABLE.sub("#", _clean(detail)[:MAX_EXCEPTION].lower())
         digest = hashlib.sha256(f"2|{reason}|{same}".encode()).hexdigest()

@@ -112,8 +112,8 @@ class BodyType:
 
 
 class BodyReader:
-    """Reads the bodies for one handler. A body has the handler's type, or one type of a
-    union."""
+    """Reads the bodies for one handler. Each body has the type that the handler
+    declares or, if the handler declares a union, one type of the union."""
 
     def __init__(self, annotation: Any, types: Sequence[BodyType]) -> None:
         self._annotation, self._only = annotation, types[0] if len(types) == 1 else None

@@ -284,8 +284,8 @@ class Link:
         self._log()
 
     def tick(self) -> None:
-        """Mark frames past their deadline as outcome unknown. Disconnect if several
-        frames in a row were not answered in time."""
+        """Give frames that are past their deadline the outcome "unknown". Disconnect if
+        several frames in a row were not answered in time."""
         if self.pool.stranded:
             self.pool.start_thread()
         with self.lock:

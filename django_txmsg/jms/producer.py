@@ -179,11 +179,11 @@ class MessageProducer(Closing):
     def _put_in_transaction(
         self, encoded: EncodedMessage, what: str, send: AsyncSend | None
     ) -> None:
-        """Queue a SEND of the session's transaction, with the lock held.
+        """Queue a SEND frame in the session's transaction. The caller holds the lock.
 
-        ActiveMQ refuses the COMMIT if a SEND without a receipt has failed. If a SEND
-        with a receipt has failed, ActiveMQ commits the other messages. So a SEND to
-        ActiveMQ asks for a receipt only if the send has a listener.
+        If a SEND fails, ActiveMQ must refuse the COMMIT. It does so only if that SEND
+        has asked for no receipt; else it commits the other messages. So the client asks
+        ActiveMQ for a receipt only if the caller has given a listener.
 
         RabbitMQ sends the receipt of a SEND only after COMMIT. So for a send with a
         listener, the client queues a barrier behind the SEND. The receipt of the

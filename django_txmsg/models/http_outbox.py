@@ -31,7 +31,7 @@ PATIENCE_MS = 200
 
 
 class SessionManager(SqlManager):
-    """Records how a session ends: it commits, or it is given up. Each method executes
+    """Records how a session ends: committed or given up. Each method executes
     one INSERT, which fails if the session has already ended in the other way."""
 
     def commit(self, session_id: uuid.UUID) -> bool:

@@ -91,7 +91,7 @@ def ring(using: str, topics: Collection[str]) -> None:
 
 
 def topics(using: str) -> set[str]:
-    """Return the topics that threads wait for in this database."""
+    """Return the topics of this database that threads wait for."""
     return {one.topic for one in _waiting().all() if one.using == using}
 
 

@@ -45,7 +45,8 @@ def whose(rows: pa.RecordBatch) -> list[str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A range of settled rows in one table. It becomes the log entry `number`."""
+    """A range of settled rows in one table. The range is stored as one log entry, whose
+    number is `number`."""
 
     number: int
     first_id: int

@@ -120,8 +120,8 @@ class Noted:
                 connection.execute(gone, *map(connection.given, values))
 
     def acknowledge(self, which: Which, by: str, note: str) -> int:
-        """Acknowledge findings with a note. Returns their number. Raises UsageError if
-        the note is empty."""
+        """Acknowledge findings with a note, and return how many were acknowledged.
+        Raises UsageError if the note is empty."""
         if not note.strip():
             raise UsageError("Say why: an acknowledgement needs a note.")
         return self._set(which, False, dt.datetime.now(dt.timezone.utc), by, note)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class Progress:
     """A progress bar that shows the finished amount, the total and a rate. It is
-    redrawn in the same line."""
+    redrawn on the same line."""
 
     def __init__(self, label: str, stream: TextIO | None, unit: str = "rows") -> None:
         self._bar: tqdm[Any] | None = None

@@ -30,7 +30,7 @@ class Clock:
         self.began = time.monotonic()
 
     def __call__(self, using: str) -> dt.datetime:
-        """Return the present instant."""
+        """Return the current time."""
         return NOON + (time.monotonic() - self.began) / PACE * dt.timedelta(minutes=1)
 
 

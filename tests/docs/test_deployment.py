@@ -1,5 +1,5 @@
-"""The systemd units, Compose files and manifests of the documentation are valid for
-their tools."""
+"""The tools accept the systemd units, Compose files and manifests of the
+documentation."""
 
 from __future__ import annotations
 

@@ -161,9 +161,9 @@ def test_receiver_of_a_stages_signal_sends_once(
 def test_receiver_of_a_sessions_signal_sends_once(
     signal: Signal, key: str | None
 ) -> None:
-    """The receiver of a session's signal sends one message. Only the signal
-    `control_message_sent` is sent before the commit, so only its receiver's message
-    belongs to the session."""
+    """If a receiver of one of a session's signals sends a message, this message is
+    stored exactly once. Of these signals, only `control_message_sent` comes before the
+    commit, so only the message of its receiver belongs to the session."""
     with (
         received(signal, lambda: send_late(key)) as failed,
         outbox_session() as session,

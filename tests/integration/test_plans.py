@@ -407,8 +407,8 @@ def test_the_first_dead_letter_of_an_error_is_found_by_an_index(
 
 @pytest.mark.parametrize("analyzed", [True, False])
 def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
-    """A search reads no dead letters except those that match, even if none matches or
-    the server's statistics are outdated."""
+    """A search reads only the dead letters that match. This also holds if none match,
+    and if the server's statistics are outdated."""
     DeadLetter.objects.all().delete()
     DeadLetter.objects.create(
         message_id=uuid.uuid4(), destination="q", fingerprint="f", correlation_id="c"

@@ -1,8 +1,8 @@
 """Cleans up after a test process that was killed.
 
 The keeper is a separate process that reads from a pipe. The pipe closes when the test
-process ends, even by SIGKILL. Then the keeper ends every process group and removes
-every directory that the test process has named.
+process ends, even by SIGKILL. Then the keeper kills all process groups and removes all
+directories that the test process has registered.
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ class Journeys:
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks (short hashes) of some messages, and their number."""
+    """The marks (short hashes) of some messages, and the number of these messages."""
 
     frame: DataFrame
     count: int

@@ -1,4 +1,5 @@
-"""Judges messages: compares sent with received ones, for each message and consumer.
+"""Judges messages: for each message and consumer, compares what was sent with what was
+received.
 
 A message that was sent after the horizon is never judged lost, because the logs may not
 have its rows yet.
@@ -283,9 +284,9 @@ def findings(outcome: DataFrame) -> DataFrame:
 
 
 def places(steps: DataFrame) -> DataFrame:
-    """Return PLACE rows: one for each destination, sender, receiving service and, for a
-    topic, consumer. Each row has the times of the first and the last message, and the
-    messages' transit times."""
+    """Return PLACE rows: one for each combination of destination, sender and receiving
+    service. For a topic, the combination includes the consumer. Each row has the times
+    of the first and the last message, and the messages' transit times."""
     listener = sf.when(is_topic(sf.col("destination")), sf.col("consumer"))
     # A copy was made where it was received.
     due = sf.when(sf.col("copied_at").isNull(), sf.col("due_at"))
