@@ -129,7 +129,7 @@ CHANGES: list[tuple[str, Any, Any, bool, bool]] = [
     ("a bound becomes narrower", WiderBounded, Bounded, True, False),
     ("a bound is added", Base, Bounded, True, False),
     ("unknown fields are forbidden", Ignoring, Forbidding, True, False),
-    ("unknown fields are ignored from now on", Forbidding, Ignoring, False, False),
+    ("unknown fields are no longer forbidden", Forbidding, Ignoring, False, False),
     ("a field without a default is added to a nested class", Lines, OtherLines, True,
      False),
 ]  # fmt: skip
