@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from django.db import router
@@ -139,9 +140,14 @@ class Consumer:
             for room in [Room(stage) if stage.ordered else None]
             for number in range(_threads(stage, concurrency or stage.concurrency))
         ]
-        #: A thread of each stage whose order and rate are not recorded yet.
-        self._new = {one.stage.name: one for one in self.threads}
-        self._rates = {one.stage.name: one.stage.rate for one in self.threads}
+        self._named: dict[str, list[StageThread]] = {}
+        for one in self.threads:
+            self._named.setdefault(one.stage.name, []).append(one)
+        #: The names of stages whose order and rate are recorded.
+        self._recorded: set[str] = set()
+        self._declared = {one.stage.name: one.stage.rate for one in self.threads}
+        #: The same rates, or those that operators have set.
+        self._rates = dict(self._declared)
         #: When a rate that an operator has set ends, by `time.monotonic()`.
         self._rate_until = math.inf
         self._group = ThreadGroup(self.stop)
@@ -189,6 +195,9 @@ class Consumer:
             # That database may not answer.
             group.add(f"txmsg-consumer-{using}", partial(self._watch, using))
         self._obey()
+        for thread in self.threads:
+            # Before the thread takes its first slot.
+            thread.limit(self._rates[thread.stage.name])
         self._begin(self._home)
         self._presence.beat(0)
         try:
@@ -218,18 +227,26 @@ class Consumer:
         return {one for one in {*self._databases, *embedded} if one is not None}
 
     def _begin(self, using: str) -> None:
-        """Record which stages of a database are ordered, and their rates. If a stage is
-        no longer ordered or no longer has a rate, also release the messages that wait
-        for that reason. If the database is unavailable, the consumer tries again
-        later."""
-        for name, thread in list(self._new.items()):
+        """Record which stages of a database are ordered, and their rates. Apply a rate
+        that an operator has set or reset. If a stage is no longer ordered or no longer
+        has a rate, also release the messages that wait for that reason. If the database
+        is unavailable, the consumer tries again later."""
+        for name, rate in self._rates.items():
+            threads = self._named[name]
+            stage = threads[0].stage
+            new_rate = rate != stage.rate
+            if threads[0].using != using or (name in self._recorded and not new_rate):
+                continue
             looking = database_health.retry(
                 using, "cannot record which stages are ordered, and their rates"
             )
-            if thread.using == using and looking.run(
-                partial(_record_options, thread.stage)
-            ):
-                del self._new[name]
+            if not looking.run(partial(_record_options, replace(stage, rate=rate))):
+                continue
+            self._recorded.add(name)
+            if new_rate:
+                for thread in threads:
+                    thread.limit(rate)
+                log.info("stage %r: its rate is now %s", name, rate)
 
     def _watch(self, using: str, once: bool = False) -> None:
         """Watch one database until stopped. When a parked message is due, wake the
@@ -301,14 +318,14 @@ class Consumer:
         )
 
     def _obey(self) -> None:
-        """Pause or resume each stage as operators have requested, and apply the rates
+        """Pause or resume each stage as operators have requested, and read the rates
         that operators have set."""
         states = StageState.objects.db_manager(self._home)
         looking = database_health.retry(
             self._home, "cannot read which stages are paused"
         )
-        if any(self._rates.values()):
-            looking.run(lambda: self._use(states.rates()))
+        if any(self._declared.values()):
+            self._read_rates(looking.run(states.rates))
         paused = looking.run(states.paused)
         if paused is None:
             return
@@ -318,25 +335,17 @@ class Consumer:
             else:
                 thread.paused.clear()
 
-    def _use(self, found: Mapping[str, tuple[str, float]]) -> None:
-        """Apply to each stage the rate that an operator has set. All other stages get
-        their declared rates."""
+    def _read_rates(self, found: Mapping[str, tuple[str, float]] | None) -> None:
+        """Determine each stage's rate: the rate that an operator has set, or the
+        declared rate. `found` is None if the database is unavailable."""
+        if found is None:
+            return
         left = [seconds for name, (_, seconds) in found.items() if name in self._rates]
         self._rate_until = time.monotonic() + min(left, default=math.inf)
-        for name, declared in self._rates.items():
-            rate = Rate.parse(found[name][0]) if name in found else declared
-            changed = [
-                one
-                for one in self.threads
-                if one.stage.name == name and one.stage.rate != rate
-            ]
-            if declared is None or rate is None or not changed:
-                continue
-            lines = RateLine.objects.db_manager(changed[0].using)
-            lines.changed(name, rate.period)
-            for thread in changed:
-                thread.limit(rate)
-            log.info("stage %r: its rate is now %s", name, rate)
+        self._rates = {
+            name: Rate.parse(found[name][0]) if declared and name in found else declared
+            for name, declared in self._declared.items()
+        }
 
     def _stop_messages(self, using: str) -> None:
         """Stop the messages in progress that an operator wants to stop."""

@@ -196,7 +196,7 @@ class StageThread:
         """The stage, with its current rate."""
         return self._mode.stage
 
-    def limit(self, rate: Rate) -> None:
+    def limit(self, rate: Rate | None) -> None:
         """Change the rate for the messages that arrive from now on. May be called from
         any thread."""
         self._mode = modes.of(replace(self.stage, rate=rate))

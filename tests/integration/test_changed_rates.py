@@ -31,6 +31,11 @@ def rate(*arguments: str) -> str:
     return out.getvalue().strip()
 
 
+def obey(consumer: Consumer) -> None:
+    consumer._obey()
+    consumer._begin("default")
+
+
 def hours() -> list[float]:
     return [seconds_until(row) / HOUR for row in waiting()]
 
@@ -42,7 +47,7 @@ def test_what_waits_moves_there_and_back() -> None:
         step(one, times=3)
         consumer = Consumer([one])
         said = rate("set", one.name, "2/h", "--for", "30m")
-        consumer._obey()
+        obey(consumer)
         assert hours() == pytest.approx([0.5, 1], abs=0.05)
         assert said == f"Stage {one.name} has a rate of 2/h for 30m."
         assert rate("list").startswith(f"{one.name}  1/h per tenant  CHANGED to 2/h")
@@ -55,7 +60,7 @@ def test_what_waits_moves_there_and_back() -> None:
         assert waiting()[-1].last_error == "over the rate of 2/h"
 
         StageState.objects.update(rate_until=ago(seconds=1))
-        consumer._obey()
+        obey(consumer)
         assert hours() == pytest.approx([1, 2, 3], abs=0.05)
         assert rate("list") == f"{one.name}  1/h per tenant"
     assert AuditEntry.objects.get().text == said
@@ -81,11 +86,10 @@ def test_a_process_that_starts_meanwhile_obeys_too() -> None:
         rate("set", one.name, "2/h")
         first, second = Consumer([one]), Consumer([one])
         for consumer in (first, second):
-            consumer._obey()
-            consumer._begin("default")
+            obey(consumer)
             assert str(consumer.threads[0].stage.rate) == "2/h"
         assert rate("reset", one.name) == f"Stage {one.name} has its own rate again."
-        first._obey()
+        obey(first)
         assert first.threads[0].stage.rate == one.rate
 
 

@@ -3,6 +3,7 @@ databases only once."""
 
 from __future__ import annotations
 
+import datetime as dt
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -10,11 +11,16 @@ from contextlib import closing, contextmanager
 import pytest
 from django.db import connections
 
+from django_txmsg.consuming import rates
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.dead_letters import bulk
 from django_txmsg.envelope.message import Message
-from django_txmsg.models import BulkOperation, DeadLetter
+from django_txmsg.management.commands import _process
+from django_txmsg.models import BulkOperation, DeadLetter, Worker
+from django_txmsg.models.fields import clock
 from django_txmsg.monitoring import databases
+from django_txmsg.monitoring.presence import Presence
+from django_txmsg.relaying.relay import Relay
 from django_txmsg.scheduling.time_loop import keeping_time
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.stages import Stage, TransactionDefinition
@@ -71,6 +77,42 @@ def test_ticks_are_stored_while_another_database_does_not_answer() -> None:
         timekeeper = Timekeeper(["other", "default"])
         with keeping_time([timekeeper], lambda: None), silent():
             wait_until(lambda: timekeeper.stored, deadline=10)
+
+
+def test_a_changed_rate_waits_only_for_its_own_database() -> None:
+    attempts: list[int] = []
+
+    def fails_once(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        if len(attempts) == 1:
+            raise ValueError
+
+    with (
+        txmsg(),
+        declared(fails_once) as one,
+        declared(refuses, using="other", rate="100/s") as another,
+        consuming(another, one),
+        silent(),
+    ):
+        rates.limit(another.name, "5/s", dt.timedelta(hours=1), by="operator")
+        put(one.destination)
+        wait_until(lambda: attempts == [1, 2], deadline=10)
+
+
+def test_heartbeats_continue_while_another_database_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_process, "PERIOD", dt.timedelta(seconds=0.1))
+    own = Worker.objects.filter(kind="relay")
+    relay = Relay(["other", "default"], ["default"])
+    with (
+        txmsg(CONSUME={"HEARTBEAT": 0.1}),
+        silent(),
+        _process.heartbeat(Presence("relay", "default"), relay, ["other", "default"]),
+    ):
+        wait_until(own.exists)
+        since = clock("default") + dt.timedelta(seconds=1)
+        wait_until(own.filter(heartbeat_at__gt=since).exists, deadline=10)
 
 
 def test_a_bulk_operation_of_another_database_is_finished() -> None:

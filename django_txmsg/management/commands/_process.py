@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from ... import conf
@@ -153,18 +154,22 @@ def heartbeat(
     presence: Presence, busy: Busy, databases: Sequence[str] = ()
 ) -> Iterator[None]:
     """Send heartbeats while the block runs. Also aggregate the counts in `databases`
-    for the admin's charts. If the heartbeat thread fails, the process stops, and the
-    error is raised."""
+    for the admin's charts, in a thread for each database, because another database may
+    not answer. If one of these threads fails, the process stops, and the error is
+    raised."""
     done = threading.Event()
 
+    def count(using: str) -> None:
+        pause = PERIOD.total_seconds()
+        liveness.turned(pause)
+        while not done.wait(pause):
+            _count(using)
+            recycle(idle=True)
+            liveness.turned(pause)
+
     def beat() -> None:
-        counted_at = time.monotonic()
         while True:
             presence.beat(busy.in_flight)
-            if time.monotonic() - counted_at > PERIOD.total_seconds():
-                counted_at = time.monotonic()
-                for using in databases:
-                    _count(using)
             recycle()
             liveness.turned(conf.get().CONSUME.HEARTBEAT)
             if done.wait(conf.get().CONSUME.HEARTBEAT):
@@ -173,6 +178,8 @@ def heartbeat(
 
     group = ThreadGroup(busy.stop)
     group.add("txmsg-heartbeat", beat)
+    for using in databases:
+        group.add(f"txmsg-charts-{using}", partial(count, using))
     group.start()
     try:
         yield
