@@ -210,7 +210,7 @@ NAME = "journeys"
 #: Number of rows from which on it pays to look for rows that need no merging. Fewer are
 #: merged and rewritten together, which takes less time than looking.
 MANY = 100_000
-#: Number of files of a day from which on they are joined.
+#: Number of files of a day from which on they are merged.
 CROWD = 16
 #: Most messages whose marks are sent to every task.
 BROADCAST = 1_000_000

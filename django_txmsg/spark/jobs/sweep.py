@@ -1,4 +1,4 @@
-"""`sweep`: removes files of failed attempts, joins small files, and drops old days."""
+"""`sweep`: removes files of failed attempts, merges small files, and drops old days."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ..spec import JobSpec, SourceSpec
 from .outcome import Outcome, options_of
 from .settling import rewritten
 
-#: Files below this size are joined, into files of about this size.
+#: Files below this size are merged into files of about this size.
 SMALL = 64 << 20
 
 
 def join(place: LakeTable, service: str) -> int:
-    """Join the small files of a service, with one log entry. Returns the number of
-    joined files. Raises VerificationRefused if the small files do not have as many rows
+    """Merge the small files of a service, with one log entry. Returns the number of
+    merged files. Raises VerificationRefused if the small files do not have as many rows
     as the log says, or if the rows, when read back, differ from the written ones."""
     delta = place.load()
     if delta is None:
@@ -59,7 +59,7 @@ def join(place: LakeTable, service: str) -> int:
 
 
 def _groups(place: LakeTable, small: list[LakeFile]) -> Iterator[list[LakeFile]]:
-    """Yield groups of small files to join. The files of a group have the same day and
+    """Yield groups of small files to merge. The files of a group have the same day and
     the same columns: if an older row got a newer column, the row's checksum would
     change."""
 
@@ -101,7 +101,7 @@ class SweepOptions:
 
 @dataclass
 class Swept:
-    """The numbers of removed and joined files of one table. In a dry run, no file is
+    """The numbers of removed and merged files of one table. In a dry run, no file is
     changed, and these are the numbers of a real run."""
 
     orphans: int = 0
@@ -184,7 +184,7 @@ def _tidy(place: LakeTable, service: str, options: SweepOptions, done: Swept) ->
             place.commit(delta, (), replaced=old, metadata=dropped)
     hours = int(options.replaced_older_than.total_seconds() // 3600)
     done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))
-    # Journeys are joined by the run that maintains them, into files with counts.
+    # Journeys are merged by the run that maintains them, into files with counts.
     if options.compact and not options.dry_run and place.name != "journeys":
         done.compacted = join(place, service)
 
