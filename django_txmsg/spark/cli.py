@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Sequence
 from itertools import chain
 
+from ..rules import dead_letters
 from ..webhook import VARIABLE as WEBHOOK_URL
 from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden, password_variable
@@ -31,6 +32,12 @@ ARCHIVED = (
 )  # fmt: skip
 
 
+#: The longest duration of an option: every time that a job computes from it exists.
+LONGEST = dt.timedelta(days=36_525)
+#: The largest number of an option: a JVM's largest integer.
+MOST = 2**31 - 1
+
+
 def duration(text: str) -> dt.timedelta:
     """Parse a duration such as 30d, 12h, 15m or 45s."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([dhms])", text.strip())
@@ -38,15 +45,34 @@ def duration(text: str) -> dt.timedelta:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a duration: write 30d, 12h, 15m or 45s"
         )
-    unit = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}[found[2]]
-    return dt.timedelta(**{unit: float(found[1])})
+    seconds = float(found[1]) * {"d": 86_400, "h": 3_600, "m": 60, "s": 1}[found[2]]
+    if seconds > LONGEST.total_seconds():
+        raise argparse.ArgumentTypeError(f"{text!r} is longer than a hundred years")
+    return dt.timedelta(seconds=seconds)
+
+
+def whole(text: str) -> int:
+    """Parse a whole number."""
+    if not text.strip().isdecimal() or int(text) > MOST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number between 0 and {MOST:,}"
+        )
+    return int(text)
 
 
 def positive(text: str) -> int:
     """Parse a whole number that is at least 1."""
-    if not text.strip().isdecimal() or not int(text):
+    if not (found := whole(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
+    return found
+
+
+def rate(text: str) -> float:
+    """Parse a number of messages per second. 0 stands for no limit."""
+    found = float(text)
+    if wrong := dead_letters.wrong_rate(found or None):
+        raise argparse.ArgumentTypeError(wrong)
+    return found
 
 
 def pause(text: str) -> dt.timedelta:
@@ -67,6 +93,8 @@ def instant(text: str) -> dt.datetime:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither 2026-01-31T12:00 nor a duration such as 7d"
         ) from error
+    if not 1900 < given.year < 9000:
+        raise argparse.ArgumentTypeError(f"the year of {text!r} is out of range")
     return given if given.tzinfo else given.replace(tzinfo=dt.timezone.utc)
 
 
@@ -113,7 +141,7 @@ def add_jobs(
 
     archive = add("archive", "move settled rows to the lake", rows)
     archive.add_argument(
-        "--tasks", type=int, default=0,
+        "--tasks", type=whole, default=0,
         help="tasks that write in parallel; default: half the cores of one machine, "
              "twice those of a cluster",
     )  # fmt: skip
@@ -121,7 +149,7 @@ def add_jobs(
         "--engine", choices=("auto", "spark", "local"), default="auto",
         help="local: in this process, without a JVM; auto: local if the rows are few",
     )  # fmt: skip
-    archive.add_argument("--purges", type=int, default=1, help="parallel deletes")
+    archive.add_argument("--purges", type=positive, default=1, help="parallel deletes")
     archive.add_argument(
         "--overlap", action=argparse.BooleanOptionalAction,
         help="delete one wave of batches while the next is written; default: where "
@@ -221,8 +249,8 @@ def add_jobs(
         help="the outbox in database and lake, or the open dead letters",
     )  # fmt: skip
     replay.add_argument("--as", dest="mode", choices=("same", "copy"), default="same")
-    replay.add_argument("--rate", type=float, default=0, help="messages a second")
-    replay.add_argument("--limit", type=int, default=0)
+    replay.add_argument("--rate", type=rate, default=0, help="messages a second")
+    replay.add_argument("--limit", type=whole, default=0)
     replay.add_argument("--name", default="", help="the same name stores nothing twice")
     replay.add_argument(
         "--replayed", action="store_true",
@@ -241,7 +269,7 @@ def add_jobs(
     send.add_argument(
         "--id", dest="identity", default="", help="columns, comma-separated"
     )
-    send.add_argument("--rate", type=float, default=0)
+    send.add_argument("--rate", type=rate, default=0)
     send.add_argument(
         "--name", required=True, help="a name; the same name stores nothing twice"
     )

@@ -63,15 +63,20 @@ _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 @contextmanager
-def full_disk_told() -> Iterator[None]:
-    """If the block fails because a disk is full, raise EnvironmentFault with advice
-    instead of the original error."""
+def file_faults_told() -> Iterator[None]:
+    """If the block fails because a file or directory cannot be used, raise
+    EnvironmentFault instead of the original error. If a disk is full, the error
+    contains advice."""
     try:
         yield
     except Exception as error:
         said = " ".join(str(error).split())
         if not any(one in said for one in _FULL):
-            raise
+            from deltalake.exceptions import DeltaError
+
+            if not isinstance(error, OSError | DeltaError):
+                raise
+            raise EnvironmentFault(f"{said[-500:]}.") from error
         raise EnvironmentFault(
             f"The disk is full: {said[-500:]}. Nothing is lost: make room, and run "
             "again. `pipeline sweep` removes from a lake the files that failed runs "

@@ -12,14 +12,19 @@ import json
 import socket
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from .batchlog import LostBatches, is_mounted
 from .connection import Connection, connect_plain
 from .databases.sqlite import read_instant, read_json
-from .errors import PipelineError, UsageError, VerificationRefused
+from .errors import (
+    EnvironmentFault,
+    PipelineError,
+    UsageError,
+    VerificationRefused,
+)
 from .lock import Taken, alive
 from .results import Results
 from .schemas import struct_of
@@ -185,7 +190,7 @@ def requested_ids(source: SourceSpec, request: uuid.UUID) -> list[str]:
         found = connection.value(
             f"SELECT options FROM {_RUNS} WHERE id = %s", connection.given(request)
         )
-    ids = (read_json(found) or {}).get(_FOUND)
+    ids = None if found is None else _options_of(request, found).get(_FOUND)
     if not ids:
         raise UsageError(f"There is no request {request}.")
     return list(ids)
@@ -225,7 +230,7 @@ def erasing(
             for key, text in database.rows(
                 f"SELECT id, options FROM {_RUNS} WHERE job = 'erase'"
             )
-            if _select_the_same(options := read_json(text), run.options)
+            if _select_the_same(options := _options_of(key, text), run.options)
         ]
         found = found.union(*(options.pop(_FOUND, ()) for *_, options in same))
         if "dry_run" in run.options:
@@ -236,6 +241,21 @@ def erasing(
         yield found
         for database, key, options in same:
             _describe(database, key, options)
+
+
+def _options_of(run: Any, text: Any) -> dict[str, Any]:
+    """Return the options of a recorded run, from a query result. Raises
+    EnvironmentFault if they are no longer as they were recorded."""
+    with suppress(ValueError, TypeError, AttributeError):
+        options: dict[str, Any] = read_json(text)
+        for one in options.get(_FOUND, ()):
+            uuid.UUID(one)
+        return options
+    raise EnvironmentFault(
+        f"The options of the run {uuid.UUID(str(run))} in the table {_RUNS} were "
+        "changed, and cannot be read. They may name messages that are not erased yet: "
+        "erase those by --message-id, and delete this row."
+    )
 
 
 def _select_the_same(one: dict[str, Any], other: dict[str, Any]) -> bool:

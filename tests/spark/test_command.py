@@ -76,16 +76,35 @@ def test_missing_lake_is_reported_with_its_exit_code() -> None:
 @pytest.mark.parametrize(
     "words",
     [("archive", "--batch-rows", "0"), ("archive", "--batch-rows", "-1"),
-     ("follow", "--batch-rows", "0"), ("follow", "--every", "0s")],
+     ("archive", "--batch-rows", "9" * 30), ("archive", "--tasks", "-1"),
+     ("archive", "--purges", "0"), ("archive", "--older-than", "999999d"),
+     ("archive", "--older-than", "9" * 20 + "d"), ("follow", "--batch-rows", "0"),
+     ("follow", "--every", "0s"), ("reconcile", "--since", "999999d"),
+     ("reconcile", "--since", "0001-01-01T00:00+14:00"), ("replay", "--limit", "-1"),
+     ("replay", "--rate", "nan"), ("replay", "--rate", "-1")],
 )  # fmt: skip
-def test_a_number_that_would_archive_nothing_or_never_rest_is_refused(
+def test_a_number_that_no_job_can_use_is_refused(
     words: tuple[str, ...], capsys
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
 
     assert ended.value.code == 2
-    assert words[1] in capsys.readouterr().err
+    assert f"{words[1]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("show", "\udcff"), ("erase", "--key", "\udcff"),
+     ("findings", "--acknowledge", "\udcff", "--all")],
+)  # fmt: skip
+def test_an_option_that_is_not_utf8_is_named(words: tuple[str, ...], capsys) -> None:
+    """A shell passes bytes. Python represents those that are not UTF-8 as
+    surrogates."""
+    assert main(words) == 2
+
+    name = words[1].removeprefix("--") if len(words) > 2 else "term"
+    assert f"The value of '{name}' is not UTF-8." in capsys.readouterr().err
 
 
 def test_brokers_of_celery_are_named_to_reconcile() -> None:

@@ -245,6 +245,26 @@ def test_erase_needs_a_selection(
     assert log.count() == 3
 
 
+@pytest.mark.parametrize(
+    "options",
+    ["[]", "null", '"x"', '{"message_ids": 5}', '{"message_ids": ["x"]}',
+     '{"message_ids": [5]}'],
+)  # fmt: skip
+def test_a_record_that_was_changed_by_hand_is_named(
+    options: str, spark: Any, log: Log, lake: LakeSpec
+) -> None:
+    """The record of a killed erasure may name messages that are not erased yet."""
+    spec = JobSpec((log.spec,), lake)
+    record = run(spec, "erase", "--key", "another")["run"]
+    log.execute("UPDATE django_txmsg_pipelinerun SET options = %s", options)
+
+    with pytest.raises(EnvironmentFault, match=record):
+        run(spec, "erase", "--key", PERSON)
+
+    log.execute("UPDATE django_txmsg_pipelinerun SET options = '{}'")
+    assert run(spec, "erase", "--key", PERSON)["messages"] == 0
+
+
 HOSTILE = "50% of 'ä' \"%s\" \\ ü\u2028"
 
 

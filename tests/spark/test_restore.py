@@ -145,6 +145,8 @@ def assert_no_job_runs(spec: JobSpec, why: str) -> None:
         ["show", "k"],
         ["listeners"],
         ["sweep", "--orphans-older-than", "0s", "--replaced-older-than", "0s"],
+        ["archive", "--older-than", "1d", "--dry-run"],
+        ["follow", "--older-than", "1d", "--dry-run"],
     ):
         with pytest.raises(EnvironmentFault, match=rf"lost batches.*{why}.*Mount it"):
             run(spec, *words)

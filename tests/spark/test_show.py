@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 
+import pytest
+
+from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import archive
 from tests.spark.log import LONG_AGO, Log
@@ -43,5 +46,8 @@ def test_a_message_is_shown_from_databases_and_lake(make_log, lake: LakeSpec) ->
     assert {one["message_id"] for one in by_id} == {str(message)}
     assert run(spec, "show", "customer's")["steps"] == by_id[:3]
     assert "know 'nothing'" in outcome(spec, "show", "nothing").lines[0]
+    # Messages without a key are not those of an empty key.
+    with pytest.raises(UsageError, match="empty id"):
+        run(spec, "show", "")
     # Who looks leaves no trace.
     assert shop.value("SELECT count(*) FROM django_txmsg_pipelinerun") == 0

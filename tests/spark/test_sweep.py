@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
-from django_txmsg.spark.errors import EnvironmentFault, full_disk_told
+from django_txmsg.spark.errors import EnvironmentFault, file_faults_told
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import (
@@ -151,9 +151,11 @@ def test_a_sweep_makes_room_before_it_writes(make_log, lake: LakeSpec) -> None:
     assert not any(one.exists() for one in orphans)
 
 
-def test_a_full_disk_is_told_in_a_sentence() -> None:
+def test_a_file_that_cannot_be_used_is_told_in_a_sentence() -> None:
     told = pytest.raises(EnvironmentFault, match=r"disk is full: .*`pipeline sweep`")
-    with told, full_disk_told(), Path("/dev/full").open("w") as full:
+    with told, file_faults_told(), Path("/dev/full").open("w") as full:
         full.write("a report")
-    with pytest.raises(OSError, match="nowhere"), full_disk_told():
+    with pytest.raises(EnvironmentFault, match="'/nowhere/report'"), file_faults_told():
         Path("/nowhere/report").read_text()
+    with pytest.raises(ValueError, match="bug"), file_faults_told():
+        raise ValueError("a bug of ours")

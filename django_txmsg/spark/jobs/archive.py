@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from pyspark.sql import Row, SparkSession
 
-from ..batchlog import Agreement
+from ..batchlog import Agreement, is_mounted
 from ..connection import Connection, Held
 from ..engine import on_one_machine, parallelism, spread
 from ..errors import UsageError
@@ -384,11 +384,14 @@ FEW_ROWS = 200_000
 
 
 def archive_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Archive the chosen tables. In a dry run, only count the rows to archive."""
+    """Archive the chosen tables. In a dry run, only count the rows to archive. Raises
+    LostBatches if the lake has lost batches."""
     source, lake = spec.service(), spec.lake_spec()
     chosen = ages(spec, given)
     outcome = Outcome()
     if given.dry_run:
+        if not given.accept_loss:
+            is_mounted(replace(spec, services=(source,)))
         for name, age in chosen.items():
             run.counts[name], held = waiting(source, TABLES[name], age)
             if run.counts[name]:

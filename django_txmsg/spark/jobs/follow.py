@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...webhook import KEY_VARIABLE, NoWebhook, Webhook
 from .. import alerts
 from ..alerts import Alert, Alerts, Telling
+from ..batchlog import is_mounted
 from ..connection import Connection, connect_plain
 from ..errors import UsageError
 from ..lake import Lake
@@ -502,8 +503,10 @@ def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
 
 
 def _would(spec: JobSpec, options: FollowOptions) -> Outcome:
-    """Print the values that a round would measure."""
+    """Print the values that a round would measure. Raises LostBatches if the lake has
+    lost batches."""
     source = spec.service()
+    is_mounted(replace(spec, services=(source,)))
     outcome = Outcome()
     for name, age in options.ages.items():
         rows, held = waiting(source, TABLES[name], age)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -10,7 +11,7 @@ from importlib import import_module
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from ..errors import from_spark, full_disk_told
+from ..errors import UsageError, file_faults_told, from_spark
 from ..runs import Run, recorded
 from ..spec import JobSpec, digest, hidden, recordable
 from .outcome import Outcome
@@ -31,8 +32,14 @@ _MODULES = {"replay": "outgoing", "send": "outgoing"}
 Job = Callable[[JobSpec, argparse.Namespace, Run], Outcome]
 
 
+@file_faults_told()
 def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
     """Run a job, record the run, and return its summary. Raises PipelineError."""
+    for name, value in vars(given).items():
+        try:
+            json.dumps(value, default=str, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"The value of {name!r} is not UTF-8.") from None
     options = {
         name: hidden(str(value))
         for name, value in vars(given).items()
@@ -63,7 +70,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
     if looks:
         # A job that only reads leaves no trace.
         record = nullcontext(Run(given.job, options))
-    with full_disk_told(), record as run:
+    with record as run:
         try:
             outcome = _command(given.job)(spec, given, run)
         except (PySparkException, Py4JError) as error:

@@ -19,7 +19,7 @@ import pyarrow.dataset as ds
 
 from ..batchlog import is_mounted
 from ..databases import open_database
-from ..errors import spoilt
+from ..errors import UsageError, spoilt
 from ..lake import Lake
 from ..lakefile import PARTITIONS
 from ..runs import Run
@@ -63,7 +63,13 @@ _HEAVY = ("body", "headers", "traceback", "state", "answer", "caller", "baggage"
 
 def show_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Return a summary of the events of the messages with this id, key or correlation
-    id. Raises EnvironmentFault if the lake does not have all archived rows."""
+    id. Raises UsageError for an empty text, and EnvironmentFault if the lake does not
+    have all archived rows."""
+    if not given.term:
+        raise UsageError(
+            "An empty id, key or correlation id selects no message. Is a variable of "
+            "your shell unset?"
+        )
     lake = Lake(spec.lake) if spec.lake is not None and is_mounted(spec) else None
     steps = sorted(
         (
@@ -115,7 +121,7 @@ def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any
     with suppress(ValueError):
         own = table.column("message_id").sql
         conditions.append(f"{own} = {database.uuid(term)}")
-    if conditions and term:
+    if conditions:
         for batch in database.read(table, columns, f"({' OR '.join(conditions)})"):
             for row in batch.to_pylist():
                 yield row | {"service": source.service}
