@@ -296,7 +296,7 @@ class StageThread:
         pause = min(0.5, self._settings.CONSUME.POLL_INTERVAL, self._parking.pause)
         first = first or session.receive(pause)
         if first is None:
-            self._subscription.worked()
+            self._subscription.worked(received=False)
             self.dry = True
             recycle(idle=True, but=self._subscription.stored_in)
             return
@@ -312,7 +312,7 @@ class StageThread:
             # Received after the stop: they go back with the session, unprocessed.
             self._close()
             return
-        self._subscription.worked()
+        self._subscription.worked(received=True)
         self._parking.waited_for(len(deliveries))
         with self._throttle.turn():
             self._work(session, deliveries)

@@ -6,6 +6,7 @@ down, or refuses the subscription, the pauses between tries grow.
 
 from __future__ import annotations
 
+import math
 import time
 
 from .. import conf
@@ -109,6 +110,7 @@ class Subscription:
         self.close()
         self.turned_away.failed(error)
 
-    def worked(self) -> None:
-        """Record that the broker has answered."""
-        self._breaker.worked()
+    def worked(self, *, received: bool) -> None:
+        """Record that the broker has answered. Pass `received=False` if the session
+        waited, and no message came."""
+        self._breaker.worked(opened=math.inf if received else self._since)

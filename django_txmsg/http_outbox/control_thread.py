@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 import uuid
@@ -111,11 +112,12 @@ class ControlThread:
 
     def _serve(self, session: Session, stored_in: str | None) -> None:
         self._note_the_database()
+        opened = time.monotonic()
         while not self._stopping.is_set():
             liveness.turned()
             left = self._later[0].due - time.monotonic() if self._later else 0.5
             delivery = session.receive(max(0.0, min(left, 0.5)))
-            self._breaker.worked()
+            self._breaker.worked(opened=opened if delivery is None else math.inf)
             if delivery is not None and not self._stopping.is_set():
                 self._look(session, _Held(delivery))
             recycle(idle=delivery is None, but=stored_in)

@@ -181,6 +181,8 @@ class Lane:
         self._stop = stop or threading.Event()
         self._turn, self._budget = turn or Turn(), budget or Budget()
         self._session: Session | None = None
+        #: The monotonic time at which the session was opened.
+        self.opened = 0.0
         self._sweep = Sweep()
         self._pauses = pauses.of(using, broker)
         #: The destinations that were paused at the last claim, ...
@@ -321,6 +323,7 @@ class Lane:
     def _open(self) -> Session:
         if self._session is None:
             self._session = get_broker(self.broker_alias).open()
+            self.opened = time.monotonic()
         return self._session
 
     def _outbox(self) -> OutboxManager:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -170,7 +171,7 @@ class Relay:
                 continue
             finally:
                 recycle()
-            breaker.worked()
+            breaker.worked(opened=math.inf if claimed else lane.opened)
             retry.worked()
             if claimed:
                 continue

@@ -8,6 +8,7 @@ broker that it uses. The process has one for each database (`database_health.py`
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -67,7 +68,7 @@ class Breaker:
         #: back is not flooded.
         self.connecting = threading.Lock()
         self._failures = 0
-        self._until = self._began = 0.0
+        self._until = self._began = self._failed_at = 0.0
         #: Of the last outage that ended: its failures, its last pause, and when it
         #: ended.
         self._former, self._pause, self._ended = 0, 0.0, 0.0
@@ -99,7 +100,7 @@ class Breaker:
         become long, another log line corrects this.
         """
         with self._lock:
-            self.error = error
+            self.error, self._failed_at = error, time.monotonic()
             if self.remaining:
                 return  # another thread has reported this outage
             goes_on = not self._failures and (
@@ -127,9 +128,14 @@ class Breaker:
         with self._lock:
             self._until = time.monotonic() + seconds
 
-    def worked(self) -> None:
-        """Record that the server has answered, which ends an outage."""
-        if self._failures:
+    def worked(self, *, opened: float = math.inf) -> None:
+        """Record that the server has answered, which ends an outage.
+
+        If a session only waited, without sending or receiving a message, pass as
+        `opened` when it was opened. A waiting session proves nothing if it is older
+        than the last failure: it may not have asked the server since then.
+        """
+        if self._failures and opened > self._failed_at:
             with self._lock:
                 failures, self._failures, self._until = self._failures, 0, 0.0
                 self._former, self._ended = failures, time.monotonic()

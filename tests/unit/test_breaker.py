@@ -60,3 +60,20 @@ def test_a_server_that_worked_for_longer_than_the_last_pause_has_a_new_outage(
     said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert len(said) == 2
     assert said[1].endswith("second")
+
+
+def test_a_session_that_only_waits_ends_no_outage_that_is_younger() -> None:
+    breaker = Breaker("orders", 600.0, first_pause=60.0)
+    opened = time.monotonic()
+    wait_until(lambda: time.monotonic() > opened)
+    breaker.failed(OSError("another session"))
+
+    breaker.worked(opened=opened)
+    assert breaker.remaining
+    assert breaker.outage is not None
+
+    reopened = time.monotonic()
+    wait_until(lambda: time.monotonic() > reopened)
+    breaker.worked(opened=time.monotonic())
+    assert not breaker.remaining
+    assert breaker.outage is None
