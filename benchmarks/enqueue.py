@@ -59,7 +59,8 @@ def main() -> None:
 
         task = app.task(name="nothing")(_nothing)
         calls["procrastinate: defer()"] = lambda n: task.defer(n=n, text=TEXT)
-    for title, alone in (("many in a transaction", False), ("each in its own", True)):
+    kinds = {"many per transaction": False, "one per transaction": True}
+    for title, alone in kinds.items():
         contenders = {
             name: lambda call=call, alone=alone: measured(call, options.rows, alone)
             for name, call in calls.items()

@@ -75,9 +75,9 @@ def signal(*, was: str | tuple[str, ...]) -> Callable[[Method], Method]: ...
 def signal(
     method: Any = None, /, *, was: str | tuple[str, ...] = ()
 ) -> Callable[[Any], Any] | Any:
-    """Make a method the handler of signals of one type. The method runs between two
-    steps, whenever a signal of this type arrives. A result other than None replaces the
-    continuation for which the run waits."""
+    """Make a method handle the signals of one type. The method runs between two steps,
+    whenever a signal of this type arrives. If the method returns a continuation, the
+    run waits for that one instead. If it returns None, the run waits as before."""
     return _marked(method, is_signal=True, was=was)
 
 

@@ -40,17 +40,17 @@ KEPT = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class ControlMessage:
-    """Names the session to check, and how to find out whether it has committed
-    (`oracle`):
+    """Says which session to check. `oracle` says how to find out whether the session
+    has committed:
 
     - "transaction": query the database for the id `transaction`.
     - "delay": wait for the session's record.
-    - "arrival": the message was committed together with the session.
-    - "group": many sessions share `session_id`, and further sessions may join until
-      `joined_until`.
-    - "": the message is not `signed`, so no other value can be trusted either.
+    - "arrival": it has. The message was committed together with the session.
+    - "group": find out whether the whole group has ended. Its sessions share
+      `session_id`, and further sessions may join until `joined_until`.
+    - "": unknown. The message is not `signed`, so its other fields cannot be trusted.
 
-    `database` is the identity of the session's database; "" in messages of an earlier
+    `database` identifies the session's database. It is "" in messages of an earlier
     release.
     """
 

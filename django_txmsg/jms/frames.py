@@ -144,7 +144,7 @@ class _TooLong:
         return end + 1
 
     def frame(self) -> Frame:
-        """Return the frame with the beginning of its body."""
+        """Return the frame, whose body is cut off after its beginning."""
         return self._frame._replace(body=self._kept)
 
 

@@ -108,9 +108,9 @@ def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
 
 
 def test_recording_a_failure_is_repeated_after_a_conflict() -> None:
-    """The statement that records a failed attempt loses a conflict. It is repeated, so
-    the handler does not run again, and the parked message does not wait for the end of
-    its lease."""
+    """The statement that records a failed attempt fails because of a conflict. Only
+    this statement is repeated, not the handler. The parked message does not wait until
+    its lease ends."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

@@ -323,8 +323,8 @@ class Link:
 
     def why_blocked(self) -> str:
         """Return the reason why the broker has blocked this connection, or "" if the
-        connection is not blocked. Call this only when you are about to close the
-        connection, because errors are ignored."""
+        connection is not blocked. This hides errors of the connection, so call it only
+        just before you close the connection."""
         with contextlib.suppress(*_LOST):
             self.hear()
         return self.blocked

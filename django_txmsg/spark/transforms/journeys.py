@@ -290,8 +290,8 @@ def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
 
 
 def _step(frame: DataFrame, **known: Column) -> DataFrame:
-    """Return JOURNEY rows with the columns `known`. Other columns are null, and other
-    counts are 0."""
+    """Return JOURNEY rows. The columns in `known` get the given values. Of the other
+    columns, counts are 0, and the rest are null."""
     nothing = dict.fromkeys(("sent_us", *_COUNTS), sf.lit(0))
     return frame.select(
         "message_id",
