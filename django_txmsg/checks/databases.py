@@ -15,12 +15,14 @@ from django.db.models import Count, Model
 from .. import brokers, conf, stages
 from ..django_internals import in_block, settings_of
 from ..envelope.typed_body import TypeHeader
+from ..flows.deadlines import Deadlines
 from ..flows.declaration import Declaration, Step, declarations
-from ..models import DeadLetter, Run, Schedule, Worker
+from ..models import DeadLetter, Run, Worker
 from ..models.run import WaitsFor
 from ..monitoring import databases
 from ..relaying.listener import alias_of, receives_notifications
-from ..scheduling.timetable import recurring
+from ..scheduling.time_loop import TimeLoop
+from ..scheduling.timekeeper import Timekeeper
 
 #: The size of a psycopg pool without options, or without a maximum.
 DEFAULT_SIZE = 4
@@ -78,20 +80,24 @@ def relay(alias: str) -> int:
     same time."""
     settings = conf.get()
     lanes = settings.RELAY.LANES * len(settings.BROKERS)
-    own = 1 + int(alias == _writes(Worker))  # leases, its heartbeat
-    return lanes + own + _timekeeper(alias) + _notifications(alias)
+    own = 1 + 1 + int(alias == _writes(Worker))  # leases, charts, its heartbeat
+    return lanes + own + _time_loops(alias) + _notifications(alias)
 
 
 def run(alias: str) -> int:
     """Return how many threads of `txmsg run`, which relays, consumes and prunes, can
     use a connection to this database at the same time."""
     shared = 1 + _notifications(alias)  # leases
-    return consumer(alias) + relay(alias) - shared + 1
+    # One of its threads prunes, and none counts for the charts.
+    return consumer(alias) + relay(alias) - shared
 
 
-def _timekeeper(alias: str) -> int:
-    recurs = any(one.alias == alias for one in recurring())
-    return int(recurs or alias == _writes(Schedule))
+def _time_loops(alias: str) -> int:
+    """Return how many threads of a relay store recurring messages, store time-outs of
+    flows, or compare this database with the alerts."""
+    loops: list[TimeLoop] = [Timekeeper([alias]), Deadlines([alias])]
+    alerts = int(bool(conf.get().ALERTS.KINDS))
+    return alerts + sum(not loop.is_idle(alias) for loop in loops)
 
 
 def _notifications(alias: str) -> int:

@@ -25,6 +25,8 @@ from django_txmsg import RedeliveryPolicy, stages
 from django_txmsg.checks import check, check_deployment
 from django_txmsg.middleware import OutboxMiddleware
 from tests.running import declared
+from tests.shelved_flows import at_hand
+from tests.trips import Trip
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "checks.md"
 ACTIVEMQ = "stomp://user:long-secret@127.0.0.1:61613?dialect=activemq"
@@ -613,13 +615,27 @@ def test_small_pool_warns_with_the_needed_size(
     ):
         consume, relay = (one for one in check() if one.id == "txmsg.W005")
         # main, bulk, leases, control, 6 threads, dispatcher; 4 lanes, leases, heart,
-        # recurring messages
+        # charts, recurring messages
         assert "consume` uses up to 11 at a time" in consume.msg
-        assert "relay` uses up to 7 at a time" in relay.msg
-        # both, with one thread for the leases, and pruning
+        assert "relay` uses up to 8 at a time" in relay.msg
+        # both, with one thread for the leases, and pruning instead of charts
         assert "18 where `txmsg run` does" in str(relay.hint)
         options["pool"] = {"max_size": 11}
         assert not [one for one in check() if one.id == "txmsg.W005"]
+
+
+def test_flows_and_alerts_need_connections_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(
+        connections["default"].settings_dict,
+        "OPTIONS",
+        {"pool": {"max_size": 9}, "transaction_mode": "IMMEDIATE", "timeout": 20},
+    )
+    with at_hand(Trip), txmsg(ALERTS={"KINDS": ["dead"]}):
+        (relay,) = (one for one in check() if "`manage.py relay`" in one.msg)
+    # The same as without them (8), time-outs, and alerts.
+    assert "relay` uses up to 10 at a time" in relay.msg
 
 
 def test_lake_without_the_pipelines_app_is_an_error() -> None:
