@@ -237,7 +237,8 @@ def lost(
     """Count the findings that were added since the last check, by verdict. Only
     findings with one of `verdicts` count, and acknowledged findings do not. Returns
     None at the first check."""
-    # By the run's instant, not by its report: it may end while `follow` is not running.
+    # A run's findings have the instant of its start. It may end while `follow` is not
+    # running, or after a check that was later than its start.
     weighed = connection.value(
         "SELECT checked_at FROM django_txmsg_pipelinealert WHERE service = %s"
         " AND name = 'lost'",
@@ -248,8 +249,10 @@ def lost(
     return dict(
         connection.rows(
             "SELECT verdict, count(*) FROM django_txmsg_finding WHERE service = %s"
-            f" AND verdict IN ({', '.join(['%s'] * len(verdicts))}) AND found_at > %s"
+            f" AND verdict IN ({', '.join(['%s'] * len(verdicts))})"
+            " AND (found_at > %s OR found_at IN (SELECT started_at FROM"
+            " django_txmsg_pipelinerun WHERE job = 'reconcile' AND finished_at > %s))"
             " AND acknowledged_at IS NULL GROUP BY verdict ORDER BY verdict",
-            source.service, *verdicts, weighed,
+            source.service, *verdicts, weighed, weighed,
         )
     )  # fmt: skip

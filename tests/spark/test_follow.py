@@ -36,6 +36,7 @@ from django_txmsg.spark.lock import archiving
 from django_txmsg.spark.lock import following as alone
 from django_txmsg.spark.models import PipelineAlert
 from django_txmsg.spark.noted import Noted
+from django_txmsg.spark.runs import recorded
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.transforms.reconcile import LOST
@@ -46,7 +47,7 @@ from tests.spark.archives import assert_moved_once, delta_rows, hashes_in
 from tests.spark.conftest import ROOT
 from tests.spark.kill_archive import DIFFERING
 from tests.spark.kill_follow import OPTIONS
-from tests.spark.log import Log
+from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import outcome
 from tests.spark.test_archive_kill import SLICED, STEPS
 from tests.spark.test_outgoing import request_replay
@@ -539,6 +540,27 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
     [lost] = taking.taken
     assert (lost["alert"], lost["value"]) == ("lost", 2)
     assert lost["summary"].endswith("new: 2 never_received.")
+
+
+def test_findings_of_a_run_that_was_in_progress_at_a_check_are_reported(
+    log: Log, lake: LakeSpec
+) -> None:
+    """An operator's `reconcile` began before the check, and ends after it."""
+    spec, message = JobSpec((log.spec,), lake), str(uuid.uuid4())
+    with log.connected() as connection:
+        weigh = Alerts(connection, "shop").weigh
+        with recorded(spec, "reconcile", {}) as run:
+            weigh("lost", 0, 0, "Nothing is known yet.")
+            finding = {
+                "message_id": message, "destination": "d", "sender": "",
+                "consumer": "", "sent_at": LONG_AGO, "found_at": run.started_at,
+                "verdict": "never_received",
+            }  # fmt: skip
+            Noted(log.spec).keep([finding], run.started_at, None)
+        assert alerts.lost(connection, log.spec, LOST) == {"never_received": 1}
+
+        weigh("lost", 1, 0, "One is lost.")
+        assert alerts.lost(connection, log.spec, LOST) == {}
 
 
 @pytest.mark.parametrize(
