@@ -48,13 +48,18 @@ class VerificationRefused(PipelineError):
     exit_code = 4
 
 
+def reason(error: object) -> str:
+    """Return the text of an error in one line, without the backtrace that the Delta
+    library appends."""
+    return " ".join(str(error).partition("\n   0: ")[0].split())
+
+
 def spoilt(path: str, error: object) -> SpoiltFile:
     """Return a SpoiltFile error for this file, with the reader's error in its
     message."""
-    why = " ".join(str(error).split())
     return SpoiltFile(
-        f"{path} cannot be read: {why}. Restore this file from a backup of the lake; "
-        "`pipeline verify` names all that are spoilt."
+        f"{path} cannot be read: {reason(error)}. Restore this file from a backup of "
+        "the lake; `pipeline verify` names all that are spoilt."
     )
 
 
@@ -70,7 +75,7 @@ def file_faults_told() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
+        said = reason(error)
         if not any(one in said for one in _FULL):
             from deltalake.exceptions import DeltaError
 

@@ -26,7 +26,7 @@ from pyspark.sql import functions as sf
 from pyspark.sql import types as t
 
 from .engine import parallelism, spread
-from .errors import EnvironmentFault
+from .errors import EnvironmentFault, reason
 from .lakefile import PARTITIONS, LakeFile, directory_of, in_parts, rows_as
 from .schemas import LAKE_VERSION, arrow_schema
 from .storage import Place, insist_on, sync
@@ -56,7 +56,9 @@ class LakeTable:
         except TableNotFoundError:
             return None
         except (OSError, deltalake.exceptions.DeltaError) as error:
-            raise EnvironmentFault(f"{self.uri} cannot be read: {error}") from error
+            raise EnvironmentFault(
+                f"{self.uri} cannot be read: {reason(error)}."
+            ) from error
         version = int(delta.metadata().configuration.get("txmsg.version", 0))
         if not version:
             raise EnvironmentFault(f"{self.uri} is a Delta table, but not one of ours.")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
-from django_txmsg.spark.errors import EnvironmentFault, file_faults_told
+from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile, file_faults_told
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import (
@@ -149,6 +149,22 @@ def test_a_sweep_makes_room_before_it_writes(make_log, lake: LakeSpec) -> None:
         sweep(log, lake)
 
     assert not any(one.exists() for one in orphans)
+
+
+def test_a_damaged_file_and_a_damaged_log_are_named(make_log, lake: LakeSpec) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(250)
+    archive(None, log, lake)
+    file = next(path_of(lake).glob("service=*/day=*/*.parquet"))
+    os.truncate(file, 100)
+    with pytest.raises(SpoiltFile, match=f"{file} cannot be read: [^\n]+`pipeline"):
+        sweep(log, lake)
+
+    # The Delta library appends a backtrace to its error.
+    entry = max(path_of(lake).glob("_delta_log/*.json"))
+    entry.write_text("{nothing")
+    with pytest.raises(EnvironmentFault, match=r"outbox cannot be read: [^\n]+\.$"):
+        sweep(log, lake)
 
 
 def test_a_file_that_cannot_be_used_is_told_in_a_sentence() -> None:

@@ -10,11 +10,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.sql import types as t
 
 from ..connection import connect_plain
-from ..errors import EnvironmentFault, VerificationRefused
+from ..errors import EnvironmentFault, VerificationRefused, spoilt
 from ..lake import Lake
 from ..lakefile import LakeFile
 from ..laketable import CommitFailedError, LakeTable, touched
@@ -64,7 +65,11 @@ def _groups(place: LakeTable, small: list[LakeFile]) -> Iterator[list[LakeFile]]
     change."""
 
     def kind(one: LakeFile) -> tuple[str, tuple[str, ...]]:
-        schema = pq.read_schema(f"{place.root}/{one.path}", filesystem=place.files)
+        path = f"{place.root}/{one.path}"
+        try:
+            schema = pq.read_schema(path, filesystem=place.files)
+        except (OSError, pa.ArrowException) as error:
+            raise spoilt(path, error) from error
         return one.day.isoformat(), tuple(schema.names)
 
     kinds = {one: kind(one) for one in small}
