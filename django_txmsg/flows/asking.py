@@ -49,7 +49,8 @@ def start(
 
     Only one run of a `key` is open at a time. If a run of this `key` is open,
     `on_conflict="skip"` returns that run and stores nothing. The answer is sent to the
-    destination `answer_to`.
+    destination `answer_to`. If an earlier attempt of the stage has committed this run,
+    this function returns that run.
 
     Raises AlreadyRunning if a run of this `key` is open, TransactionRequired outside a
     transaction, and InvalidMessage for a body of another type. Raises FlowError in a

@@ -56,10 +56,15 @@ def start_run(
             run.save(using=using, force_insert=True)
             return run
     except IntegrityError:
-        open_runs = Run.objects.using(using).filter(
-            service=run.service, flow=run.flow, key=run.key, ended_at=None
+        runs = Run.objects.using(using).filter(
+            service=run.service, flow=run.flow, key=run.key
         )
-        found: Run | None = open_runs.first() if run.key else None
+        # The same run, if an earlier attempt of this stage has committed it.
+        sent = OutboxMessage.objects.using(using).filter(message_id=run.run_id)
+        again: Run | None = runs.filter(run_id=run.run_id).first()
+        if again is not None and sent.exists():
+            return again
+        found: Run | None = runs.filter(ended_at=None).first() if run.key else None
         if found is None:
             raise
     if on_conflict == "skip":

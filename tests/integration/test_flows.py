@@ -21,6 +21,7 @@ from django_txmsg import (
     Message,
     Refuse,
     message_type,
+    outbox_session,
     send_message,
     stages,
     upgrade,
@@ -60,7 +61,7 @@ from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, ship
+from tests.running import committing, declared, put, running, send, ship
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
 
@@ -273,6 +274,25 @@ def test_second_run_of_an_open_key_is_refused() -> None:
     drain()
     Order.objects.all().delete()
     assert place().pk != run.pk
+
+
+@pytest.mark.parametrize("key", [None, "1"])
+def test_a_run_that_an_earlier_attempt_has_committed_is_started_once(
+    key: str | None,
+) -> None:
+    runs: list[Run] = []
+
+    def handler(message: Message) -> None:
+        with outbox_session():
+            runs.append(start(Checkout, PlaceOrder("1"), key=key))
+        if len(runs) == 1:
+            raise ValueError
+
+    with declared(handler, transaction="none") as one:
+        send(one.destination)
+        take(one, times=2)
+    assert runs == [Run.objects.get()] * 2
+    assert OutboxMessage.objects.filter(destination="shop.checkout").count() == 1
 
 
 def test_request_refused_by_the_participant_fails_and_undoes_the_run() -> None:
