@@ -21,6 +21,7 @@ from .monitoring.databases import with_tables
 from .monitoring.presence import Presence
 from .relaying.relay import Relay
 from .runtime.per_process import PerProcess
+from .scheduling.time_loop import ticked
 from .scheduling.timekeeper import Timekeeper
 
 try:
@@ -63,10 +64,9 @@ def relay_outbox(
         brokers or sorted(conf.get().BROKERS),
         batch_size=batch_size,
     )
-    Timekeeper(using).tick()
-    Deadlines(using).tick()
     # relay.unavailable names them.
-    with contextlib.suppress(BrokerUnavailable, DestinationUnavailable):
+    unavailable = contextlib.suppress(BrokerUnavailable, DestinationUnavailable)
+    with ticked([Timekeeper(using), Deadlines(using)]), unavailable:
         relay.run(once=True)
     counts: dict[str, Any] = dict(relay.counts)
     if relay.unavailable:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
+from django.db import Error as AnyDatabaseError
+
 from ..runtime import database_health, liveness
 from ..runtime.connections import recycle
 from ..runtime.thread_group import ThreadGroup
@@ -26,7 +28,7 @@ class TimeLoop(ABC):
     refused: ClassVar[str]
 
     def __init__(self, using: Sequence[str]) -> None:
-        self._using = using
+        self.using = using
         self._stop = threading.Event()
 
     @abstractmethod
@@ -55,18 +57,34 @@ class TimeLoop(ABC):
             liveness.turned(wait)
             self._stop.wait(wait)
 
-    def tick(self) -> None:
-        """Store all messages that are due now. Raises database errors."""
-        for using in self._using:
-            while not self._stop.is_set() and self._keep(using) <= 0:
+    def tick(self, *using: str) -> None:
+        """Store all messages that are due now in these databases, by default in all.
+        Raises database errors."""
+        for alias in using or self.using:
+            while not self._stop.is_set() and self._keep(alias) <= 0:
                 pass
 
     def add_to(self, group: ThreadGroup) -> None:
         """Add a thread for each database to the group, except for idle databases."""
-        for using in self._using:
+        for using in self.using:
             if not self.is_idle(using):
                 name = f"txmsg-{type(self).__name__.lower()}-{using}"
                 group.add(name, partial(self.run, using))
+
+
+@contextmanager
+def ticked(loops: Sequence[TimeLoop]) -> Iterator[None]:
+    """Store all messages that are due now, and then run the block. If a database raises
+    an error meanwhile, raise the first error after the block."""
+    errors: list[AnyDatabaseError] = []
+    for loop, using in [(one, using) for one in loops for using in one.using]:
+        try:
+            loop.tick(using)
+        except AnyDatabaseError as error:
+            errors.append(error)
+    yield
+    if errors:
+        raise errors[0]
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
-from django.db import connections
+from django.core.management import CommandError, call_command
+from django.db import connections, transaction
 
 from django_txmsg.consuming import rates
 from django_txmsg.consuming.consumer import Consumer
@@ -23,6 +24,7 @@ from django_txmsg.monitoring.presence import Presence
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.scheduling.time_loop import keeping_time
 from django_txmsg.scheduling.timekeeper import Timekeeper
+from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import Stage, TransactionDefinition
 from tests.faults import wait_until
 from tests.integration.test_stop_message import consuming
@@ -113,6 +115,21 @@ def test_heartbeats_continue_while_another_database_does_not_answer(
         wait_until(own.exists)
         since = clock("default") + dt.timedelta(seconds=1)
         wait_until(own.filter(heartbeat_at__gt=since).exists, deadline=10)
+
+
+def test_relay_once_dispatches_while_another_database_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = connections["other"].settings_dict["OPTIONS"]
+    tick = {"EVERY": "1 0 1 1 *", "DESTINATION": "tests.second", "USING": "other"}
+    connections["other"].close()
+    monkeypatch.setitem(options, "timeout", 0.1)
+    with txmsg(SCHEDULE={"there": tick}), silent():
+        with transaction.atomic():
+            send_message("tests.first", None)
+        with pytest.raises(CommandError, match=r"Dispatched 1 message.*locked"):
+            call_command("relay", "--once", verbosity=0)
+    connections["other"].close()
 
 
 def test_a_bulk_operation_of_another_database_is_finished() -> None:

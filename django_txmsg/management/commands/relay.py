@@ -18,7 +18,7 @@ from ...monitoring.alerting import Alerting
 from ...monitoring.databases import left_out, with_tables
 from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
-from ...scheduling.time_loop import keeping_time
+from ...scheduling.time_loop import keeping_time, ticked
 from ...scheduling.timekeeper import Timekeeper
 from ..terminal import require_positive, require_tables
 from ._process import heartbeat, return_memory, say, stay_light, stop_on_signals
@@ -78,10 +78,8 @@ class Command(BaseCommand):
                     f"Stop with Ctrl-C."
                 )
             try:
-                if options["once"]:
-                    for loop in time_loops:
-                        loop.tick()
-                relay.run(once=options["once"])
+                with ticked(time_loops if options["once"] else []):
+                    relay.run(once=options["once"])
             except (TxmsgError, AnyDatabaseError) as error:
                 raise CommandError(
                     f"{_summary(relay)} The relay ended: {str(error).rstrip('.')}. "
