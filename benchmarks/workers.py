@@ -72,7 +72,7 @@ class Contender:
 
 
 def contenders(amqp: str) -> dict[str, Contender]:
-    """Return the backends by name. `amqp` is the broker's URL."""
+    """Return a dict from names to backends. `amqp` is the URL of the AMQP broker."""
     batch, broker = {"BENCH_BATCH": "50"}, {"BENCH_URL": amqp}
     three = {"BENCH_CONCURRENCY": "3"}  # as dj-queue does if nothing is said
     return {

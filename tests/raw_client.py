@@ -28,8 +28,8 @@ class RawClient:
         tls: ssl.SSLContext | None = None,
         **headers: str,
     ) -> None:
-        """Connect, and log in unless `connect` is false. `headers` are headers of the
-        CONNECT frame. In their names, "_" stands for "-"."""
+        """Open a connection. Unless `connect` is false, log in with a CONNECT frame.
+        `headers` are added to this frame. In their names, "_" stands for "-"."""
         self.version = version
         self.timeout = timeout
         self.sock = socket.create_connection(address, timeout)

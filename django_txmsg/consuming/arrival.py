@@ -309,5 +309,5 @@ class Mode(ABC):
 
     def locks_parked(self) -> bool:
         """Return whether the stage keeps the row of a parked message locked while it
-        processes the message. Then no other worker can claim the message."""
+        processes the message. If so, no other worker can claim the message."""
         return False

@@ -302,6 +302,6 @@ _MODES: dict[str, type[Mode]] = {
 
 
 def of(stage: Stage) -> Mode:
-    """Return the mode by which a stage's messages are processed."""
+    """Return the mode in which a stage's messages are processed."""
     mode = _MODES[stage.transaction]
     return Ordered(stage) if stage.ordered and not mode.transacted else mode(stage)

@@ -139,8 +139,8 @@ def awaited(run: Run, within: float | dt.timedelta) -> Run | None:
 
 
 def _pauses(within: float | dt.timedelta) -> Iterator[float]:
-    """Yield the seconds to wait before each query of the run, until the time `within`
-    has passed."""
+    """Yield how many seconds to wait before each query for the run's state. Stop when
+    `within` has passed."""
     seconds = within.total_seconds() if isinstance(within, dt.timedelta) else within
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
     while (left := deadline - time.monotonic()) > 0:

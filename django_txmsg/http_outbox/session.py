@@ -238,7 +238,7 @@ def outbox_session(using: str | None = None) -> Iterator[OutboxSession]:
             order = Order.objects.create(...)
             send_message("orders.place", {"order": order.pk})
 
-    An exception rolls back. `using` is by default TXMSG["HTTP"]["USING"].
+    An exception rolls the session back. `using` defaults to TXMSG["HTTP"]["USING"].
 
     Inside another session on the same database, or inside a stage's transaction, this
     only opens a savepoint, and the messages belong to the outer session or stage.

@@ -168,7 +168,7 @@ def ids_sql(
 
 
 class OneOf(models.Func):
-    """The condition that a column is one of `ids`, passed as a single parameter."""
+    """The condition that a column's value is in `ids`. The ids are one parameter."""
 
     output_field = models.BooleanField()
 

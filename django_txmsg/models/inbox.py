@@ -451,10 +451,9 @@ class InboxManager(SqlManager):
         with the handler's work. The statement also locks the row, so that a worker with
         a duplicate of the message waits.
 
-        Returns False if the message is already processed, parked or dead. For a parked
-        message, `token` is its lease. If `turn` is given, the row is taken only if the
-        message need not wait for its predecessor, and no other transaction has locked
-        the message's key.
+        Returns False if the message is processed, dead, or parked under another lease
+        than `token`. With `turn`, also returns False if the message must wait for its
+        predecessor, or if another transaction has locked the message's key.
         """
         connection = connections[self.db]
         condition, parameters = "due_at IS NULL", [pk]

@@ -1,4 +1,5 @@
-"""Pages, terminal and health check report live and missing processes."""
+"""The admin's pages, the terminal and the health check show which processes are live
+and which are missing."""
 
 from __future__ import annotations
 

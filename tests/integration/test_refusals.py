@@ -1,10 +1,10 @@
 """Real servers that refuse messages or do not answer: full queues, a revoked
 permission, a memory alarm, a full disk.
 
-A refusal is not counted as an attempt of any message. When the server accepts messages
-again, all of them arrive, and the messages of one key in order. Meanwhile, messages to
-another destination arrive. With `make soak`, each of these failures lasts
-TXMSG_SOAK_SECONDS (an hour, say).
+A refusal does not count as an attempt of any message. While a server refuses messages
+to one destination, messages to other destinations arrive. When it accepts messages
+again, all of them arrive, and those with the same key arrive in order. With `make
+soak`, each of these failures lasts TXMSG_SOAK_SECONDS (an hour, say).
 """
 
 from __future__ import annotations
