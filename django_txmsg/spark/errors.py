@@ -67,21 +67,26 @@ def spoilt(path: str, error: object) -> SpoiltFile:
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
+#: The errors of files and of the Delta library. Each driver of a database has its own
+#: OperationalError (PEP 249).
+_OUTSIDE = frozenset(["OSError", "DeltaError", "OperationalError"])
+
+
 @contextmanager
-def file_faults_told() -> Iterator[None]:
-    """If the block fails because a file or directory cannot be used, raise
-    EnvironmentFault instead of the original error. If a disk is full, the error
+def faults_told() -> Iterator[None]:
+    """If the block fails because a file, a database or a table's log cannot be used,
+    raise EnvironmentFault instead of the original error. If a disk is full, the error
     contains advice."""
     try:
         yield
     except Exception as error:
         said = reason(error)
         if not any(one in said for one in _FULL):
-            from deltalake.exceptions import DeltaError
-
-            if not isinstance(error, OSError | DeltaError):
+            if _OUTSIDE.isdisjoint(one.__name__ for one in type(error).__mro__):
                 raise
-            raise EnvironmentFault(f"{said[-500:]}.") from error
+            if len(said) > 600:  # a query is at the beginning or at the end
+                said = f"{said[:300]} … {said[-300:]}"
+            raise EnvironmentFault(f"{said}.") from error
         raise EnvironmentFault(
             f"The disk is full: {said[-500:]}. Nothing is lost: make room, and run "
             "again. `pipeline sweep` removes from a lake the files that failed runs "

@@ -253,8 +253,8 @@ def _options_of(run: Any, text: Any) -> dict[str, Any]:
         return options
     raise EnvironmentFault(
         f"The options of the run {uuid.UUID(str(run))} in the table {_RUNS} were "
-        "changed, and cannot be read. They may name messages that are not erased yet: "
-        "erase those by --message-id, and delete this row."
+        "changed, and cannot be read. If it is a killed `erase`, erase its messages by "
+        "--message-id. Then delete this row."
     )
 
 

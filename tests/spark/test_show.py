@@ -7,8 +7,8 @@ import uuid
 
 import pytest
 
-from django_txmsg.spark.errors import UsageError
-from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.errors import EnvironmentFault, UsageError
+from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from tests.spark.archives import archive
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import outcome, run
@@ -51,3 +51,12 @@ def test_a_message_is_shown_from_databases_and_lake(make_log, lake: LakeSpec) ->
         run(spec, "show", "")
     # Who looks leaves no trace.
     assert shop.value("SELECT count(*) FROM django_txmsg_pipelinerun") == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite:////nowhere/db", "postgresql://u@127.0.0.1:1/x"]
+)
+def test_an_unreachable_database_is_told_in_a_sentence(url: str) -> None:
+    spec = JobSpec((SourceSpec("shop", url),))
+    with pytest.raises(EnvironmentFault, match=r"unable to open|[Cc]onnection refused"):
+        run(spec, "show", "k")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
-from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile, file_faults_told
+from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile, faults_told
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import (
@@ -169,9 +169,9 @@ def test_a_damaged_file_and_a_damaged_log_are_named(make_log, lake: LakeSpec) ->
 
 def test_a_file_that_cannot_be_used_is_told_in_a_sentence() -> None:
     told = pytest.raises(EnvironmentFault, match=r"disk is full: .*`pipeline sweep`")
-    with told, file_faults_told(), Path("/dev/full").open("w") as full:
+    with told, faults_told(), Path("/dev/full").open("w") as full:
         full.write("a report")
-    with pytest.raises(EnvironmentFault, match="'/nowhere/report'"), file_faults_told():
+    with pytest.raises(EnvironmentFault, match="'/nowhere/report'"), faults_told():
         Path("/nowhere/report").read_text()
-    with pytest.raises(ValueError, match="bug"), file_faults_told():
+    with pytest.raises(ValueError, match="bug"), faults_told():
         raise ValueError("a bug of ours")

@@ -11,7 +11,7 @@ from importlib import import_module
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from ..errors import UsageError, file_faults_told, from_spark
+from ..errors import UsageError, faults_told, from_spark
 from ..runs import Run, recorded
 from ..spec import JobSpec, digest, hidden, recordable
 from .outcome import Outcome
@@ -32,7 +32,7 @@ _MODULES = {"replay": "outgoing", "send": "outgoing"}
 Job = Callable[[JobSpec, argparse.Namespace, Run], Outcome]
 
 
-@file_faults_told()
+@faults_told()
 def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
     """Run a job, record the run, and return its summary. Raises PipelineError."""
     for name, value in vars(given).items():
