@@ -123,11 +123,11 @@ def _fill(
     waiting = _by_hour(backlogs)
     critical = latencies.where("measure = 'critical'")
     times = _by_hour(tables.percentiles(critical, "hour"))
-    # To the end of the period: a system that is down has no rows there.
+    # To the end of the period: a system that is down has no rows there. Rows of a clock
+    # that is ahead are left out.
     last = found.until.replace(minute=0, second=0, microsecond=0)
     first = min([*flow, *waiting, *times], default=last)
-    last = max([*flow, *times, last])
-    count = int((last - first) / dt.timedelta(hours=1)) + 1
+    count = max(0, int((last - first) / dt.timedelta(hours=1))) + 1
     found.hours = [first + dt.timedelta(hours=number) for number in range(count)]
     for kind in ("stored", "dispatched", "processed", "buried"):
         found.throughput[kind] = [
