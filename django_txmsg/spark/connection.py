@@ -101,12 +101,9 @@ class Connection:
     def _run(self, sql: str, values: Any) -> Any:
         try:
             if self.vendor == "postgresql":
-                # Without values psycopg leaves % alone, so the text stays the same.
-                return (
-                    self.raw.execute(sql, values or None)
-                    if values
-                    else self.raw.execute(sql.replace("%%", "%"))
-                )
+                # Without values psycopg leaves % alone.
+                text = sql if values else sql.replace("%%", "%")
+                return self.raw.execute(text, values or None)
             return self.raw.execute(sql.replace("%s", "?").replace("%%", "%"), values)
         except _errors() as error:
             raise EnvironmentFault(

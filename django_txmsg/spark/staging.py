@@ -255,11 +255,8 @@ def ask_to_redeliver(
     operation. Returns None if there are no dead letters, or if a request with this name
     exists.
 
-    Raises UsageError if the existing request is for other dead letters, or if no worker
-    can keep up with the rate.
+    Raises UsageError if the existing request is for other dead letters.
     """
-    if wrong := dead_letters.wrong_rate(rate or None):
-        raise UsageError(wrong)
     ids = sum(uuid.UUID(message).int for _, message in letters) % 2**128
     with closing(connect_plain(spec)) as connection, connection.transaction():
         if not remember(connection, name, len(letters), f"{ids:032x}"):

@@ -81,7 +81,8 @@ def test_missing_lake_is_reported_with_its_exit_code() -> None:
      ("archive", "--older-than", "9" * 20 + "d"), ("follow", "--batch-rows", "0"),
      ("follow", "--every", "0s"), ("reconcile", "--since", "999999d"),
      ("reconcile", "--since", "0001-01-01T00:00+14:00"), ("replay", "--limit", "-1"),
-     ("replay", "--rate", "nan"), ("replay", "--rate", "-1")],
+     ("replay", "--rate", "nan"), ("replay", "--rate", "-1"),
+     ("replay", "--rate", "1e-9"), ("send", "--rate", "inf")],
 )  # fmt: skip
 def test_a_number_that_no_job_can_use_is_refused(
     words: tuple[str, ...], capsys

@@ -15,7 +15,6 @@ from django_txmsg.management.commands.pipeline import source_spec
 from django_txmsg.models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.spec import JobSpec
-from django_txmsg.spark.staging import ask_to_redeliver
 from tests import factories as make
 from tests.app.models import Effect
 from tests.running import declared, send, ship, step
@@ -159,14 +158,3 @@ def test_a_named_replay_is_stored_once(spark: Any, log: Log) -> None:
         replay(spec, "true", "--as", "copy")
     assert replay(spec, "destination = 'nowhere'")["rows"] == 0
     assert log.count("django_txmsg_bulkoperation") == 1
-
-
-@committing
-@pytest.mark.parametrize("rate", [-1.0, 1e-9, float("inf"), float("nan")])
-def test_a_rate_that_no_worker_can_keep_is_refused(spec: JobSpec, rate: float) -> None:
-    letter = 1, str(uuid.uuid4())
-    source = spec.service().resolved()
-
-    with pytest.raises(UsageError, match="The rate must be greater than zero"):
-        ask_to_redeliver(source, "wrong", [letter], rate=rate, why="")
-    assert not BulkOperation.objects.exists()
