@@ -27,6 +27,10 @@ AFTER_REFUSAL = 1.0
 #: Shortest pause, in seconds, after which a line says that an outage goes on.
 SAY_AGAIN = 1.0
 
+#: Seconds after which a failure is forgotten if sessions wait without an error. Its own
+#: session may never ask again: the operator has paused the stage, for example.
+QUIET = 60.0
+
 #: The kind of a stage's subscription. The name is the stage's.
 SUBSCRIPTION = "the subscription of stage"
 
@@ -133,9 +137,11 @@ class Breaker:
 
         If a session only waited, without sending or receiving a message, pass as
         `opened` when it was opened. A waiting session proves nothing if it is older
-        than the last failure: it may not have asked the server since then.
+        than the last failure: it may not have asked the server since then. But if no
+        session has failed for a minute after the pause, the outage ends.
         """
-        if self._failures and opened > self._failed_at:
+        quiet = time.monotonic() - max(self._until, self._failed_at)
+        if self._failures and (opened > self._failed_at or quiet > QUIET):
             with self._lock:
                 failures, self._failures, self._until = self._failures, 0, 0.0
                 self._former, self._ended = failures, time.monotonic()

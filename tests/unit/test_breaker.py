@@ -77,3 +77,22 @@ def test_a_session_that_only_waits_ends_no_outage_that_is_younger() -> None:
     breaker.worked(opened=time.monotonic())
     assert not breaker.remaining
     assert breaker.outage is None
+
+
+def test_a_failure_that_no_session_meets_again_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    breaker = Breaker("orders", 0.01, first_pause=0.01)
+    opened = time.monotonic()
+    breaker.failed(OSError("the session of a stage that is paused now"))
+    wait_until(lambda: not breaker.remaining)
+    breaker.worked(opened=opened)
+    assert breaker.outage is not None
+
+    monkeypatch.setattr(breaker_module, "QUIET", 0.05)
+
+    def forgotten() -> bool:
+        breaker.worked(opened=opened)
+        return breaker.outage is None
+
+    wait_until(forgotten)
