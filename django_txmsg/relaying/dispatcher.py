@@ -92,6 +92,8 @@ class Dispatcher:
             except queue.Empty:
                 if not self._again:
                     recycle(idle=True)
+                    # The relay has its messages, and works or has its own outage.
+                    self._breaker.worked(opened=lane.opened)
                     continue
                 ids = []
             stopping = ids is None

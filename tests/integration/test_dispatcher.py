@@ -22,7 +22,7 @@ from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher
 from django_txmsg.relaying.lane import AFTER_COMMIT_LEASE
-from django_txmsg.runtime import leases
+from django_txmsg.runtime import breaker, leases
 from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.testing.profiles import RABBITMQ
@@ -311,3 +311,22 @@ def test_without_commits_the_thread_gives_its_connection_back(
             wait_until(lambda: not pending())
             wait_until(lambda: others() <= before)
     assert QueueMessage.objects.count() == 2
+
+
+def test_without_commits_the_thread_forgets_that_the_broker_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher, "IDLE", 0.05)
+    with (
+        ScriptedBroker(RABBITMQ) as rabbitmq,
+        txmsg(BROKERS={"default": {"URL": rabbitmq.url}}, DISPATCH_ON_COMMIT="thread"),
+    ):
+        rabbitmq.stop()
+        send()
+        wait_until(breaker.outages)
+        rabbitmq.restart()
+        ship()
+        assert not pending()
+        assert breaker.outages()
+        monkeypatch.setattr(breaker, "QUIET", 0.05)
+        wait_until(lambda: not breaker.outages())
