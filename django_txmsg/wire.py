@@ -177,8 +177,11 @@ NAMESPACE = uuid.UUID("86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22")
 _BEHIND = (1 << 76) - 1
 
 
-def derived_id(service: str, cause: uuid.UUID, stage: str, ordinal: int) -> uuid.UUID:
-    """Return the id of the `ordinal`-th message that `stage` sends for `cause`.
+def derived_id(
+    service: str, cause: uuid.UUID, stage: str, ordinal: int, *content: str
+) -> uuid.UUID:
+    """Return the id of the `ordinal`-th message that `stage` sends for `cause`. With
+    `content`, return the id of the `ordinal`-th message with this content.
 
     A stage that runs again sends the same ids, and every inbox drops the copies. Two
     services that consume one topic send different ids, even if their stages have the
@@ -186,7 +189,7 @@ def derived_id(service: str, cause: uuid.UUID, stage: str, ordinal: int) -> uuid
     derived id begins with the same bits, so that an index on ids grows at one end. It
     is then of version 8 (RFC 9562, section 5.8), else of version 5.
     """
-    named = _named("sent", service, str(cause), stage, ordinal)
+    named = _named("sent", service, str(cause), stage, ordinal, *content)
     if cause.version not in (7, 8):
         return named
     return uuid.UUID(int=cause.int >> 80 << 80 | 0x8 << 76 | named.int & _BEHIND)

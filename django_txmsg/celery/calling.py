@@ -226,7 +226,11 @@ def call(
     if task_id is None:
         derived = current is not None and current.cause is not None
         origin = "derived" if derived else "new"
-        task_id = str(_derived(current) if derived and current else new_id())
+        task_id = str(
+            current.derived_id(alias, name, arguments)
+            if current is not None and derived
+            else new_id()
+        )
     stand_in = StoringProducer()
     without_asking(app)
     result = send(task_id, stand_in, **masked)
@@ -327,15 +331,6 @@ def _place(connection: kombu.Connection) -> tuple[Any, ...]:
     if "redis" in place[0]:
         place[3] = str(place[3] or "").strip("/") or "0"  # the database without a name
     return tuple(place)
-
-
-def _derived(current: Scope) -> uuid.UUID:
-    """Return the id for a task that a stage or a OnceTask calls. Each attempt of the
-    stage or OnceTask derives the same id."""
-    assert current.cause is not None
-    service = conf.get().SERVICE
-    ordinal = next(current.ordinals)
-    return wire.derived_id(service, current.cause.id, current.stage, ordinal)
 
 
 def _store(

@@ -30,7 +30,7 @@ from ..envelope.message import (
 from ..errors import InvalidMessage, TransactionRequired
 from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage, OnConflict, Origin, UniqueUntil
-from .scope import current_scope
+from .scope import Scope, current_scope
 from .storing import as_sent, store
 from .typed_name import TypedName, foreign
 from .unique import check_until, store_unique
@@ -164,9 +164,11 @@ def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
 
 def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
     current = current_scope()
+    alias = using or (current and current.using) or router.db_for_write(OutboxMessage)
+    for row in rows:
+        _identify(row, current, alias)
     if current is not None and current.enlist is not None:
         return [_enlist(row, current.enlist) for row in rows]
-    alias = using or (current and current.using) or router.db_for_write(OutboxMessage)
     if not rows:
         return []
     require_transaction(alias, rows[0].destination)
@@ -174,6 +176,20 @@ def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
         with transaction.atomic(using=alias):
             return store_unique(rows, alias)
     return list(map(as_sent, rows, store(rows, alias)))
+
+
+def _identify(row: NewMessage, current: Scope | None, alias: str) -> None:
+    """Derive the id of a message that a stage sends, and begin the message's trace."""
+    cause = None if current is None else current.cause
+    if current is not None and cause is not None:
+        headers = {k: v for k, v in row.headers.items() if k != wire.TRACEPARENT}
+        content = (row.destination, row.key, row.correlation_id, headers, row.body)
+        derived = current.derived_id(alias, *content)
+        row.message_id = derived if row.origin == "derived" else row.message_id
+    row.committed = tracing.created(row.message_id, row.destination, row.headers)
+    inherited = None if cause is None else wire.traceparent(cause.headers)
+    if inherited is not None:
+        row.headers.setdefault(wire.TRACEPARENT, inherited)
 
 
 def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:
@@ -264,21 +280,13 @@ def _new_message(
     origin: Origin = "new" if message_id is None else "caller"
     cause = None if current is None else current.cause
     if current is not None and cause is not None:
-        ordinal = next(current.ordinals)
         if message_id is None:
-            origin = "derived"
-            message_id = wire.derived_id(
-                settings.SERVICE, cause.id, current.stage, ordinal
-            )
+            origin = "derived"  # from the cause's, by `_identify()`
         correlation_id = correlation_id or cause.correlation_id or str(cause.id)
     message_id = message_id or new_id()
     name = check_destination(
         destination.name if isinstance(destination, TypedName) else destination
     )
-    committed = tracing.created(message_id, name, own_headers)
-    inherited = None if cause is None else wire.traceparent(cause.headers)
-    if inherited is not None:
-        own_headers.setdefault(wire.TRACEPARENT, inherited)
     return NewMessage(
         message_id=message_id,
         origin=origin,
@@ -296,7 +304,6 @@ def _new_message(
         unique=check_key(unique),
         on_conflict=on_conflict,
         unique_until=unique_until,
-        committed=committed,
     )
 
 

@@ -7,10 +7,12 @@ The middleware and the stages enter a scope. `send_message()` reads the scope.
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import itertools
 import os
 import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +21,7 @@ from typing import Any
 
 from django.db import connections, transaction
 
+from .. import conf, wire
 from ..django_internals import (
     LateAtomic,
     cause_of_rollback,
@@ -119,6 +122,8 @@ class Scope:
 
     - `cause` is the message that a stage processes. The ids of the stage's messages are
       derived from the id of `cause`. `worker` is the process that runs the stage.
+    - `ordinals` number the messages. `separate` means that the messages do not commit
+      together with the stage's work.
     - `enlist`, if set, adds messages to the broker's transaction instead of the outbox.
     - `stored` counts the stored messages by database alias.
     - `join`, if set, is called before each INSERT on `using`. The function returns the
@@ -137,11 +142,30 @@ class Scope:
     worker: str = ""
     enlist: Callable[[NewMessage], None] | None = None
     stored: dict[str, int] = field(default_factory=dict)
-    ordinals: Iterator[int] = field(default_factory=itertools.count)
+    ordinals: dict[str, Iterator[int]] = field(
+        default_factory=lambda: defaultdict(itertools.count)
+    )
+    separate: bool = False
     join: Callable[[], tuple[uuid.UUID, int | None]] | None = None
     newest: dt.datetime | None = None
     transactions: dict[Any, str] = field(default_factory=dict)
     ended: bool = False
+
+    def derived_id(self, alias: str, *content: object) -> uuid.UUID:
+        """Return the id of the next message that the stage stores in a database.
+
+        If the message commits separately, the attempt may fail after that, and the next
+        attempt may skip the message. Then the following messages have other positions,
+        so the id of each such message is derived from its content instead.
+        """
+        assert self.cause is not None
+        digest = []
+        if self.enlist is None and (self.separate or alias != self.using):
+            content = alias, *content
+            digest = [hashlib.sha256(repr(content).encode()).hexdigest()]
+        ordinal = next(self.ordinals["".join(digest)])
+        service, cause = conf.get().SERVICE, self.cause.id
+        return wire.derived_id(service, cause, self.stage, ordinal, *digest)
 
 
 _scope: ContextVar[Scope | None] = ContextVar("django_txmsg_scope", default=None)

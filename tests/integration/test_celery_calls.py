@@ -407,6 +407,24 @@ def test_a_stage_that_runs_again_calls_the_same_task() -> None:
     assert row.correlation_id == str(message.id)
 
 
+def test_an_attempt_that_skips_a_committed_call_calls_another_task() -> None:
+    called: list[str] = []
+
+    def handle(message: Message) -> None:
+        with outbox_session():
+            called.append(add.delay(min(len(called), 1), 1).id)
+        if len(called) < 3:
+            raise ValueError
+
+    with declared(handle, transaction="none") as stage:
+        send(stage.destination)
+        take(stage, 3)
+
+    rows = OutboxMessage.objects.filter(broker="celery").order_by("pk")
+    assert called[1:] == [called[2]] * 2
+    assert [str(row.message_id) for row in rows] == called[:2]
+
+
 def test_a_plain_app_stores_by_the_class_of_its_tasks() -> None:
     task_cls = "django_txmsg.celery:TransactionalTask"
     global plain

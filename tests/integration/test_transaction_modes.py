@@ -365,3 +365,42 @@ def test_an_attempt_that_skips_committed_work_loses_no_message(
     )
     bodies = [json.loads(bytes(one)) for one in stored.values_list("body", flat=True)]
     assert bodies == ["first", "second"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "alias", "committed"),
+    [
+        ("none", "default", committed_in_a_session),
+        ("broker_only", "default", committed_in_a_session),
+        ("outbox", "other", committed_on_another_alias),
+    ],
+)
+def test_no_message_gets_the_id_of_a_skipped_message(
+    mode: Any,
+    alias: str,
+    committed: Callable[[], AbstractContextManager[object]],
+    own: bool,
+) -> None:
+    """Pruning has deleted the skipped message. With `own`, the later attempts send the
+    next message together with the stage's work instead of separately."""
+    ids: list[object] = []
+
+    def handler(message: Message) -> None:
+        name = {"tenant": "one" if not ids else "two"}
+        if own and ids:
+            ids.append(send_message("tests.next", None, headers=name).id)
+        else:
+            with committed():
+                sent = send_message("tests.next", None, headers=name, using=alias)
+            ids.append(sent.id)
+        if len(ids) < 3:
+            raise ValueError
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        for _ in range(3):
+            step(stage)
+            OutboxMessage.objects.using(alias).all().delete()
+    assert len(ids) == 3
+    assert ids[0] != ids[1] == ids[2]
