@@ -133,7 +133,8 @@ def _finish(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBas
         _end(session.rollback, request)
         return response
     try:
-        idempotency.keep(request, response, session.using, session.stored_as)
+        if not session.rolls_back:
+            idempotency.keep(request, response, session.using, session.stored_as)
     except BaseException:
         _end(session.rollback, request)
         raise

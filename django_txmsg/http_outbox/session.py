@@ -82,6 +82,12 @@ class OutboxSession:
         caught."""
         return self._block.spoiled
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether `commit()` will roll back: the session is `spoiled`, or
+        `transaction.set_rollback()` was called."""
+        return self._block.rolls_back
+
     def refused_to_write(self, error: Exception) -> bool:
         """Return whether SQLite refused a write of this session. That happens if the
         session began with `reading` and another connection has written since then."""
@@ -126,7 +132,7 @@ class OutboxSession:
                     f"stored. Let the error propagate, or put the failing query into "
                     f"an atomic() of its own and catch the error outside of that."
                 ) from self._block.cause
-            if self._block.rolls_back:
+            if self.rolls_back:
                 self.rollback()
                 return
             self._warn_of_other_databases()

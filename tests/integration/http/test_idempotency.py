@@ -16,6 +16,7 @@ from django.http import HttpRequest
 from django.test import Client, override_settings
 
 from django_txmsg import signals
+from django_txmsg.errors import SwallowedDatabaseError
 from django_txmsg.http_outbox import idempotency
 from django_txmsg.models import IdempotencyKey, OutboxMessage
 from tests.app.models import Order
@@ -315,3 +316,17 @@ def test_a_key_is_stored_with_the_session_of_its_messages() -> None:
     assert set(IdempotencyKey.objects.values_list("session_id")) == set(
         OutboxMessage.objects.values_list("session_id")
     )
+
+
+def test_a_rollback_that_was_asked_for_keeps_the_response_and_frees_its_key() -> None:
+    assert post("a-key", then="roll_back").status_code == 201
+    assert not Order.objects.exists()
+    assert not IdempotencyKey.objects.exists()
+    assert post("a-key").status_code == 201
+    assert Order.objects.count() == 1
+
+
+def test_a_swallowed_error_is_named() -> None:
+    with pytest.raises(SwallowedDatabaseError, match="nothing was stored"):
+        post("a-key", Client(headers=ME), then="swallow_save")
+    assert not IdempotencyKey.objects.exists()
