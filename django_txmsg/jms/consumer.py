@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 from .closing import Closing
@@ -178,12 +178,17 @@ class MessageConsumer(Closing):
         with self.arrived:
             self._unsettled.pop(message.ack_id, None)
 
-    def take_back(self) -> None:
-        """Put unacknowledged messages back into the buffer, marked as redelivered."""
+    def take_back(self, received: Sequence[Message] | None = None) -> None:
+        """Put unacknowledged messages back into the buffer, marked as redelivered: the
+        messages in `received`, or all."""
         with self.arrived:
-            again = list(self._unsettled.values())
-            self._unsettled.clear()
+            again = [
+                message
+                for message in self._unsettled.values()
+                if received is None or message in received
+            ]
             for message in again:
+                del self._unsettled[message.ack_id]
                 message.redelivered = True
             self._buffer.extendleft(reversed(again))
             self.arrived.notify_all()

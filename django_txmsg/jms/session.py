@@ -283,7 +283,7 @@ class Session(SendingSession):
         for name in {message.subscription for message in transaction.received}:
             consumer = self._consumers.get(name or "")
             if consumer is not None:
-                consumer.take_back()
+                consumer.take_back(transaction.received)
 
     # -- ending -------------------------------------------------------------------
 

@@ -454,3 +454,20 @@ def test_a_refused_commit_without_a_reason_does_not_wait_for_long(
         session.commit()
 
     assert session.link.ledger.refused == []
+
+
+def test_a_rollback_takes_back_only_what_its_own_transaction_received(
+    broker: ScriptedBroker, connect: Connect
+) -> None:
+    session = connect(broker).create_session(transacted=True)
+    consumer = session.create_consumer("in")
+    broker.put("/queue/in", "kept back")
+    assert consumer.receive(10) is not None
+    session.rollback(redeliver=False)
+
+    broker.put("/queue/in", "taken back")
+    message = consumer.receive(10)
+    session.rollback()
+
+    assert consumer.receive(10) is message
+    assert consumer.receive(0.1) is None
