@@ -15,13 +15,14 @@ from typing import Any
 from django.db import transaction
 
 from .. import conf, wire
-from ..envelope.message import check_destination, new_id
+from ..envelope.message import check_destination
 from ..errors import ConfigurationError, InvalidMessage
 from ..models import Batch, Run
 from ..models.run import WaitsFor
 from ..sending.destination import Destination
+from ..sending.outbox import encoded
 from . import joining
-from .sending import insist_on_one_transaction
+from .sending import identify, insist_on_one_transaction
 from .values import BatchEnded
 
 
@@ -62,7 +63,15 @@ def batch(
             "already answers to no batch, nor expires=, since an expired one never "
             "answers: give the batch a deadline, within=."
         )
-    run_id = new_id()
+
+    def content() -> tuple[object, ...]:
+        bodies = [encoded(one.get("destination"), one.get("body"))[0] for one in given]
+        places = [(str(one.get("destination")), one.get("key")) for one in given]
+        return declared.name, str(then), places, bodies
+
+    run_id, known = identify(declared.using, content)
+    if known is not None:
+        return Batch.objects.using(declared.using).get(run=known)
     run = Run(
         run_id=run_id,
         service=conf.get().SERVICE,

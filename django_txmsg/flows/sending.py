@@ -4,6 +4,8 @@ cancel."""
 from __future__ import annotations
 
 import datetime as dt
+import uuid
+from collections.abc import Callable
 from typing import Any, Literal
 
 from django.db import IntegrityError, transaction
@@ -11,11 +13,11 @@ from django.db.models.functions import Now
 from django.utils import timezone
 
 from .. import conf, wire
-from ..envelope.message import check_destination, check_key
+from ..envelope.message import check_destination, check_key, new_id
 from ..errors import AlreadyResumed, AlreadyRunning, FlowError, InvalidMessage
 from ..models import OutboxMessage, Run
 from ..models.run import WaitsFor
-from ..sending.outbox import require_transaction, send_part
+from ..sending.outbox import encoded, require_transaction, send_part
 from ..sending.scope import current_scope
 from ..sending.typed_name import TypedName
 from .declaration import Declaration, declarations
@@ -45,26 +47,31 @@ def start_run(
         state=declared.encode(declared.cls()),
         caller=caller,
     )
+    run.run_id, known = identify(
+        using, lambda: (declared.name, run.key, encoded(declared.destination, body)[0])
+    )
+    if known is not None:
+        return known
+    run.first_run = run.run_id
     run.wait(WaitsFor.START, "start")
     try:
         with transaction.atomic(using=using):
             message = send_part(
-                declared.destination, body, {}, using=using, broker=declared.broker
+                declared.destination,
+                body,
+                {},
+                message_id=run.run_id,
+                using=using,
+                broker=declared.broker,
             )
-            run.run_id = run.first_run = message.id
             run.correlation_id = message.correlation_id or str(message.id)
             run.save(using=using, force_insert=True)
             return run
     except IntegrityError:
-        runs = Run.objects.using(using).filter(
-            service=run.service, flow=run.flow, key=run.key
+        open_runs = Run.objects.using(using).filter(
+            service=run.service, flow=run.flow, key=run.key, ended_at=None
         )
-        # The same run, if an earlier attempt of this stage has committed it.
-        sent = OutboxMessage.objects.using(using).filter(message_id=run.run_id)
-        again: Run | None = runs.filter(run_id=run.run_id).first()
-        if again is not None and sent.exists():
-            return again
-        found: Run | None = runs.filter(ended_at=None).first() if run.key else None
+        found: Run | None = open_runs.first() if run.key else None
         if found is None:
             raise
     if on_conflict == "skip":
@@ -74,6 +81,19 @@ def start_run(
         f'Wait for its end, use another key, or say on_conflict="skip".',
         found.run_id,
     )
+
+
+def identify(
+    using: str, content: Callable[[], tuple[object, ...]]
+) -> tuple[uuid.UUID, Run | None]:
+    """Return the id of a run that is to be started. Also return the run if an earlier
+    attempt of the stage has committed it. Each attempt derives the same id from the
+    content."""
+    current = current_scope()
+    if current is None or current.cause is None:
+        return new_id(), None
+    run_id = current.derived_id(using, *content(), by_content=True)
+    return run_id, Run.objects.using(using).filter(run_id=run_id).first()
 
 
 def send_signal(

@@ -151,16 +151,20 @@ class Scope:
     transactions: dict[Any, str] = field(default_factory=dict)
     ended: bool = False
 
-    def derived_id(self, alias: str, *content: object) -> uuid.UUID:
+    def derived_id(
+        self, alias: str, *content: object, by_content: bool = False
+    ) -> uuid.UUID:
         """Return the id of the next message that the stage stores in a database.
 
         If the message commits separately, the attempt may fail after that, and the next
         attempt may skip the message. Then the following messages have other positions,
-        so the id of each such message is derived from its content instead.
+        so the id of each such message is derived from its content instead. With
+        `by_content`, it is always derived from its content.
         """
         assert self.cause is not None
         digest = []
-        if self.enlist is None and (self.separate or alias != self.using):
+        separate = self.enlist is None and (self.separate or alias != self.using)
+        if separate or by_content:
             content = alias, *content
             digest = [hashlib.sha256(repr(content).encode()).hexdigest()]
         ordinal = next(self.ordinals["".join(digest)])

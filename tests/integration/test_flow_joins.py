@@ -16,7 +16,15 @@ import pytest
 from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from django_txmsg import Destination, Message, Refuse, cancel_message, stages, wire
+from django_txmsg import (
+    Destination,
+    Message,
+    Refuse,
+    cancel_message,
+    outbox_session,
+    stages,
+    wire,
+)
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.dead_letters import bulk
 from django_txmsg.errors import (
@@ -58,7 +66,7 @@ from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, ship, txmsg
+from tests.running import committing, declared, put, running, send, ship, txmsg
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
 
@@ -618,6 +626,26 @@ def test_a_batch_ends_with_a_message(mailing: list[dict[str, Any]]) -> None:
     run_id = str(Run.objects.get().run_id)
     counts = {"total": 3, "answered": 2, "failed": 1, "left": 0}
     assert mailing == [{"run_id": run_id, **counts}]
+    assert effects() == ["Ada", "Bob"]
+
+
+def test_a_batch_that_an_earlier_attempt_has_committed_is_stored_once(
+    mailing: list[dict[str, Any]],
+) -> None:
+    batches: list[Batch] = []
+
+    def handler(message: Message) -> None:
+        with outbox_session():
+            batches.append(batch(mails("Ada", "Bob"), then="mailed"))
+        if len(batches) == 1:
+            raise ValueError
+
+    with declared(handler, transaction="none") as stage:
+        send(stage.destination)
+        take(stage, times=2)
+    drain()
+    assert batches == [Batch.objects.get()] * 2
+    assert [one["answered"] for one in mailing] == [2]
     assert effects() == ["Ada", "Bob"]
 
 

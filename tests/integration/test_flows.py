@@ -295,6 +295,25 @@ def test_a_run_that_an_earlier_attempt_has_committed_is_started_once(
     assert OutboxMessage.objects.filter(destination="shop.checkout").count() == 1
 
 
+def test_no_run_is_taken_for_a_run_that_an_attempt_has_skipped() -> None:
+    """The runs differ only in their keys, and their messages are pruned."""
+    runs: list[Run] = []
+
+    def handler(message: Message) -> None:
+        with outbox_session():
+            runs.append(start(Checkout, PlaceOrder("1"), key=str(min(len(runs), 1))))
+        if len(runs) < 3:
+            raise ValueError
+
+    with declared(handler, transaction="none") as one:
+        send(one.destination)
+        for _ in range(3):
+            take(one)
+            OutboxMessage.objects.filter(destination="shop.checkout").delete()
+    assert [run.key for run in runs] == ["0", "1", "1"]
+    assert Run.objects.count() == 2
+
+
 def test_request_refused_by_the_participant_fails_and_undoes_the_run() -> None:
     Stock.answer = SoldOut("1")
     run = place()
