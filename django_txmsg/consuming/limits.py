@@ -132,6 +132,7 @@ class Room:
         """Count the waiting messages again, unless the last count is recent. Records in
         the database whether the stage is full."""
         if self._most == self._most_bytes == math.inf:
+            self._record(full=False)  # it may have been full when it had a limit
             return
         began = time.monotonic()
         if began < self._look_at:
@@ -149,6 +150,9 @@ class Room:
                 self.full = False
                 log.info("ordered stage %r receives again", self._stage)
             full = self.full
+        self._record(full=full)
+
+    def _record(self, *, full: bool) -> None:
         if self._reported is not full:
             StageState.objects.db_manager(self._using).full(self._stage, full)
             self._reported = full

@@ -199,10 +199,12 @@ def begin(stages: Collection[Stage]) -> None:
         if stage.transaction != "outbox":
             continue
         using = stage.definition.using
+        states = StageState.objects.db_manager(using)
         if stage.ordered:
-            StageState.objects.db_manager(using).ordered(stage.name)
+            states.ordered(stage.name)
         else:
             InboxMessage.order.db_manager(using).wait_no_more(stage.name)
+            states.full(stage.name, False)
 
 
 def _park(

@@ -12,7 +12,7 @@ from django.db.models.functions import Now
 from django.test import Client
 
 from django_txmsg import health, metrics
-from django_txmsg.consuming import limits
+from django_txmsg.consuming import limits, ordering
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
@@ -128,6 +128,17 @@ def test_without_a_limit_nothing_is_counted() -> None:
         chain(stage, 3)
         step(stage, times=3)
         assert waiting() == 3
+        assert not StageState.objects.filter(full_since__isnull=False).exists()
+
+
+@pytest.mark.parametrize("ordered", ["block", ""])
+def test_a_stage_is_full_no_more_without_its_limit_or_its_order(ordered: str) -> None:
+    with declared(effect, name="tests.full", ordered=ordered or None) as stage:
+        StageState.objects.full(stage.name, True)
+        ordering.begin([stage])
+        if ordered:
+            with txmsg(ORDER_MAX_WAITING=0, ORDER_MAX_BYTES=0):
+                limits.Room(stage).look()
         assert not StageState.objects.filter(full_since__isnull=False).exists()
 
 
