@@ -216,6 +216,7 @@ class StageThread:
         try:
             if self.paused.is_set():
                 self._close()
+                self._subscription.rest()
                 recycle(idle=True)
                 self._stopping.wait(0.2)
             elif not self._mode.transacted and not database_health.usable(self.using):

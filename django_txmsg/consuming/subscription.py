@@ -110,6 +110,12 @@ class Subscription:
         self.close()
         self.turned_away.failed(error)
 
+    def rest(self) -> None:
+        """Forget the errors about this stage alone after a while, because the stage is
+        paused and does not try again."""
+        for one in (self.refused, self.turned_away):
+            one.worked(opened=-math.inf)
+
     def worked(self, *, received: bool) -> None:
         """Record that the broker has answered. Pass `received=False` if the session
         waited, and no message came."""

@@ -15,6 +15,7 @@ from django_txmsg.consuming.subscription import Subscription
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.http_outbox.control_thread import ControlThread
+from django_txmsg.runtime import breaker as breakers
 from django_txmsg.runtime.breaker import Breaker
 from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
@@ -22,7 +23,7 @@ from django_txmsg.testing.profiles import CLASSIC, RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
 from tests.app.models import Effect
 from tests.faults import wait_until
-from tests.running import committing, declared, thread_of, txmsg
+from tests.running import committing, declared, running, thread_of, txmsg
 
 pytestmark = committing
 
@@ -104,3 +105,17 @@ def test_a_refused_subscription_is_not_retried_at_once() -> None:
             breaker.failed(BrokerUnavailable("no"))
             after = time.monotonic()
             assert before + least <= breaker._until <= after + most
+
+
+def test_the_refusal_of_a_paused_stage_is_forgotten(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.on("SUBSCRIBE", destination="/queue/tests.forbidden").reject()
+    with (
+        declared(effect, "tests.forbidden") as stage,
+        running(stage) as (thread,),
+    ):
+        wait_until(lambda: thread.refusal)
+        thread.paused.set()
+        monkeypatch.setattr(breakers, "QUIET", 0.05)
+        wait_until(lambda: not thread.refusal)
