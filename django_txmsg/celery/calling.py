@@ -227,7 +227,13 @@ def call(
         derived = current is not None and current.cause is not None
         origin = "derived" if derived else "new"
         task_id = str(
-            current.derived_id(alias, name, arguments)
+            current.derived_id(
+                alias,
+                name,
+                _content(arguments),
+                # A call never joins the broker's transaction or the rows of mode none.
+                by_content=current.enlist is not None,
+            )
             if current is not None and derived
             else new_id()
         )
@@ -236,6 +242,14 @@ def call(
     result = send(task_id, stand_in, **masked)
     _store(app, name, task_id, stand_in.published, alias, current, origin)
     return result
+
+
+def _content(arguments: tuple[Any, Any]) -> object:
+    """Return a text that identifies a call's arguments in every process."""
+    try:
+        return json.dumps(arguments)
+    except Exception:
+        return repr(arguments)  # needs another serializer
 
 
 def stores(using: str | None) -> bool:

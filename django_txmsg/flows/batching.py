@@ -69,7 +69,7 @@ def batch(
         places = [(str(one.get("destination")), one.get("key")) for one in given]
         return declared.name, str(then), places, bodies
 
-    run_id, known = identify(declared.using, content)
+    run_id, known = identify(declared.using, content, len(given) or 1)
     if known is not None:
         return Batch.objects.using(declared.using).get(run=known)
     run = Run(

@@ -84,16 +84,20 @@ def start_run(
 
 
 def identify(
-    using: str, content: Callable[[], tuple[object, ...]]
+    using: str, content: Callable[[], tuple[object, ...]], messages: int = 1
 ) -> tuple[uuid.UUID, Run | None]:
     """Return the id of a run that is to be started. Also return the run if an earlier
     attempt of the stage has committed it. Each attempt derives the same id from the
-    content."""
+    content. The stage's next messages are numbered as if the run's `messages` were sent
+    again."""
     current = current_scope()
     if current is None or current.cause is None:
         return new_id(), None
     run_id = current.derived_id(using, *content(), by_content=True)
-    return run_id, Run.objects.using(using).filter(run_id=run_id).first()
+    known = Run.objects.using(using).filter(run_id=run_id).first()
+    for _ in range(messages if known else 0):
+        current.derived_id(using)
+    return run_id, known
 
 
 def send_signal(

@@ -8,6 +8,7 @@ messages belong to the broker's transaction (best_effort_1pc, broker_only).
 from __future__ import annotations
 
 import datetime as dt
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -178,13 +179,22 @@ def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
     return list(map(as_sent, rows, store(rows, alias)))
 
 
+#: The headers of a flow's signal and of an undo contain the instant of the call, which
+#: differs at each attempt of a stage.
+_TIMED = {wire.TICKET, wire.UNDOES}
+_INSTANT = re.compile(r"\d{4}-\d\d-\d\dT[^;]*")
+
+
 def _identify(row: NewMessage, current: Scope | None, alias: str) -> None:
     """Derive the id of a message that a stage sends, and begin the message's trace."""
     cause = None if current is None else current.cause
     if current is not None and cause is not None:
+        given = row.message_id if row.origin == "caller" else None
         headers = {k: v for k, v in row.headers.items() if k != wire.TRACEPARENT}
-        content = (row.destination, row.key, row.correlation_id, headers, row.body)
-        derived = current.derived_id(alias, *content)
+        for name in _TIMED & headers.keys():
+            headers[name] = _INSTANT.sub("", headers[name], count=1)
+        place = (given, row.broker, row.destination, row.key, row.correlation_id)
+        derived = current.derived_id(alias, *place, headers, row.body)
         row.message_id = derived if row.origin == "derived" else row.message_id
     row.committed = tracing.created(row.message_id, row.destination, row.headers)
     inherited = None if cause is None else wire.traceparent(cause.headers)

@@ -9,6 +9,7 @@ import io
 import json
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -407,22 +408,52 @@ def test_a_stage_that_runs_again_calls_the_same_task() -> None:
     assert row.correlation_id == str(message.id)
 
 
-def test_an_attempt_that_skips_a_committed_call_calls_another_task() -> None:
+@pytest.mark.parametrize("mode", ["none", "broker_only"])
+@pytest.mark.parametrize("committed", [outbox_session, transaction.atomic])
+def test_an_attempt_that_skips_a_committed_call_calls_another_task(
+    mode: Any, committed: Callable[[], AbstractContextManager[object]]
+) -> None:
     called: list[str] = []
 
     def handle(message: Message) -> None:
-        with outbox_session():
+        with committed():
             called.append(add.delay(min(len(called), 1), 1).id)
         if len(called) < 3:
             raise ValueError
 
-    with declared(handle, transaction="none") as stage:
+    with declared(handle, transaction=mode) as stage:
         send(stage.destination)
         take(stage, 3)
 
     rows = OutboxMessage.objects.filter(broker="celery").order_by("pk")
     assert called[1:] == [called[2]] * 2
     assert [str(row.message_id) for row in rows] == called[:2]
+
+
+class Amount:
+    """Its `repr()` contains its address, not its value."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __json__(self) -> int:
+        return self.value
+
+
+def test_arguments_are_told_apart_by_what_is_sent() -> None:
+    called: list[str] = []
+    amounts = [Amount(2), Amount(2), Amount(3)]
+
+    def handle(message: Message) -> None:
+        with outbox_session():
+            called.append(add.delay(amounts[len(called)], 1).id)
+        if len(called) < 3:
+            raise ValueError
+
+    with declared(handle, transaction="none") as stage:
+        send(stage.destination)
+        take(stage, 3)
+    assert called[0] == called[1] != called[2]
 
 
 def test_a_plain_app_stores_by_the_class_of_its_tasks() -> None:

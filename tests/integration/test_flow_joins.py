@@ -22,6 +22,7 @@ from django_txmsg import (
     Refuse,
     cancel_message,
     outbox_session,
+    send_message,
     stages,
     wire,
 )
@@ -55,6 +56,7 @@ from django_txmsg.models import (
     DeadLetter,
     FlowStep,
     FlowUndo,
+    InboxMessage,
     OutboxMessage,
     Run,
 )
@@ -647,6 +649,26 @@ def test_a_batch_that_an_earlier_attempt_has_committed_is_stored_once(
     assert batches == [Batch.objects.get()] * 2
     assert [one["answered"] for one in mailing] == [2]
     assert effects() == ["Ada", "Bob"]
+
+
+@pytest.mark.parametrize("names", [(), ("Ada", "Bob")])
+def test_a_stage_that_runs_again_after_its_batch_sends_the_same_ids(
+    mailing: list[dict[str, Any]], names: tuple[str, ...]
+) -> None:
+    sent: list[uuid.UUID] = []
+
+    def handler(message: Message) -> None:
+        batch(mails(*names), then="mailed")
+        sent.append(send_message("tests.next", None).id)
+
+    with declared(handler) as stage:
+        message = send(stage.destination)
+        take(stage)
+        InboxMessage.objects.all().delete()
+        put(stage.destination, message_id=message.id)
+        take(stage)
+    assert len(sent) == 2
+    assert len(set(sent)) == 1
 
 
 def test_a_cancelled_message_of_a_batch_is_open_until_the_deadline(

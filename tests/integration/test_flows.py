@@ -295,6 +295,23 @@ def test_a_run_that_an_earlier_attempt_has_committed_is_started_once(
     assert OutboxMessage.objects.filter(destination="shop.checkout").count() == 1
 
 
+def test_a_stage_that_runs_again_after_it_started_a_run_sends_the_same_ids() -> None:
+    sent: list[uuid.UUID] = []
+
+    def handler(message: Message) -> None:
+        start(Checkout, PlaceOrder("1"))
+        sent.append(send_message("tests.next", None).id)
+
+    with declared(handler) as one:
+        message = send(one.destination)
+        take(one)
+        InboxMessage.objects.all().delete()
+        put(one.destination, message_id=message.id)
+        take(one)
+    assert len(sent) == 2
+    assert len(set(sent)) == 1
+
+
 def test_no_run_is_taken_for_a_run_that_an_attempt_has_skipped() -> None:
     """The runs differ only in their keys, and their messages are pruned."""
     runs: list[Run] = []
@@ -524,6 +541,33 @@ def test_a_signal_replaces_what_the_run_waits_for() -> None:
     drain()
     assert failed(run) == {"why": "changed my mind"}
     assert effects() == ["reserve 1", "release 1"]
+
+
+@pytest.mark.parametrize("cancelling", [False, True])
+def test_a_signal_that_an_earlier_attempt_has_committed_is_stored_once(
+    cancelling: bool,
+) -> None:
+    run = place()
+    drain()
+    attempts: list[int] = []
+    signals = OutboxMessage.objects.filter(destination="shop.checkout.steps")
+    before = signals.count()
+
+    def handler(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        with outbox_session():
+            if cancelling:
+                cancel(run, "stop")
+            else:
+                Checkout.signal("1", Note("wrap it"))
+        if len(attempts) == 1:
+            raise ValueError
+
+    with declared(handler, transaction="none") as one:
+        send(one.destination)
+        take(one, times=2)
+    assert attempts == [1, 2]
+    assert signals.count() == before + 1
 
 
 def test_a_signal_that_overtakes_the_first_message_of_its_run_waits_for_it() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -403,4 +404,31 @@ def test_no_message_gets_the_id_of_a_skipped_message(
             step(stage)
             OutboxMessage.objects.using(alias).all().delete()
     assert len(ids) == 3
+    assert ids[0] != ids[1] == ids[2]
+
+
+@txmsg(
+    BROKERS={"default": {"URL": "database://"}, "second": {"URL": "database://other"}}
+)
+@pytest.mark.parametrize(
+    "skipped", [{"broker": "second"}, {"message_id": uuid.UUID(int=1)}]
+)
+def test_an_attempt_that_skips_a_similar_message_sends_the_same_id(
+    skipped: dict[str, Any],
+) -> None:
+    """The skipped message differs only in its broker, or has an id of its own."""
+    ids: list[object] = []
+
+    def handler(message: Message) -> None:
+        if not ids:
+            with outbox_session():
+                ids.append(send_message("tests.next", None, **skipped).id)
+        with outbox_session():
+            ids.append(send_message("tests.next", None).id)
+        if len(ids) < 3:
+            raise ValueError
+
+    with declared(handler, transaction="none") as stage:
+        send(stage.destination)
+        step(stage, times=2)
     assert ids[0] != ids[1] == ids[2]
