@@ -48,7 +48,8 @@ def start_run(
         caller=caller,
     )
     run.run_id, known = identify(
-        using, lambda: (declared.name, run.key, encoded(declared.destination, body)[0])
+        using,
+        lambda: (declared.name, run.key, caller, encoded(declared.destination, body)),
     )
     if known is not None:
         return known

@@ -671,6 +671,27 @@ def test_a_stage_that_runs_again_after_its_batch_sends_the_same_ids(
     assert len(set(sent)) == 1
 
 
+def test_no_batch_is_taken_for_a_batch_that_an_attempt_has_skipped(
+    mailing: list[dict[str, Any]],
+) -> None:
+    """The batches differ only in the headers of their messages."""
+    batches: list[Batch] = []
+
+    def handler(message: Message) -> None:
+        headers = {"tenant": str(min(len(batches), 1))}
+        messages = [{**one, "headers": headers} for one in mails("Ada")]
+        with outbox_session():
+            batches.append(batch(messages, then="mailed"))
+        if len(batches) < 3:
+            raise ValueError
+
+    with declared(handler, transaction="none") as stage:
+        send(stage.destination)
+        take(stage, times=3)
+    assert batches[0] != batches[1] == batches[2]
+    assert Batch.objects.count() == 2
+
+
 def test_a_cancelled_message_of_a_batch_is_open_until_the_deadline(
     mailing: list[dict[str, Any]],
 ) -> None:
