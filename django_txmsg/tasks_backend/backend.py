@@ -296,9 +296,9 @@ class TransactionalBackend(BaseTaskBackend):
         block: AbstractContextManager[Any] = nullcontext()
         if not in_block(connections[alias]):
             block = transaction.atomic(using=alias)
-        if enlists:
+        if scope is not None and enlists:
             # The broker's transaction is not the one with the caller's data.
-            enter_scope(None)
+            enter_scope(replace(scope, enlist=None, separate=True))
         try:
             with block:
                 return send_message(

@@ -50,7 +50,7 @@ from django_txmsg.tasks_backend.framework import (
 from django_txmsg.testing import drain, outbox_messages
 from tests.app import jobs
 from tests.app.models import Effect
-from tests.running import committing, declared, ship, step, txmsg
+from tests.running import committing, declared, send, ship, step, txmsg
 
 #: Where nothing depends on a commit, the test's own transaction is quicker.
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
@@ -530,6 +530,25 @@ def test_a_stage_enqueues_in_its_transaction() -> None:
                 send_message(stage.destination, mode)
             drain()
             assert Effect.objects.filter(name=mode).count() == 1, mode
+
+
+@committing
+@pytest.mark.parametrize("transaction", ["none", "broker_only", "best_effort_1pc"])
+def test_a_stage_that_runs_again_enqueues_the_same_task(transaction: Any) -> None:
+    enqueued: list[str] = []
+
+    def work(message: Message) -> None:
+        enqueued.append(jobs.note.enqueue("again").id)
+        if len(enqueued) == 1:
+            raise ValueError
+
+    with declared(work, transaction=transaction) as stage:
+        send(stage.destination)
+        step(stage, 2)
+    drain()
+    assert len(enqueued) == 2
+    assert len(set(enqueued)) == 1
+    assert Effect.objects.filter(name="again").count() == 1
 
 
 @committing
