@@ -49,7 +49,13 @@ def refuses(message: Message) -> None:
 def silent() -> Iterator[None]:
     """Lock the database "other" from another connection, so that it does not answer. A
     query on it waits for 20 seconds."""
-    with closing(sqlite3.connect(connections["other"].settings_dict["NAME"])) as holder:
+    settings = connections["other"].settings_dict
+    with (
+        closing(sqlite3.connect(settings["NAME"])) as holder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # Django does not close a connection whose first command fails.
+        patch.setitem(settings["OPTIONS"], "init_command", "")
         holder.execute("BEGIN EXCLUSIVE")
         yield
 

@@ -30,7 +30,7 @@ from django_txmsg import metrics
 from django_txmsg import webhook as webhooks
 from django_txmsg.spark import alerts
 from django_txmsg.spark.alerts import Alert, Alerts
-from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.follow import Follower, FollowOptions
 from django_txmsg.spark.lock import archiving
 from django_txmsg.spark.lock import following as alone
@@ -732,14 +732,15 @@ def test_dry_run_and_failed_round_are_reported(
     log: Log, tmp_path: Path, monkeypatch
 ) -> None:
     log.send_many(5)
-    (tmp_path / "file").touch()
-    spec = JobSpec((log.spec,), LakeSpec(f"file://{tmp_path}/file"))
+    spec = JobSpec((log.spec,), LakeSpec(f"file://{tmp_path}/lake"))
     words = ["follow", "--older-than", "1d", "--once"]
     would = outcome(spec, *words, "--dry-run")
     assert (would.exit_code, would.facts["outbox"]) == (0, 5)
     assert log.count("django_txmsg_pipelinealert") == 0
-    with pytest.raises(NotADirectoryError):
-        outcome(spec, *words)
+    (tmp_path / "lake").touch()
+    for more in (["--dry-run"], []):
+        with pytest.raises(EnvironmentFault, match="Not a directory"):
+            outcome(spec, *words, *more)
     monkeypatch.setenv("HOOK", "nonsense")
     with pytest.raises(UsageError, match="is not understood"):
         outcome(spec, *words, "--webhook-env", "HOOK")
