@@ -223,20 +223,13 @@ def call(
         return send(task_id, producer, **masked)
     refuse_another_broker(app, name, producer, *leads)
     origin: Origin = "caller"
-    if task_id is None:
-        derived = current is not None and current.cause is not None
-        origin = "derived" if derived else "new"
-        task_id = str(
-            current.derived_id(
-                alias,
-                name,
-                _content(arguments),
-                # A call never joins the broker's transaction or the rows of mode none.
-                by_content=current.enlist is not None,
-            )
-            if current is not None and derived
-            else new_id()
-        )
+    if task_id is None and current is not None and current.cause is not None:
+        origin = "derived"
+        # A call never joins the broker's transaction or the rows of mode none.
+        by_content, content = current.enlist is not None, _content(arguments)
+        task_id = str(current.derived_id(alias, name, content, by_content=by_content))
+    elif task_id is None:
+        origin, task_id = "new", str(new_id())
     stand_in = StoringProducer()
     without_asking(app)
     result = send(task_id, stand_in, **masked)
@@ -245,7 +238,8 @@ def call(
 
 
 def _content(arguments: tuple[Any, Any]) -> object:
-    """Return a text that identifies a call's arguments in every process."""
+    """Return a text that identifies a call's arguments in every process, if they can be
+    written as JSON."""
     try:
         return json.dumps(arguments)
     except Exception:

@@ -66,9 +66,9 @@ def batch(
 
     def content() -> tuple[object, ...]:
         bodies = [encoded(one.get("destination"), one.get("body")) for one in given]
-        names = ("destination", "key", "headers")
-        rest = [[str(one.get(name) or "") for name in names] for one in given]
-        return declared.name, str(then), rest, bodies
+        places = [(str(one.get("destination")), one.get("key")) for one in given]
+        headers = [sorted((one.get("headers") or {}).items()) for one in given]
+        return declared.name, str(then), places, headers, bodies
 
     run_id, known = identify(declared.using, content, len(given) or 1)
     if known is not None:

@@ -181,11 +181,12 @@ class MessageConsumer(Closing):
     def take_back(self, received: Sequence[Message] | None = None) -> None:
         """Put unacknowledged messages back into the buffer, marked as redelivered: the
         messages in `received`, or all."""
+        wanted = None if received is None else set(map(id, received))
         with self.arrived:
             again = [
                 message
                 for message in self._unsettled.values()
-                if received is None or message in received
+                if wanted is None or id(message) in wanted
             ]
             for message in again:
                 del self._unsettled[message.ack_id]

@@ -140,16 +140,19 @@ class Breaker:
         than the last failure: it may not have asked the server since then. But if no
         session has failed for a minute after the pause, the outage ends.
         """
-        asked = opened > self._failed_at
-        quiet = time.monotonic() - max(self._until, self._failed_at)
-        if self._failures and (asked or quiet > QUIET):
-            with self._lock:
-                failures, self._failures, self._until = self._failures, 0, 0.0
-                self._former, self._ended = failures, time.monotonic()
-                self.error = None
-            what = f"{self.kind} {self.name!r}"
-            state = "works again" if asked else "has not failed for a minute"
-            log.info("%s %s, after %d probes", what, state, failures)
+        if not self._failures:
+            return
+        with self._lock:
+            failures, asked = self._failures, opened > self._failed_at
+            quiet = time.monotonic() - max(self._until, self._failed_at)
+            if not failures or not (asked or quiet > QUIET):
+                return
+            self._failures, self._until = 0, 0.0
+            self._former, self._ended = failures, time.monotonic()
+            self.error = None
+        what = f"{self.kind} {self.name!r}"
+        state = "works again" if asked else "has not failed for a minute"
+        log.info("%s %s, after %d probes", what, state, failures)
 
 
 _breakers: PerProcess[Members[Breaker]] = PerProcess(Members)

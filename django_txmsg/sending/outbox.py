@@ -179,9 +179,9 @@ def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
     return list(map(as_sent, rows, store(rows, alias)))
 
 
-#: The headers of a flow's signal and of an undo contain the instant of the call, which
+#: These headers of a signal, of an undo and of a delayed task contain an instant, which
 #: differs at each attempt of a stage.
-_TIMED = {wire.TICKET, wire.UNDOES}
+_TIMED = {wire.TICKET, wire.UNDOES, wire.TASK_RUN_AFTER}
 _INSTANT = re.compile(r"\d{4}-\d\d-\d\dT[^;]*")
 
 
@@ -194,7 +194,7 @@ def _identify(row: NewMessage, current: Scope | None, alias: str) -> None:
         for name in _TIMED & headers.keys():
             headers[name] = _INSTANT.sub("", headers[name], count=1)
         place = (given, row.broker, row.destination, row.key, row.correlation_id)
-        derived = current.derived_id(alias, *place, headers, row.body)
+        derived = current.derived_id(alias, *place, sorted(headers.items()), row.body)
         row.message_id = derived if row.origin == "derived" else row.message_id
     row.committed = tracing.created(row.message_id, row.destination, row.headers)
     inherited = None if cause is None else wire.traceparent(cause.headers)

@@ -123,7 +123,8 @@ class Scope:
     - `cause` is the message that a stage processes. The ids of the stage's messages are
       derived from the id of `cause`. `worker` is the process that runs the stage.
     - `ordinals` number the messages. `separate` means that the messages do not commit
-      together with the stage's work.
+      together with the stage's work. The same holds for another thread than `thread`,
+      because it has its own connection.
     - `enlist`, if set, adds messages to the broker's transaction instead of the outbox.
     - `stored` counts the stored messages by database alias.
     - `join`, if set, is called before each INSERT on `using`. The function returns the
@@ -146,6 +147,7 @@ class Scope:
         default_factory=lambda: defaultdict(itertools.count)
     )
     separate: bool = False
+    thread: int = field(default_factory=threading.get_ident)
     join: Callable[[], tuple[uuid.UUID, int | None]] | None = None
     newest: dt.datetime | None = None
     transactions: dict[Any, str] = field(default_factory=dict)
@@ -163,7 +165,8 @@ class Scope:
         """
         assert self.cause is not None
         digest = []
-        separate = self.enlist is None and (self.separate or alias != self.using)
+        elsewhere = alias != self.using or threading.get_ident() != self.thread
+        separate = self.enlist is None and (self.separate or elsewhere)
         if separate or by_content:
             content = alias, *content
             digest = [hashlib.sha256(repr(content).encode()).hexdigest()]

@@ -533,19 +533,24 @@ def test_a_stage_enqueues_in_its_transaction() -> None:
 
 
 @committing
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("transaction", ["none", "broker_only", "best_effort_1pc"])
-def test_a_stage_that_runs_again_enqueues_the_same_task(transaction: Any) -> None:
+def test_a_stage_that_runs_again_enqueues_the_same_task(
+    transaction: Any, delayed: bool
+) -> None:
     enqueued: list[str] = []
 
     def work(message: Message) -> None:
-        enqueued.append(jobs.note.enqueue("again").id)
+        later = timezone.now() + dt.timedelta(hours=1)
+        task = jobs.note.using(run_after=later if delayed else None)
+        enqueued.append(task.enqueue("again").id)
         if len(enqueued) == 1:
             raise ValueError
 
     with declared(work, transaction=transaction) as stage:
         send(stage.destination)
         step(stage, 2)
-    drain()
+    drain(ahead=dt.timedelta(hours=2))
     assert len(enqueued) == 2
     assert len(set(enqueued)) == 1
     assert Effect.objects.filter(name="again").count() == 1
