@@ -226,8 +226,13 @@ def call(
     if task_id is None and current is not None and current.cause is not None:
         origin = "derived"
         # A call never joins the broker's transaction or the rows of mode none.
-        by_content, content = current.enlist is not None, _content(arguments)
-        task_id = str(current.derived_id(alias, name, content, by_content=by_content))
+        task_id = str(
+            current.derived_id(
+                alias,
+                lambda: (name, _content(arguments)),
+                by_content=current.enlist is not None,
+            )
+        )
     elif task_id is None:
         origin, task_id = "new", str(new_id())
     stand_in = StoringProducer()

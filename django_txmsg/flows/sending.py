@@ -94,7 +94,7 @@ def identify(
     current = current_scope()
     if current is None or current.cause is None:
         return new_id(), None
-    run_id = current.derived_id(using, *content(), by_content=True)
+    run_id = current.derived_id(using, content, by_content=True)
     known = Run.objects.using(using).filter(run_id=run_id).first()
     for _ in range(messages if known else 0):
         current.derived_id(using)

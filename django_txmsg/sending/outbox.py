@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 from django.db import connections, router, transaction
@@ -189,17 +190,22 @@ def _identify(row: NewMessage, current: Scope | None, alias: str) -> None:
     """Derive the id of a message that a stage sends, and begin the message's trace."""
     cause = None if current is None else current.cause
     if current is not None and cause is not None:
-        given = row.message_id if row.origin == "caller" else None
-        headers = {k: v for k, v in row.headers.items() if k != wire.TRACEPARENT}
-        for name in _TIMED & headers.keys():
-            headers[name] = _INSTANT.sub("", headers[name], count=1)
-        place = (given, row.broker, row.destination, row.key, row.correlation_id)
-        derived = current.derived_id(alias, *place, sorted(headers.items()), row.body)
+        derived = current.derived_id(alias, partial(_content, row))
         row.message_id = derived if row.origin == "derived" else row.message_id
     row.committed = tracing.created(row.message_id, row.destination, row.headers)
     inherited = None if cause is None else wire.traceparent(cause.headers)
     if inherited is not None:
         row.headers.setdefault(wire.TRACEPARENT, inherited)
+
+
+def _content(row: NewMessage) -> tuple[object, ...]:
+    """Return what tells a message apart from the others of its stage."""
+    given = row.message_id if row.origin == "caller" else None
+    headers = {k: v for k, v in row.headers.items() if k != wire.TRACEPARENT}
+    for name in _TIMED & headers.keys():
+        headers[name] = _INSTANT.sub("", headers[name], count=1)
+    place = (given, row.broker, row.destination, row.key, row.correlation_id)
+    return (*place, sorted(headers.items()), row.body)
 
 
 def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:

@@ -154,22 +154,27 @@ class Scope:
     ended: bool = False
 
     def derived_id(
-        self, alias: str, *content: object, by_content: bool = False
+        self,
+        alias: str,
+        content: Callable[[], tuple[object, ...]] = tuple,
+        *,
+        by_content: bool = False,
     ) -> uuid.UUID:
         """Return the id of the next message that the stage stores in a database.
 
         If the message commits separately, the attempt may fail after that, and the next
         attempt may skip the message. Then the following messages have other positions,
         so the id of each such message is derived from its content instead. With
-        `by_content`, it is always derived from its content.
+        `by_content`, it is always derived from its content. `content` is called only if
+        the id is derived from it.
         """
         assert self.cause is not None
         digest = []
         elsewhere = alias != self.using or threading.get_ident() != self.thread
         separate = self.enlist is None and (self.separate or elsewhere)
         if separate or by_content:
-            content = alias, *content
-            digest = [hashlib.sha256(repr(content).encode()).hexdigest()]
+            identified = repr((alias, *content()))
+            digest = [hashlib.sha256(identified.encode()).hexdigest()]
         ordinal = next(self.ordinals["".join(digest)])
         service, cause = conf.get().SERVICE, self.cause.id
         return wire.derived_id(service, cause, self.stage, ordinal, *digest)

@@ -1,7 +1,7 @@
 """Counts of finished journeys, in the footer of the file that has the journeys' rows.
 With the counts, journeys can be judged without reading the rows.
 
-If rows are rewritten or files are joined, the new file has no counts, or counts that do
+If rows are rewritten or files are merged, the new file has no counts, or counts that do
 not match its rows. Such counts are ignored.
 """
 

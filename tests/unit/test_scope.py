@@ -18,9 +18,9 @@ def test_a_message_of_another_thread_keeps_its_id_if_an_attempt_skips_others() -
     """A thread has its own connection, so its messages commit separately."""
     first, second = attempt(), attempt()
     with ThreadPoolExecutor(1) as pool:
-        skipped = pool.submit(first.derived_id, "default", "a").result()
-        sent = pool.submit(first.derived_id, "default", "b").result()
-        again = pool.submit(second.derived_id, "default", "b").result()
+        skipped = pool.submit(first.derived_id, "default", lambda: ("a",)).result()
+        sent = pool.submit(first.derived_id, "default", lambda: ("b",)).result()
+        again = pool.submit(second.derived_id, "default", lambda: ("b",)).result()
 
     assert sent == again
-    assert len({skipped, sent, second.derived_id("default", "b")}) == 3
+    assert len({skipped, sent, second.derived_id("default", lambda: ("b",))}) == 3
