@@ -12,11 +12,21 @@ from typing import Any
 import celery
 from celery.contrib.django.task import DjangoTask
 
-from .calling import call, refuse_another_broker, requires, stands_in, stores
+from .calling import (
+    call,
+    identify_canvas,
+    refuse_another_broker,
+    requires,
+    stands_in,
+    stores,
+)
+from .canvas import derive_ids
 
 # Task classes: one whose calls are stored, and one whose work takes effect once.
 
 log = logging.getLogger("django_txmsg.celery")
+
+derive_ids(identify_canvas)
 
 
 class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without type hints

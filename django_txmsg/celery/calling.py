@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from ..brokers.celery_publication import HEADER, Publication
 from ..django_internals import in_block
 from ..envelope.message import new_id
 from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
+from . import canvas
 
 if TYPE_CHECKING:
     from ..models.outbox_store import NewMessage, Origin
@@ -223,17 +224,20 @@ def call(
         return send(task_id, producer, **masked)
     refuse_another_broker(app, name, producer, *leads)
     origin: Origin = "caller"
-    if task_id is None and current is not None and current.cause is not None:
+    if task_id is not None:
+        if canvas.is_derived(task_id):
+            origin = "content"
+    elif current is not None and current.cause is not None:
         origin = "derived"
         # A call never joins the broker's transaction or the rows of mode none.
         task_id = str(
             current.derived_id(
                 alias,
-                lambda: (name, _content(arguments)),
+                lambda: (name, canvas.content(arguments)),
                 by_content=current.enlist is not None,
             )
         )
-    elif task_id is None:
+    else:
         origin, task_id = "new", str(new_id())
     stand_in = StoringProducer()
     without_asking(app)
@@ -242,13 +246,26 @@ def call(
     return result
 
 
-def _content(arguments: tuple[Any, Any]) -> object:
-    """Return a text that identifies a call's arguments in every process, if they can be
-    written as JSON."""
-    try:
-        return json.dumps(arguments)
-    except Exception:
-        return repr(arguments)  # needs another serializer
+def identify_canvas(
+    called: tuple[object, ...], options: Mapping[str, Any]
+) -> uuid.UUID | None:
+    """Return the id of a canvas whose tasks a stage stores. Else return None: Celery
+    draws the ids."""
+    if not apps.models_ready:
+        return None
+    from ..sending.scope import current_scope
+
+    current, alias = current_scope(), _alias(options.get("using"))
+    if current is None or current.cause is None or not in_block(connections[alias]):
+        return None
+    told = {k: v for k, v in options.items() if k not in _CONNECTING}
+    return current.derived_id(
+        alias, lambda: (canvas.content((called, told)),), by_content=True
+    )
+
+
+#: Options of a call that hold objects of this process.
+_CONNECTING = ("connection", "producer", "publisher")
 
 
 def stores(using: str | None) -> bool:

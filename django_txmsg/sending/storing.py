@@ -25,7 +25,7 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     There is one exception: a row without a unique key whose id was derived from the
     message that a stage is processing. If the same message is stored under this id, the
     row is skipped. If another message is stored under this id, the row is stored under
-    a new id.
+    a new id, unless its id comes from its content.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
@@ -48,7 +48,8 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
         lock=lock,
     )
     missing = [row for row in rows if row.message_id not in created]
-    refused = [row for row in missing if row.origin != "derived" or row.unique]
+    known = ("derived", "content")
+    refused = [row for row in missing if row.origin not in known or row.unique]
     if refused or len(created) + len(missing) < len(rows):
         ids = [pk for pk, _ in created.values()]
         OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
@@ -85,7 +86,8 @@ def set_apart(rows: list[NewMessage], alias: str) -> list[NewMessage]:
     in a session of its own.
     """
     known = OutboxMessage.objects.using(alias).filter(
-        message_id__in=[row.message_id for row in rows], replay_id=""
+        message_id__in=[row.message_id for row in rows if row.origin == "derived"],
+        replay_id="",
     )
     stored = {
         message_id: (destination, key, bytes(body))
