@@ -7,6 +7,7 @@ import re
 import sqlite3
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -25,6 +26,7 @@ from ..django_internals import settings_of
 from ..envelope.pydantic_codec import INSTALL
 from ..envelope.redelivery import RedeliveryPolicy
 from ..errors import ConfigurationError, TxmsgError
+from ..flows.declaration import declarations
 from ..monitoring import databases
 from ..scheduling.timetable import Recurring, recurring
 from ..stages import Stage
@@ -315,20 +317,31 @@ def _options(alias: str, connection: Any) -> Iterator[CheckMessage]:
 
 def _retention() -> Iterator[CheckMessage]:
     keep = conf.get().RETENTION
-    if keep.INBOX is None:
-        return
-    outbox = float("inf") if keep.OUTBOX is None else keep.OUTBOX
-    if outbox > keep.INBOX:
+    kept = {
+        name: float("inf") if days is None else days
+        for name, days in asdict(keep).items()
+    }
+    if kept["OUTBOX"] > kept["INBOX"]:
         yield Warning(
             f'TXMSG["RETENTION"] keeps the inbox for {keep.INBOX:g} days and the '
-            f"outbox for {'ever' if keep.OUTBOX is None else f'{outbox:g}'}: a copy "
-            f"sent from the outbox later than that is processed again.",
+            f"outbox for {'ever' if keep.OUTBOX is None else f'{keep.OUTBOX:g}'}: a "
+            f"copy sent from the outbox later than that is processed again.",
             hint="Keep the inbox at least as long as the outbox.",
             id="txmsg.W003",
         )
+    longer = [name for name in ("OUTBOX", "INBOX") if kept[name] > kept["FLOWS"]]
+    if longer and declarations():
+        yield Warning(
+            f'TXMSG["RETENTION"] keeps ended runs for {keep.FLOWS:g} days, but '
+            f"{' and '.join(longer)} longer: if the stage that started a run runs "
+            f"again in between, start() raises DuplicateMessage, or stores a run that "
+            f"never begins.",
+            hint='Raise TXMSG["RETENTION"]["FLOWS"] to the longest of the three.',
+            id="txmsg.W012",
+        )
     for stage in stages.all_stages():
         window = _redelivery_window(stage.policy)
-        if window > keep.INBOX * DAY:
+        if window > kept["INBOX"] * DAY:
             yield Warning(
                 f"Stage {stage.name!r} tries a message again for up to "
                 f"{window / DAY:.1f} days, longer than the inbox remembers "

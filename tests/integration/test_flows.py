@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from django.db import connections, transaction
-from django.db.models import F
+from django.db.models import F, Model
 
 from django_txmsg import (
     Destination,
@@ -29,7 +29,12 @@ from django_txmsg import (
 )
 from django_txmsg.checks.stages import check
 from django_txmsg.dead_letters import bulk, resolution
-from django_txmsg.errors import ConfigurationError, FlowError, TxmsgError
+from django_txmsg.errors import (
+    ConfigurationError,
+    DuplicateMessage,
+    FlowError,
+    TxmsgError,
+)
 from django_txmsg.flows import (
     AlreadyResumed,
     AlreadyRunning,
@@ -293,6 +298,40 @@ def test_a_run_that_an_earlier_attempt_has_committed_is_started_once(
         take(one, times=2)
     assert runs == [Run.objects.get()] * 2
     assert OutboxMessage.objects.filter(destination="shop.checkout").count() == 1
+
+
+@pytest.mark.parametrize("kept", [OutboxMessage, InboxMessage])
+def test_a_run_that_is_pruned_before_its_messages_cannot_be_started_again(
+    kept: type[Model],
+) -> None:
+    """The reason for the check `txmsg.W012`."""
+    raised: list[Exception] = []
+
+    def handler(message: Message) -> None:
+        try:
+            with outbox_session():
+                start(Checkout, PlaceOrder("1"))
+        except DuplicateMessage as error:
+            raised.append(error)
+        raise ValueError
+
+    with declared(handler, transaction="none") as one:
+        send(one.destination)
+        take(one)
+    drain()
+    say(True)
+    drain()
+    Run.objects.filter(ended_at__isnull=False).delete()
+    if kept is InboxMessage:
+        OutboxMessage.objects.filter(destination="shop.checkout").delete()
+    with declared(handler, one.destination, transaction="none") as one:
+        take(one)
+    drain()
+    if kept is OutboxMessage:
+        assert len(raised) == 1
+        assert not Run.objects.exists()
+    else:
+        assert Run.objects.get(ended_at=None).waits_for == "start"
 
 
 def test_a_stage_that_runs_again_after_it_started_a_run_sends_the_same_ids() -> None:

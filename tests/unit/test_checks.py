@@ -302,6 +302,27 @@ def test_an_inbox_that_forgets_before_the_outbox_is_a_warning(
         assert [one.id for one in check()] == ids
 
 
+@pytest.mark.parametrize(
+    ("kept", "longer"),
+    [
+        ({"FLOWS": 13}, "INBOX longer"),
+        ({"FLOWS": 13, "OUTBOX": None, "INBOX": None}, "OUTBOX and INBOX longer"),
+        ({"FLOWS": 14}, ""),
+        ({"FLOWS": None, "INBOX": None}, ""),
+    ],
+)
+def test_runs_that_are_pruned_before_their_messages_are_a_warning(
+    kept: dict[str, Any], longer: str
+) -> None:
+    with txmsg(RETENTION=kept):
+        assert check() == []
+        with at_hand(Trip):
+            found = [one for one in check() if one.id != "txmsg.W008"]
+
+    assert [one.id for one in found] == ["txmsg.W012"] * bool(longer)
+    assert all(longer in one.msg for one in found)
+
+
 def test_an_inbox_that_forgets_before_the_last_attempt_is_a_warning() -> None:
     patient = RedeliveryPolicy(
         max_redeliveries=20, initial_delay=86_400, max_delay=86_400
