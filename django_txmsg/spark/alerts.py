@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -232,11 +233,18 @@ def last_run(connection: Connection, source: SourceSpec, job: str) -> LastRun | 
 
 
 def lost(
-    connection: Connection, source: SourceSpec, verdicts: Sequence[str]
+    connection: Connection,
+    source: SourceSpec,
+    verdicts: Sequence[str],
+    counted: set[object],
 ) -> dict[str, int] | None:
     """Count the findings that were added since the last check, by verdict. Only
     findings with one of `verdicts` count, and acknowledged findings do not. Returns
-    None at the first check."""
+    None at the first check.
+
+    A run may end after a check that has counted its findings. So the starts of the
+    counted runs are added to `counted`, and their findings do not count again.
+    """
     # A run's findings have the instant of its start. It may end while `follow` is not
     # running, or after a check that was later than its start.
     weighed = connection.value(
@@ -246,13 +254,17 @@ def lost(
     )
     if weighed is None:
         return None
-    return dict(
-        connection.rows(
-            "SELECT verdict, count(*) FROM django_txmsg_finding WHERE service = %s"
-            f" AND verdict IN ({', '.join(['%s'] * len(verdicts))})"
-            " AND (found_at > %s OR found_at IN (SELECT started_at FROM"
-            " django_txmsg_pipelinerun WHERE job = 'reconcile' AND finished_at > %s))"
-            " AND acknowledged_at IS NULL GROUP BY verdict ORDER BY verdict",
-            source.service, *verdicts, weighed, weighed,
-        )
+    rows = connection.rows(
+        "SELECT found_at, verdict, count(*) FROM django_txmsg_finding"
+        f" WHERE service = %s AND verdict IN ({', '.join(['%s'] * len(verdicts))})"
+        " AND (found_at > %s OR found_at IN (SELECT started_at FROM"
+        " django_txmsg_pipelinerun WHERE job = 'reconcile' AND finished_at > %s))"
+        " AND acknowledged_at IS NULL GROUP BY found_at, verdict ORDER BY verdict",
+        source.service, *verdicts, weighed, weighed,
     )  # fmt: skip
+    new: Counter[str] = Counter()
+    for started_at, verdict, count in rows:
+        if started_at not in counted:
+            new[verdict] += count
+    counted.update(started_at for started_at, _, _ in rows)
+    return new

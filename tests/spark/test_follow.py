@@ -36,7 +36,7 @@ from django_txmsg.spark.lock import archiving
 from django_txmsg.spark.lock import following as alone
 from django_txmsg.spark.models import PipelineAlert
 from django_txmsg.spark.noted import Noted
-from django_txmsg.spark.runs import recorded
+from django_txmsg.spark.runs import Run, recorded
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.transforms.reconcile import LOST
@@ -501,7 +501,7 @@ def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> 
 def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> None:
     spec = JobSpec((log.spec,), lake)
     with log.connected() as connection:
-        assert alerts.lost(connection, log.spec, LOST) is None
+        assert alerts.lost(connection, log.spec, LOST, set()) is None
         Alerts(connection, "shop").weigh("lost", 0, 0, "Nothing is known yet.")
         now = datetime.now(timezone.utc)
 
@@ -515,7 +515,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
 
         # `lost` is what is lost, and nothing else that a run finds.
         noted("dead", "late", "unknown_sender")
-        assert alerts.lost(connection, log.spec, LOST) == {}
+        assert alerts.lost(connection, log.spec, LOST, set()) == {}
         noted("never_received", "never_received", "dead")
         with receiver() as taking:
             stop = threading.Event()
@@ -536,31 +536,55 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
             finally:
                 stop.set()
                 working.join()
-        assert alerts.lost(connection, log.spec, LOST) == {}
+        assert alerts.lost(connection, log.spec, LOST, set()) == {}
     [lost] = taking.taken
     assert (lost["alert"], lost["value"]) == ("lost", 2)
     assert lost["summary"].endswith("new: 2 never_received.")
+
+
+def test_findings_are_counted_once_if_a_check_falls_before_the_end_of_their_run(
+    log: Log, lake: LakeSpec
+) -> None:
+    spec, counted = JobSpec((log.spec,), lake), set[object]()
+    with log.connected() as connection:
+        weigh = Alerts(connection, "shop").weigh
+        weigh("lost", 0, 0, "Nothing is known yet.")
+        with recorded(spec, "reconcile", {}) as run:
+            Noted(log.spec).keep([finding_of(run)], run.started_at, None)
+            found = alerts.lost(connection, log.spec, LOST, counted)
+            weigh("lost", 1, 0, "One is lost.")
+        assert found == {"never_received": 1}
+        assert alerts.lost(connection, log.spec, LOST, counted) == {}
+
+        weigh("lost", 0, 0, "None is lost.")
+        with recorded(spec, "reconcile", {}) as run:
+            Noted(log.spec).keep([finding_of(run)], run.started_at, None)
+        assert alerts.lost(connection, log.spec, LOST, counted) == found
+
+
+def finding_of(run: Run) -> dict[str, Any]:
+    """Return a finding that this run is the first to find."""
+    return {
+        "message_id": str(uuid.uuid4()), "destination": "d", "sender": "",
+        "consumer": "", "sent_at": LONG_AGO, "found_at": run.started_at,
+        "verdict": "never_received",
+    }  # fmt: skip
 
 
 def test_findings_of_a_run_that_was_in_progress_at_a_check_are_reported(
     log: Log, lake: LakeSpec
 ) -> None:
     """An operator's `reconcile` began before the check, and ends after it."""
-    spec, message = JobSpec((log.spec,), lake), str(uuid.uuid4())
+    spec = JobSpec((log.spec,), lake)
     with log.connected() as connection:
         weigh = Alerts(connection, "shop").weigh
         with recorded(spec, "reconcile", {}) as run:
             weigh("lost", 0, 0, "Nothing is known yet.")
-            finding = {
-                "message_id": message, "destination": "d", "sender": "",
-                "consumer": "", "sent_at": LONG_AGO, "found_at": run.started_at,
-                "verdict": "never_received",
-            }  # fmt: skip
-            Noted(log.spec).keep([finding], run.started_at, None)
-        assert alerts.lost(connection, log.spec, LOST) == {"never_received": 1}
+            Noted(log.spec).keep([finding_of(run)], run.started_at, None)
+        assert alerts.lost(connection, log.spec, LOST, set()) == {"never_received": 1}
 
         weigh("lost", 1, 0, "One is lost.")
-        assert alerts.lost(connection, log.spec, LOST) == {}
+        assert alerts.lost(connection, log.spec, LOST, set()) == {}
 
 
 @pytest.mark.parametrize(

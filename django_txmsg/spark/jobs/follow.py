@@ -198,6 +198,8 @@ class Follower:
         self.telling = Telling(self.source.service, webhook, stop, self.say)
         self.run: Run | None = None
         self._failures = 0
+        #: The starts of the runs whose findings the alert `lost` has counted.
+        self._counted: set[object] = set()
         self._waiting = self._busy = False
 
     @property
@@ -438,7 +440,7 @@ class Follower:
     def _lost(self, connection: Connection, found_by: str = "") -> None:
         """Record the number of newly lost messages as a measured value. Runs of
         `reconcile` that ended while `follow` was not running count, too."""
-        new = alerts.lost(connection, self.source, LOST + STUCK)
+        new = alerts.lost(connection, self.source, LOST + STUCK, self._counted)
         if not (found_by or new or new is None):
             return
         summary = found_by or "Found while `follow` was not running, new: "
