@@ -80,6 +80,27 @@ def test_settled_rows_move_to_the_lake_once_and_all_others_stay(
     assert [tuple(row) for row in marks] == [("outbox", 3, 3, 251)]
 
 
+@pytest.mark.parametrize("log", ["sqlite"], indirect=True)
+def test_a_row_with_undecodable_text_is_named(log: Log, lake: LakeSpec) -> None:
+    log.send_many(250, every=900.0)
+    before = hashes_in(log)
+    with log.connected() as connection:
+        connection.execute(
+            "UPDATE django_txmsg_outboxmessage SET last_error ="
+            " CAST(x'73656372657480' AS TEXT) WHERE id = 142"
+        )
+
+    named = "column last_error of the row 142 of django_txmsg_outboxmessage is not UTF"
+    with pytest.raises(EnvironmentFault, match=named) as raised:
+        archive(None, log, lake)
+    assert "secret" not in str(raised.value)
+
+    with log.connected() as connection:
+        connection.execute("UPDATE django_txmsg_outboxmessage SET last_error = ''")
+    archive(None, log, lake)
+    assert_moved_once(before, log, lake, {*range(1, 251)})
+
+
 def test_the_other_tables_move_as_well(spark, log: Log, lake: LakeSpec) -> None:
     late = {"last_received_at": NOW}
     log.receive([{"message_id": uuid.uuid4()}, {"message_id": uuid.uuid4(), **late}])

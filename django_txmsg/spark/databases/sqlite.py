@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..errors import EnvironmentFault
 from ..schemas import Column, Table
 from .base import Database, Read, schema_of, utc
 
@@ -102,16 +104,38 @@ def read_rows(
         "NULL" if one.kind == "xid" else one.sql
         for one in columns
     )
-    cursor = connection.execute(
-        f"SELECT {selected} FROM {table.relation} t WHERE {where or '1'} ORDER BY t.id"
-    )
+    chosen = f"FROM {table.relation} t WHERE {where or '1'} ORDER BY t.id"
+    found = _decoded(connection, selected, chosen)
     heavy = [place for place, one in enumerate(columns) if one.kind == "bytes"]
-    for rows in _in_batches(cursor, heavy):
+    for rows in _in_batches(found, heavy):
         arrays = [
             _array(column, values)
             for column, values in zip(columns, zip(*rows, strict=True), strict=True)
         ]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _decoded(
+    connection: sqlite3.Connection, selected: str, chosen: str
+) -> Iterator[Sequence[Any]]:
+    """Yield rows. Raises EnvironmentFault if a text of a row is not UTF-8."""
+    read = 0
+    try:
+        for row in connection.execute(f"SELECT {selected} {chosen}"):
+            yield row
+            read += 1
+    except sqlite3.OperationalError as error:
+        # Its message contains the text.
+        known = re.match(r"Could not decode to UTF-8 column '(\w+)'", str(error))
+        if known is None:
+            raise
+        relation = chosen.split()[1]
+        ((row_id,),) = connection.execute(f"SELECT t.id {chosen} LIMIT 1 OFFSET {read}")
+        raise EnvironmentFault(
+            f"The column {known[1]} of the row {row_id} of {relation} is not UTF-8, so "
+            "no program can read it as text. Nothing is lost: replace the column's "
+            "value by SQL, and run again."
+        ) from None
 
 
 def _in_batches(
