@@ -76,9 +76,13 @@ class BatchLog:
     def taken_over(self, why: object) -> EnvironmentFault:
         """Return the error to raise when another archiver has added an entry."""
         return EnvironmentFault(
-            f"Another archiver has taken {self.table.name} of {self.service!r} over "
-            f"({why}): this one has lost its lock, and has changed nothing more. Run "
-            "again."
+            f"Another archive, sweep or erasure of {self.table.name} of "
+            f"{self.service!r} has changed the lake meanwhile ({why}). This run has "
+            "changed nothing more, and no row is lost or doubled. Wait for the end of "
+            "the other run, and run again. If it works on another database of this "
+            "service, let the two run one after the other. If both work on this "
+            "database, this run has lost its lock: give the pipeline a direct "
+            "connection, without a transaction-pooling proxy."
         )
 
 

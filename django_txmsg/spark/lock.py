@@ -24,8 +24,9 @@ def archiving(
     waiting, if another archiver holds the lock."""
     refused = Archiving(
         f"Another archive, sweep or erasure of {table} of {spec.service!r} is running: "
-        "wait for its end. (A transaction-pooling proxy breaks this lock: give the "
-        "pipeline a direct connection.)"
+        "wait for its end. The admin's list of pipeline runs shows who has started "
+        "it. (A transaction-pooling proxy breaks this lock: give the pipeline a direct "
+        "connection.)"
     )
     return _alone(connection, spec, f"{table}-archive", f"archive/{table}", refused)
 

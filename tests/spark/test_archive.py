@@ -354,6 +354,28 @@ def test_two_databases_of_a_service_share_a_log_and_come_to_rest(
     assert DeltaTable(path_of(lake)).version() == version
 
 
+def test_two_databases_of_a_service_at_once_lose_and_double_nothing(
+    make_log, lake: LakeSpec
+) -> None:
+    logs: list[Log] = [make_log("sqlite"), make_log("sqlite", "other")]
+    logs[1].spec = replace(logs[1].spec, service="shop")
+    for log in logs:
+        log.send_many(250)
+    before = [hashes_in(log) for log in logs]
+
+    def intrude(step: str) -> None:
+        if step == "committing" and logs[1].count():
+            archive(None, logs[1], lake)
+
+    with pytest.raises(EnvironmentFault, match="let the two run one after the other"):
+        archive(None, logs[0], lake, on_step=intrude)
+    archive(None, logs[0], lake)
+
+    assert [log.count() for log in logs] == [0, 0]
+    there = sorted(hashes_of_lake(lake))
+    assert there == sorted([*before[0].items(), *before[1].items()])
+
+
 @pytest.mark.matrix
 def test_services_archive_into_one_lake_at_the_same_time(
     spark, make_log: Callable[..., Log], lake: LakeSpec
