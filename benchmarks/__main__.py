@@ -119,7 +119,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the rows as lines of a Markdown table."""
     yield "Measured: the median of what stands on the left, on this machine alone."
     yield ""
-    yield "| what | beside | ratio | lowest to highest | goal | measured |"
+    yield "| what | compared with | ratio | lowest to highest | goal | measured |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
         ratios = row["ratios"]

@@ -52,17 +52,19 @@ def main() -> None:
 
     figures = stand.turns(
         {
-            "an order, no task": lambda: calls(lambda order: None, count),
-            "Celery: delay_on_commit()": confirmed(False),
-            "Celery: the same, with publisher confirms": confirmed(True),
-            ".delay() as a row": lambda: calls(apps.charge_plain.delay, count),
+            "baseline that stores an order and calls no task": lambda: calls(
+                lambda order: None, count
+            ),
+            "Celery's delay_on_commit()": confirmed(False),
+            "Celery's delay_on_commit(), with publisher confirms": confirmed(True),
+            ".delay() that stores a row": lambda: calls(apps.charge_plain.delay, count),
         },
         options.rounds,
     )
     stand.table(
         "calling a Celery task",
         figures,
-        "Celery: delay_on_commit()",
+        "Celery's delay_on_commit()",
         "microseconds a transaction",
     )
     figures = stand.turns(

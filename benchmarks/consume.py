@@ -56,7 +56,7 @@ def main() -> None:
         ),
     }
     if options.broker == "rabbitmq":
-        contenders["outbox, beside a stage that may not subscribe"] = lambda: consume(
+        contenders["outbox, while another stage cannot subscribe"] = lambda: consume(
             count, beside="/exchange/nobody/declares"
         )
     if options.peer:
@@ -73,14 +73,14 @@ def main() -> None:
     stand.table(f"consume from {options.broker}", figures, base)
     alone, beside = (
         "outbox, concurrency 1",
-        "outbox, beside a stage that may not subscribe",
+        "outbox, while another stage cannot subscribe",
     )
     sends = {name: one for name, one in figures.items() if "outbox, three" in name}
     if alone in figures and sends:
         stand.table("a stage's sends", {alone: figures[alone], **sends}, alone)
     if {alone, beside} <= set(figures):
         pair = {name: figures[name] for name in (alone, beside)}
-        stand.table("a stage's neighbour", pair, alone, goals={beside: 0.95})
+        stand.table("rate of a stage", pair, alone, goals={beside: 0.95})
 
 
 def handler(message: Any) -> None:

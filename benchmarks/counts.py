@@ -68,7 +68,9 @@ def main() -> None:
             READ: partial(_kept, work, _reading),
         }
         figures = stand.turns(contenders, options.rounds)
-        stand.table(f"counts beside a {name}", figures, OFF, goals={KEPT: 0.98})
+        stand.table(
+            f"counts during the work of a {name}", figures, OFF, goals={KEPT: 0.98}
+        )
 
 
 def _off(work: Callable[[], float]) -> float:

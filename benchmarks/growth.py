@@ -77,7 +77,7 @@ def main() -> None:
     }
     for name, work in works.items():
         goal = "" if "random" in name else "≥ 0.9"
-        compare(f"{name} beside {rows:,} settled rows", work, rounds, goal)
+        compare(f"{name}, with {rows:,} settled rows in each table", work, rounds, goal)
     use("grown")
     began = time.perf_counter()
     pruned = prune()

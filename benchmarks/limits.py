@@ -185,9 +185,9 @@ def tenants(options: argparse.Namespace) -> None:
     for at, percentile in enumerate(("p50", "p99")):
         figures = {
             "alone": [one[at] for one in alone],
-            f"beside {options.many:,}": [one[at] for one in beside],
+            f"while {options.many:,} others wait": [one[at] for one in beside],
         }
-        goals = {f"beside {options.many:,}": 2.0} if at else {}
+        goals = {f"while {options.many:,} others wait": 2.0} if at else {}
         stand.table(f"a small tenant, {percentile}", figures, "alone", "ms", goals)
 
 

@@ -84,7 +84,7 @@ def followers(options: argparse.Namespace) -> None:
     """Measure how much a million messages behind a blocked one slow down other keys."""
     count, many = options.messages, options.followers
     base = "alone"
-    behind = f"beside {many:,} that wait"
+    behind = f"while {many:,} others wait"
     stage = f"bench.ordered.{uuid.uuid4().hex[:8]}"
     hold(stage, many)
 

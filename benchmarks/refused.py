@@ -56,7 +56,7 @@ def main() -> None:
     for name, (broker, refusals) in brokers.items():
         contenders = {"alone": partial(rate, broker, nothing, options.messages)}
         for way in refusals:
-            what = f"beside a destination that is {way.__name__.split('_')[0]}"
+            what = f"while another destination is {way.__name__.split('_')[0]}"
             contenders[what] = partial(rate, broker, way, options.messages)
         figures = stand.turns(contenders, options.rounds)
         goals = dict.fromkeys(list(figures)[1:], 0.9)

@@ -3,7 +3,7 @@ for each.
 
     python -m benchmarks.relay [--messages 10000] [--rounds 3] [--broker activemq]
         [--lanes N]  # instead of the setting's default
-        [--peer]     # beside django-outbox-pattern 3.2.1
+        [--peer]     # compared with django-outbox-pattern 3.2.1
         [--apart]    # the broker on a processor of its own
 
 The bare producer sends the same bytes from memory, in the same batches, over the same
@@ -92,18 +92,20 @@ def main() -> None:
         return
     if options.peer:
         peer = "django-outbox-pattern 3.2.1"
-        beside = {name: figures[name] for name in (peer, "relay")}
-        stand.table("relay beside the nearest peer", beside, peer)
+        pair = {name: figures[name] for name in (peer, "relay")}
+        stand.table("compared with the most similar package", pair, peer)
     many = 4 * count
     figures = stand.turns(
         {
-            "one process": lambda: processes(broker, many, 1, database),
-            "two processes": lambda: processes(broker, many, 2, database),
-            "bare, two processes": lambda: bare_processes(broker.url(), many, activemq),
+            "relay, one process": lambda: processes(broker, many, 1, database),
+            "relay, two processes": lambda: processes(broker, many, 2, database),
+            "bare producer, two processes": lambda: bare_processes(
+                broker.url(), many, activemq
+            ),
         },
         options.rounds,
     )
-    stand.table(f"{many:,} messages, by processes", figures, "one process")
+    stand.table(f"sending {many:,} messages", figures, "relay, one process")
 
 
 def store(count: int) -> str:

@@ -150,7 +150,8 @@ def grown(dispatched: int, pending: int) -> None:
         f"{dispatched:,} dispatched and {pending:,} pending: {large:,.0f} messages/s,"
     )
     stand.note(
-        f"claims and settlements beside {dispatched:,} dispatched, {pending:,} pending",
+        f"claims and settlements, with {dispatched:,} dispatched and {pending:,}"
+        " pending messages",
         "an empty table",
         [large / small],
         "≥ 0.9",
@@ -178,7 +179,7 @@ def pinned(database: str, count: int) -> None:
     print(f"first 20,000: {first:,.0f}/s   middle: {middle:,.0f}/s")
     print(f"last 20,000: {last:,.0f}/s   ratio {last / first:.2f}")
     what = f"the last 20,000 of {count:,} messages under an old snapshot"
-    stand.note(what, "the first", [last / first])
+    stand.note(what, "the first 20,000", [last / first])
     holder.close()
 
 
@@ -212,9 +213,9 @@ def waiting(dispatched: int, delayed: int, parked: int) -> None:
 
     inbox = InboxMessage.objects
     looks: dict[str, Callable[[], object]] = {
-        "an empty claim": claim,
-        "which stages are due": lambda: inbox.due_stages({"bench.big": None}),
-        "an empty claim of a parked message": lambda: inbox.claim_parked(
+        "a claim that finds no due message": claim,
+        "the query for due stages": lambda: inbox.due_stages({"bench.big": None}),
+        "a claim that finds no due parked message": lambda: inbox.claim_parked(
             "bench.big", uuid.uuid4(), 60
         ),
     }
@@ -237,12 +238,14 @@ def waiting(dispatched: int, delayed: int, parked: int) -> None:
         cursor.execute("VACUUM ANALYZE django_txmsg_inboxmessage")
     vacuum()
 
-    beside = f"{dispatched:,} dispatched, {delayed:,} delayed, {parked:,} parked"
-    print(f"\n{beside}")
+    rows = (
+        f"{dispatched:,} dispatched, {delayed:,} delayed and {parked:,} parked messages"
+    )
+    print(f"\n{rows}")
     for name, look in looks.items():
         took = milliseconds(look)
         print(f"{name}: {took:.2f} ms; with empty tables {before[name]:.2f} ms")
-        stand.note(f"{name} beside {beside}", "empty tables", [took / before[name]])
+        stand.note(f"{name}, with {rows}", "empty tables", [took / before[name]])
 
 
 if __name__ == "__main__":

@@ -176,13 +176,13 @@ def table(
     base = figures[against]
     goals = goals or {}
     print(f"\n{title} ({unit}; median of {len(base)} runs)")
-    print(f"{'':48} {'median':>10} {'min':>10} {'max':>10} {'ratio':>7} {'goal':>7}")
+    print(f"{'':60} {'median':>10} {'min':>10} {'max':>10} {'ratio':>7} {'goal':>7}")
     for name, values in figures.items():
         ratios = [value / other for value, other in zip(values, base, strict=True)]
         less = not unit.endswith("/s")
         goal = f"{'≤' if less else '≥'} {goals[name]:g}" if name in goals else ""
         print(
-            f"{name:48} {statistics.median(values):10,.1f} {min(values):10,.1f}"
+            f"{name:60} {statistics.median(values):10,.1f} {min(values):10,.1f}"
             f" {max(values):10,.1f} {statistics.median(ratios):7.2f} {goal:>7}"
         )
         if name != against:

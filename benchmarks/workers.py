@@ -201,7 +201,8 @@ class Figures:
         print(
             "tasks/s: with persistent connections; no keep: with CONN_MAX_AGE=0.\n"
             f"cpu: of the worker, a task. not run, doubled: {RECOVERY:.0f} s after a "
-            f"SIGKILL.\nratio: {names[0]} beside this one. Each figure: {self._file}"
+            f"SIGKILL.\nratio: {names[0]} divided by this one. "
+            f"Each figure: {self._file}"
         )
         self._note(names)
 

@@ -68,10 +68,10 @@ SENT_TWICE = Outcome(effects=0, sent=1, copies=2)
 
 WORDS = {
     ONCE: "once",
-    TWICE: "**handler's effect twice**, sent once",
-    COPIED: "**handler's effect twice**, sent twice with the same ids",
+    TWICE: "**handler's effect twice**, messages sent once",
+    COPIED: "**handler's effect twice**, messages sent twice with the same ids",
     SENT_ONCE: "once",
-    SENT_TWICE: "sent twice with the same ids",
+    SENT_TWICE: "messages sent twice with the same ids",
 }
 
 #: (mode, fault) → step → the outcomes that may be seen.
@@ -109,7 +109,9 @@ def cell(mode: str, fault: str, step: str) -> str:
     """Return the text of this case's table cell in the docs."""
     words = " or ".join(WORDS[one] for one in EXPECTED[mode, fault][step])
     also = ON_RABBITMQ_ALSO.get((mode, fault, step))
-    return f"{words}; on RabbitMQ also {WORDS[also]}" if also else words
+    if also is None:
+        return words
+    return f"{words}. On RabbitMQ a second result is possible: {WORDS[also]}"
 
 
 def table() -> str:
