@@ -84,6 +84,7 @@ class Subscription:
         except BrokerUnavailable as error:
             session.close()
             self.refused.failed(error)
+            self._breaker.worked()  # it has accepted the session
             return None
         except BaseException:
             session.close()
@@ -111,9 +112,9 @@ class Subscription:
         self.turned_away.failed(error)
 
     def rest(self) -> None:
-        """Forget the errors about this stage alone after a while, because the stage is
-        paused and does not try again."""
-        for one in (self.refused, self.turned_away):
+        """Forget errors after a while, because the stage is paused and does not try
+        again. Others that use the broker may still do so."""
+        for one in (self._breaker, self.refused, self.turned_away):
             one.worked(opened=-math.inf)
 
     def worked(self, *, received: bool) -> None:

@@ -106,6 +106,7 @@ class ControlThread:
             session.subscribe(destination, prefetch=PREFETCH)
         except BrokerUnavailable as error:
             self._refused.failed(error)
+            self._breaker.worked()  # it has accepted the session
             return False
         self._refused.worked()
         return True

@@ -119,3 +119,27 @@ def test_the_refusal_of_a_paused_stage_is_forgotten(
         thread.paused.set()
         monkeypatch.setattr(breakers, "QUIET", 0.05)
         wait_until(lambda: not thread.refusal)
+
+
+@pytest.mark.parametrize("user", ["stage", "paused", "control"])
+def test_the_outage_of_a_broker_ends_even_if_nothing_can_be_received(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, user: str
+) -> None:
+    """The broker is back, and all that uses it is refused or paused."""
+    monkeypatch.setattr(breakers, "QUIET", 0.05)
+    broker.on("SUBSCRIBE").reject()
+    stop, shared = threading.Event(), Breaker("default", 1.0)
+    shared.failed(BrokerUnavailable("down"))
+    group = ThreadGroup(stop.set)
+    with declared(effect, "tests.forbidden") as stage:
+        thread = thread_of(stage, stop, breaker=shared)
+        control = ControlThread("default", stop, shared, Activity())
+        if user == "paused":
+            thread.paused.set()
+        group.add(user, control.run if user == "control" else thread.run)
+        group.start()
+        try:
+            wait_until(lambda: shared.error is None)
+        finally:
+            stop.set()
+            group.join()
