@@ -169,7 +169,8 @@ class AlreadyResumed(FlowError):
 
 
 class SessionError(TxmsgError):
-    """An outbox session was used before it began, twice, or after it ended."""
+    """An outbox session was used before its beginning or after its end, or it was begun
+    a second time."""
 
 
 class WorkerFailed(TxmsgError):
