@@ -131,11 +131,8 @@ class Room:
     def look(self) -> None:
         """Count the waiting messages again, unless the last count is recent. Records in
         the database whether the stage is full."""
-        if self._most == self._most_bytes == math.inf:
-            self._record(full=False)  # it may have been full when it had a limit
-            return
         began = time.monotonic()
-        if began < self._look_at:
+        if began < self._look_at or self._most == self._most_bytes == math.inf:
             return
         rows = InboxMessage.order.db_manager(self._using)
         cap = None if self._most == math.inf else int(self._most)
@@ -150,9 +147,6 @@ class Room:
                 self.full = False
                 log.info("ordered stage %r receives again", self._stage)
             full = self.full
-        self._record(full=full)
-
-    def _record(self, *, full: bool) -> None:
         if self._reported is not full:
             StageState.objects.db_manager(self._using).full(self._stage, full)
             self._reported = full

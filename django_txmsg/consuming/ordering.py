@@ -194,16 +194,16 @@ def ask(stage: Stage, received: bool = True) -> None:
 
 def begin(stages: Collection[Stage]) -> None:
     """Record the stages that are ordered from now on. If a stage is no longer ordered,
-    release its waiting messages."""
+    release its waiting messages. If it has no order or no limit, it is not full."""
+    limited = conf.get().ORDER_MAX_WAITING or conf.get().ORDER_MAX_BYTES
     for stage in stages:
-        if stage.transaction != "outbox":
-            continue
         using = stage.definition.using
         states = StageState.objects.db_manager(using)
         if stage.ordered:
             states.ordered(stage.name)
         else:
             InboxMessage.order.db_manager(using).wait_no_more(stage.name)
+        if not (stage.ordered and limited):
             states.full(stage.name, False)
 
 

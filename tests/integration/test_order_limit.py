@@ -131,15 +131,34 @@ def test_without_a_limit_nothing_is_counted() -> None:
         assert not StageState.objects.filter(full_since__isnull=False).exists()
 
 
-@pytest.mark.parametrize("ordered", ["block", ""])
-def test_a_stage_is_full_no_more_without_its_limit_or_its_order(ordered: str) -> None:
-    with declared(effect, name="tests.full", ordered=ordered or None) as stage:
-        StageState.objects.full(stage.name, True)
+@pytest.mark.parametrize(
+    ("limit", "changed"),
+    [
+        (0, {"ordered": "block"}),
+        (2, {}),
+        (2, {"transaction": "none"}),
+        (2, {"transaction": "broker_only"}),
+    ],
+)
+def test_a_stage_is_full_no_more_without_its_limit_or_its_order(
+    limit: int, changed: dict[str, Any]
+) -> None:
+    with (
+        txmsg(ORDER_MAX_WAITING=2),
+        declared(effect, name="tests.full", ordered="block") as stage,
+    ):
+        chain(stage, 2)
+        step(stage, times=3)
+        assert waiting() == 2
+        assert StageState.objects.filter(full_since__isnull=False).exists()
+    with (
+        txmsg(ORDER_MAX_WAITING=limit, ORDER_MAX_BYTES=0),
+        declared(effect, stage.destination, name="tests.full", **changed) as stage,
+    ):
         ordering.begin([stage])
-        if ordered:
-            with txmsg(ORDER_MAX_WAITING=0, ORDER_MAX_BYTES=0):
-                limits.Room(stage).look()
         assert not StageState.objects.filter(full_since__isnull=False).exists()
+        step(stage, times=2)
+        assert Effect.objects.count() == (0 if limit == 0 else 2)
 
 
 def test_a_full_stage_is_seen_everywhere(client: Client) -> None:
