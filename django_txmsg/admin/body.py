@@ -11,7 +11,7 @@ from typing import Any
 from django.db.models import BinaryField, Model
 from django.db.models.functions import Length, Substr
 
-from .. import conf
+from .. import conf, wire
 from ..dead_letters import masking
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from . import display
@@ -102,6 +102,12 @@ def read(
     elif bodies:
         content.text, content.cut = _text(bytes(row.head)), True
     return content
+
+
+def shown_key(row: OutboxMessage) -> str:
+    """Return the key of a stored message, masked like the header that contains it."""
+    headers, _ = masking.shown(row.destination, {wire.KEY: row.key}, None, "")
+    return headers.get(wire.KEY, masking.MASKED) if row.key else ""
 
 
 def pretty(body: Any) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin
+from django.db import router
 from django.db.models import QuerySet
 from django.db.models.functions import Length
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
 
 from ..models import IdempotencyKey
+from ..models.monitoring import Deed
 from . import display
+from .audit import audit, audited
 from .base import ReadOnlyAdmin
 from .filters import AgeFilter
 
@@ -44,6 +47,21 @@ class IdempotencyAdmin(ReadOnlyAdmin):
         """Return True if the user may see the list. Return False for a single row,
         because a row's page would show the response."""
         return obj is None and super().has_view_permission(request)
+
+    def delete_model(self, request: HttpRequest, obj: IdempotencyKey) -> None:
+        """Delete a key, and record this in the audit."""
+        with audited(router.db_for_write(IdempotencyKey)):
+            text = f"Deleted idempotency key {obj.key} of {obj.caller}."
+            audit(request, obj, Deed.DELETE, text)
+            obj.delete()
+
+    def delete_queryset(
+        self, request: HttpRequest, queryset: QuerySet[IdempotencyKey]
+    ) -> None:
+        """Delete the selected keys, and record each of them in the audit."""
+        with audited(router.db_for_write(IdempotencyKey)):
+            for row in queryset:
+                self.delete_model(request, row)
 
     @admin.display(description="key")
     def shown(self, row: IdempotencyKey) -> SafeString:

@@ -227,6 +227,8 @@ class MessagePages(Pages):
         if may["outbox"]:
             rows: Any = OutboxMessage.objects.using(using).filter(message_id=message_id)
             outbox = list(rows.defer("body", "headers").order_by("pk"))
+            for row in outbox:
+                row.key = bodies.shown_key(row)
         if may["inbox"]:
             rows = InboxMessage.objects.using(using).filter(message_id=message_id)
             inbox = list(with_state(rows).defer("body", "headers").order_by("pk"))

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from django.db import router
 from django.http import HttpRequest, HttpResponse
 
 from .. import conf
+from ..envelope import serializers
 from ..errors import ConfigurationError, TxmsgError
 from ..models import Schedule
 from ..models.monitoring import Deed
@@ -53,7 +53,7 @@ class ScheduleAdmin(PausableAdmin):
         )
 
         def change() -> None:
-            value = json.loads(body or "null")
+            value = serializers.loads(body or "null")
             made.make_recurring(name, expression, destination, value, tz=tz or None)
 
         said = made.said(name, expression, destination)

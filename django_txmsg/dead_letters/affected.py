@@ -19,8 +19,6 @@ from . import masking
 
 #: Values that are shown of each kind, those with the most dead letters.
 MOST = 10
-#: Shown in place of a value that the mask removes.
-MASKED = "(masked)"
 #: Characters with which a cell begins that a spreadsheet would execute.
 _FORMULA = tuple("=+-@\t\r")
 
@@ -67,7 +65,7 @@ def _read(
     for row in found:
         text = row["value"]
         if header:
-            text = _masked(examples[row["example"]]).get(header, MASKED)
+            text = _masked(examples[row["example"]]).get(header, masking.MASKED)
         affected.most.append((text, row["n"]))
     return affected
 

@@ -19,6 +19,9 @@ from ..errors import DecodeError
 
 log = logging.getLogger("django_txmsg.masking")
 
+#: Shown in place of a value that the mask removes.
+MASKED = "(masked)"
+
 
 def shown(
     destination: str,

@@ -9,6 +9,7 @@ from typing import Any
 from django.core.management.base import CommandError
 from django.db import router, transaction
 
+from ..envelope import serializers
 from ..errors import TxmsgError
 from ..models import Schedule
 from ..models.monitoring import Deed
@@ -85,7 +86,7 @@ class Command(PausingCommand):
                     name,
                     expression,
                     options["destination"],
-                    json.loads(options["body"]),
+                    serializers.loads(options["body"]),
                     tz=options["tz"],
                 )
                 operator.record(using, Deed.MAKE, said)

@@ -176,6 +176,7 @@ class Deed(StrEnum):
     REOPEN = "reopen"
     REPLAY = "replay"
     EXPORT = "export"
+    DELETE = "delete-key"
     DEPLOY = "deploy"
 
 

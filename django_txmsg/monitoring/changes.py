@@ -28,7 +28,7 @@ VERSION, ACTION, ERROR = KINDS = ("version", "action", "error")
 #: Actions that change nothing for other messages.
 _ASIDE = (
     Deed.COPY, Deed.CANCEL, Deed.RESCHEDULE, Deed.STOP, Deed.RUN, Deed.ACKNOWLEDGE,
-    Deed.REOPEN, Deed.EXPORT,
+    Deed.REOPEN, Deed.EXPORT, Deed.DELETE,
 )  # fmt: skip
 
 

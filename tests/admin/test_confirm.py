@@ -226,3 +226,15 @@ def test_the_question_names_the_error_in_words(operator: Client) -> None:
     one = {"kind": "discard", "fingerprint": "c0ffee11c0ffee11"}
     assert "OutOfStock: 1 left" in operator.get(URL, one).content.decode()
     assert "OutOfStock" not in operator.get(URL, {"kind": "discard"}).content.decode()
+
+
+@pytest.mark.parametrize("method", ["get", "post"])
+def test_operation_on_runs_is_not_an_operation_on_dead_letters(
+    somebody: Callable[..., Client], method: str
+) -> None:
+    factories.DeadLetterFactory()
+    client = somebody("view_deadletter", "go_back_run")
+
+    answer = getattr(client, method)(URL, {"kind": "go-back"})
+
+    assert (answer.status_code, BulkOperation.objects.count()) == (302, 0)

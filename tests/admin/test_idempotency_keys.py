@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from django.contrib.admin.models import LogEntry
+from django.contrib.admin.models import CHANGE, LogEntry
 from django.test import Client
 
-from django_txmsg.models import IdempotencyKey
+from django_txmsg.models import AuditEntry, IdempotencyKey
 
 URL = "/admin/django_txmsg/idempotencykey/"
 
@@ -56,7 +56,14 @@ def test_keys_are_deleted_only_with_permission(
 
     somebody("view_idempotencykey").post(URL, chosen)
     assert IdempotencyKey.objects.count() == 2
-    somebody("view_idempotencykey", "delete_idempotencykey").post(URL, chosen)
+    deleter = somebody("view_idempotencykey", "delete_idempotencykey")
+    deleter.post(URL, chosen)
 
     assert IdempotencyKey.objects.get() == keys[1]
-    assert LogEntry.objects.get().object_repr == "key-0"
+    assert LogEntry.objects.exclude(action_flag=CHANGE).get().object_repr == "key-0"
+    deleter.post(f"{URL}{keys[1].pk}/delete/", {"post": "yes"})
+    assert not IdempotencyKey.objects.exists()
+    assert list(AuditEntry.objects.values_list("text", flat=True).order_by("pk")) == [
+        "Deleted idempotency key key-0 of user:0.",
+        "Deleted idempotency key key-1 of user:1.",
+    ]

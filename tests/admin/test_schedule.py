@@ -73,6 +73,18 @@ def test_each_button_is_called_by_the_name_of_its_message(admin_client: Client) 
 
 
 @pytest.mark.django_db
+def test_body_of_many_nested_arrays_is_refused(admin_client: Client) -> None:
+    made = {"name": "made", "expression": "0 1 * * *", "destination": "reports.made"}
+    body = "[" * 100_000
+
+    page = admin_client.post(f"{URL}make/", {**made, "body": body}, follow=True)
+
+    assert "Nothing was changed: not valid JSON" in page.content.decode()
+    with pytest.raises(CommandError, match="Nothing was changed"):
+        told("make", *made.values(), "--body", body)
+
+
+@pytest.mark.django_db
 def test_the_page_is_not_offered_where_nothing_recurs(operator: Client) -> None:
     assert "Recurring</a>" in operator.get(OVERVIEW).content.decode()
     forget("reports.nightly")
