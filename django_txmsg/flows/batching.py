@@ -20,7 +20,7 @@ from ..errors import ConfigurationError, InvalidMessage
 from ..models import Batch, Run
 from ..models.run import WaitsFor
 from ..sending.destination import Destination
-from ..sending.outbox import encoded
+from ..sending.outbox import Encoded, encoded
 from . import joining
 from .sending import identify, insist_on_one_transaction
 from .values import BatchEnded
@@ -56,7 +56,7 @@ def batch(
 
     declared = Batches._declaration
     insist_on_one_transaction(declared.using, declared.steps_name)
-    given = list(messages)
+    given = [dict(one) for one in messages]
     if any(one.get("unique") or one.get("expires") is not None for one in given):
         raise InvalidMessage(
             "A message of a flow batch has neither unique=, since one that is pending "
@@ -68,6 +68,9 @@ def batch(
         bodies = [encoded(one.get("destination"), one.get("body")) for one in given]
         places = [(str(one.get("destination")), one.get("key")) for one in given]
         headers = [sorted((one.get("headers") or {}).items()) for one in given]
+        for one, (body, content_type, name) in zip(given, bodies, strict=True):
+            if "body" in one and content_type == wire.JSON:
+                one["body"] = Encoded(body, name)  # each body is encoded once
         return declared.name, str(then), places, headers, bodies
 
     run_id, known = identify(declared.using, content, len(given) or 1)

@@ -671,6 +671,38 @@ def test_a_stage_that_runs_again_after_its_batch_sends_the_same_ids(
     assert len(set(sent)) == 1
 
 
+class Counted(dict[str, Any]):
+    """A body that counts how often it is encoded."""
+
+    times = 0
+
+    def items(self) -> Any:
+        self.times += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_batch_encodes_each_body_once(
+    mailing: list[dict[str, Any]], inside: bool
+) -> None:
+    body = Counted(name="Ada")
+    messages = [{"destination": "tests.next", "body": body}]
+
+    def handler(message: Message | None) -> None:
+        batch(messages, then="mailed")
+
+    if inside:
+        with declared(handler) as stage:
+            send(stage.destination)
+            take(stage)
+    else:
+        with transaction.atomic():
+            handler(None)
+    assert body.times == 1
+    assert messages == [{"destination": "tests.next", "body": body}]
+    assert OutboxMessage.objects.get(destination="tests.next").body == b'{"name":"Ada"}'
+
+
 def test_no_batch_is_taken_for_a_batch_that_an_attempt_has_skipped(
     mailing: list[dict[str, Any]],
 ) -> None:
