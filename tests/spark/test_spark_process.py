@@ -68,6 +68,8 @@ def children() -> set[int]:
     return found
 
 
+# In `make test`, `test_follow.py` runs a job in such a process.
+@pytest.mark.matrix
 def test_runs_share_a_session(log: Log, beside: Callable[..., SparkProcess]) -> None:
     one = beside()
     log.send_many(3, created_at=datetime.now(timezone.utc) - OLD)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import datetime as dt
 from pathlib import Path
 
+import pytest
+
 from django_txmsg.spark.jobs.analyze import AnalyzeOptions, in_lake, run_analyze
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.report import render
@@ -45,6 +47,7 @@ def test_size_and_growth_are_counted_by_service(make_log, lake: LakeSpec) -> Non
 
 
 @analyzes
+@pytest.mark.matrix
 def test_report_shows_what_each_service_costs(spark, make_log, lake: LakeSpec) -> None:
     log: Log = make_log("sqlite")
     spec = JobSpec((log.spec,), lake)

@@ -19,6 +19,7 @@ import pyspark
 import pytest
 
 import django_txmsg
+from django_txmsg.spark.cli import main
 from django_txmsg.spark.errors import (
     EnvironmentFault,
     UsageError,
@@ -222,14 +223,13 @@ def run(*words: str, directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_exit_code_says_what_went_wrong(tmp_path: Path, make_log) -> None:
+def test_the_exit_code_says_what_went_wrong(tmp_path: Path, make_log, capsys) -> None:
     log: Log = make_log("sqlite")
     spec = tmp_path / "job.json"
     spec.write_text(JobSpec(services=(log.spec,)).to_json())
     log.send_many(3)
 
     cases: list[tuple[int, str, list[str]]] = [
-        (2, "invalid choice", ["nothing"]),
         (2, "No lake is specified", ["archive", "--older-than", "1d"]),
         (2, "does not parse", ["archive", "--spec", str(PACKAGE / "py.typed")]),
         (2, "No service", ["sweep", "--lake", "/x"]),
@@ -243,28 +243,40 @@ def test_the_exit_code_says_what_went_wrong(tmp_path: Path, make_log) -> None:
         given = words
         if code == 0 or "No lake" in says:
             given = [*words, "--spec", str(spec)]
-        done = run(*given, directory=tmp_path)
-        assert (done.returncode, says in done.stdout + done.stderr) == (code, True), (
-            words,
-            done.stdout,
-            done.stderr,
-        )
+        assert main(given) == code, words
+        assert says in "".join(capsys.readouterr())
+    with pytest.raises(SystemExit, match="2"):
+        main(["nothing"])
+    assert "invalid choice" in capsys.readouterr().err
+    # A process ends with what `main` returns.
+    done = run("sweep", "--lake", "/x", directory=tmp_path)
+    assert (done.returncode, "No service" in done.stderr) == (2, True)
     assert log.count() == 3
 
 
+# Reading for `reconcile` starts Spark.
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("archive", "--older-than", "1d"),
+        pytest.param(("reconcile",), marks=pytest.mark.matrix),
+    ],
+)
 def test_error_of_a_database_is_one_line_and_no_finding(
-    tmp_path: Path, make_log
+    tmp_path: Path, make_log, words: tuple[str, ...]
 ) -> None:
     log: Log = make_log("sqlite")
     spec = tmp_path / "job.json"
-    spec.write_text(JobSpec(services=(log.spec,)).to_json())
+    spec.write_text(JobSpec((log.spec,), LakeSpec(f"file://{tmp_path}/lake")).to_json())
+    log.receive([{"message_id": uuid.uuid4()}])
     log.execute("ALTER TABLE django_txmsg_inboxmessage RENAME COLUMN stage TO step")
 
-    done = run("reconcile", "--spec", str(spec), directory=tmp_path)
+    done = run(*words, "--spec", str(spec), directory=tmp_path)
 
     assert done.returncode == 3, done.stderr
-    # As few rows as here are read without tasks.
-    assert done.stderr.splitlines()[-1] == "reconcile: no such column: t.stage."
+    [*_, told] = done.stderr.splitlines()
+    assert told.startswith(f"{words[0]}: ")
+    assert "no such column: t.stage" in told
     assert "Traceback" not in done.stderr
     [state] = log.rows("SELECT state FROM django_txmsg_pipelinerun")
     assert state[0] == "failed"
