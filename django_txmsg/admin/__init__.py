@@ -7,18 +7,16 @@ from django.apps import apps
 
 # Each registers its models.
 from . import (  # noqa: F401
-    alerts,
     audit,
     bulk,
     dead_letters,
-    idempotency,
     inbox,
+    lists,
     outbox,
     runs,
     schedule,
     stages,
-    workers,
 )
 
 if apps.is_installed("django_txmsg.spark"):
-    from . import findings, pipeline  # noqa: F401 - their models are that app's
+    from . import pipeline  # noqa: F401 - its models are that app's

@@ -1,26 +1,33 @@
-"""Records the actions of operators, and lists them."""
+"""Records the actions of operators, and lists them. The page "May I?" shows what the
+user may do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from django.apps import apps
 from django.contrib import admin
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.contenttypes.models import ContentType
 from django.db import router, transaction
 from django.db.models import Model, Q
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import render
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from ..models import AuditEntry, BulkOperation
 from ..models.monitoring import Deed
-from . import changes, display, permissions
-from .base import ReadOnlyAdmin
+from . import changes, display
+from .base import ReadOnlyAdmin, address
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_of
+
+#: The apps with pages of ours.
+APPS = ("django_txmsg", "txmsg_spark")
 
 
 @contextmanager
@@ -93,7 +100,7 @@ class AuditAdmin(ReadOnlyAdmin):
     def get_urls(self) -> list[Any]:
         """Add the URLs of the pages "May I?" and "What changed"."""
         return [
-            self.at("may-i/", partial(permissions.show, self), "may"),
+            self.at("may-i/", partial(may_i, self), "may"),
             self.at("changes/", partial(changes.show, self), "changes"),
             *super().get_urls(),
         ]
@@ -111,3 +118,52 @@ class AuditAdmin(ReadOnlyAdmin):
             return "-"
         state = display.badge(entry.operation.state) if entry.operation else ""
         return format_html("{} {}", display.exact(entry.done), state)
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """One permission, and whether the user has it."""
+
+    permission: str
+    what: str
+    """What it allows, in words."""
+    granted: bool
+    """Whether the user has it."""
+    page: str
+    """The address of the list that it is about; "" if the user may not see it."""
+
+
+def may_i(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
+    """Show the page "May I?". Every user of the admin site may see it."""
+    found = [
+        one
+        for model in apps.get_models()
+        if model._meta.app_label in APPS and admin.admin_site.is_registered(model)
+        for one in _allowances(admin, request, model)
+    ]
+    context = {
+        **admin.page_context(request, "May I?"),
+        "parts": [
+            ("You may", [one for one in found if one.granted]),
+            ("You may not", [one for one in found if not one.granted]),
+        ],
+    }
+    return render(request, "admin/django_txmsg/permissions.html", context)
+
+
+def _allowances(
+    admin: ReadOnlyAdmin, request: HttpRequest, model: type[Model]
+) -> Iterator[Allowance]:
+    """Yield each permission for one model's list, whether the user has it or not."""
+    label, name = model._meta.app_label, model._meta.model_name
+    rows = model._meta.verbose_name_plural
+    named = [(f"view_{name}", f"Can view {rows}"), *model._meta.permissions]
+    of_model = admin.admin_site.get_model_admin(model)
+    if isinstance(of_model, ReadOnlyAdmin) and of_model.deletes:
+        named.append((f"delete_{name}", f"Can delete {rows}"))
+    sees = of_model.has_view_permission(request)
+    page = address(request, f"admin:{label}_{name}_changelist") if sees else ""
+    for codename, what in named:
+        permission = f"{label}.{codename}"
+        granted = request.user.has_perm(permission)
+        yield Allowance(permission, str(what).removeprefix("Can "), granted, page)

@@ -19,13 +19,26 @@ from django.views.decorators.http import require_POST
 
 from .. import wire
 from . import display
-from .addresses import MESSAGE, led
 from .counting import CappedList, CappedPaginator
+
+#: A message's page, by its id. Its address can be pasted into a ticket.
+MESSAGE = "admin:django_txmsg_message"
 
 View = Callable[..., Any]
 
 #: Most rows that a search by a column without an index may find.
 FOUND = 500
+
+
+def address(request: HttpRequest, page: str, *args: object) -> str:
+    """Return the URL of a page on the admin site that received the request."""
+    here = request.resolver_match.namespace if request.resolver_match else None
+    return reverse(page, args=args, current_app=here)
+
+
+def led(request: HttpRequest, page: str, *args: object) -> HttpResponseRedirect:
+    """Return a redirect to a page on the admin site that received the request."""
+    return HttpResponseRedirect(address(request, page, *args))
 
 
 class MessageList(CappedList):

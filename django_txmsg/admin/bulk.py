@@ -20,9 +20,8 @@ from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..monitoring import attendance
 from . import display
-from .addresses import led
 from .audit import audit, audited
-from .base import RowPageAdmin, given, insist
+from .base import RowPageAdmin, given, insist, led
 
 PERMISSIONS = {
     BulkKind.REDELIVER: "django_txmsg.redeliver_deadletter",

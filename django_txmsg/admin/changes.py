@@ -3,24 +3,119 @@ line."""
 
 from __future__ import annotations
 
-from django.db import DatabaseError, InterfaceError
+import datetime as dt
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from django.db import DatabaseError, InterfaceError, connections
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.utils import timezone
 
 from .. import conf
-from ..monitoring import changes, databases
+from ..models import AuditEntry
+from ..models.fields import clock, later_sql, later_value, query, read_instant
+from ..models.monitoring import Deed
+from ..monitoring import databases
+from ..monitoring.lengths import duration
+from ..monitoring.waiting import array_sql, places_sql, read_array
+from ..rules.rule import Rule
 from .base import ReadOnlyAdmin, insist
+
+#: How far back the changes go, and most changes of a kind in one database, the newest.
+DAY, MOST = dt.timedelta(days=1), 100
+
+#: An error that began so soon after a version names that version.
+SOON = dt.timedelta(hours=1)
+
+#: The kinds of changes: versions of the code, actions of operators, errors.
+VERSION, ACTION, ERROR = KINDS = ("version", "action", "error")
+
+#: Actions that change nothing for other messages.
+_ASIDE = (
+    Deed.COPY, Deed.CANCEL, Deed.RESCHEDULE, Deed.STOP, Deed.RUN, Deed.ACKNOWLEDGE,
+    Deed.REOPEN, Deed.EXPORT, Deed.DELETE,
+)  # fmt: skip
 
 #: The title of each kind, its colour, and the permission to see it.
 _LANES = {
-    changes.VERSION: ("Versions", "busy", "django_txmsg.view_worker"),
-    changes.ACTION: ("Actions", "warn", "django_txmsg.view_auditentry"),
-    changes.ERROR: ("New errors", "bad", "django_txmsg.view_deadletter"),
+    VERSION: ("Versions", "busy", "django_txmsg.view_worker"),
+    ACTION: ("Actions", "warn", "django_txmsg.view_auditentry"),
+    ERROR: ("New errors", "bad", "django_txmsg.view_deadletter"),
 }
 
 #: The width of the time line, in units of the drawing.
 WIDTH = 960
+
+
+@dataclass
+class Change:
+    """One change. `who` is the operator, the service of a version, or the stage of an
+    error."""
+
+    at: dt.datetime
+    kind: str
+    who: str
+    what: str
+    database: str
+    fingerprint: str = ""
+    after: str = ""
+    """The version that began shortly before an error, and how long before."""
+
+
+def read(using: str, kinds: Collection[str]) -> list[Change]:
+    """Return the changes of these kinds in one database, newest first."""
+    since = clock(using) - DAY
+    found: list[Change] = []
+    entries = AuditEntry.objects.using(using).filter(at__gte=since).order_by("-at")
+    versions = entries.filter(deed=Deed.DEPLOY)
+    actions = entries.exclude(deed__in=[*_ASIDE, Deed.DEPLOY])
+    for kind, rows in ((VERSION, versions), (ACTION, actions)):
+        if kind in kinds:
+            found += [
+                Change(one.at, kind, one.by, one.text, using) for one in rows[:MOST]
+            ]
+    if ERROR in kinds:
+        found += _errors(using)
+    return sorted(found, key=lambda one: one.at, reverse=True)
+
+
+def explain(changes: Collection[Change]) -> None:
+    """For each error that began within an hour after a version of the code, set `after`
+    to a text that names the version."""
+    versions = [one for one in changes if one.kind == VERSION]
+    for error in changes:
+        gaps = [(error.at - one.at, one.what) for one in versions]
+        gaps = [gap for gap in gaps if dt.timedelta() <= gap[0] <= SOON]
+        if error.kind == ERROR and gaps:
+            gap, what = min(gaps)
+            error.after = f"{duration(gap)} after: {what}"
+
+
+def _errors(using: str) -> Iterator[Change]:
+    """Yield the errors whose first dead letter was stored in the last 24 hours,
+    including errors whose dead letters are resolved. The query reads one index entry
+    for each error, so an error with many dead letters costs no more than an error with
+    one."""
+    table, connection = "django_txmsg_deadletter", connections[using]
+    first = places_sql(table, ("fingerprint",), Rule("TRUE"), "created_at")
+    names = ("stage", "destination", "exception", "reason", "deaths", "fingerprint")
+    facts = array_sql(connection, *names)
+    # By subqueries: a join may read the whole table if the statistics are outdated.
+    rows = query(
+        using,
+        f"{first}, dated AS (SELECT id, (SELECT created_at FROM {table} o"  # noqa: S608 - constants only
+        f" WHERE o.id = places.id) AS created_at FROM places) SELECT created_at,"
+        f" (SELECT {facts} FROM {table} o WHERE o.id = dated.id) FROM dated"
+        f" WHERE created_at >= {later_sql(connection)}"
+        " ORDER BY created_at DESC LIMIT %s",
+        [later_value(connection, -DAY.total_seconds()), MOST],
+    )
+    for at, found in rows:
+        stage, destination, exception, reason, deaths, fingerprint = read_array(found)
+        place = stage or f"relay to {destination}"
+        text = f"{'Died again' if deaths > 1 else 'First death'}: {exception or reason}"
+        yield Change(read_instant(at), ERROR, place, text, using, fingerprint)
 
 
 def seen(request: HttpRequest) -> list[str]:
@@ -32,15 +127,15 @@ def show(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
     """Show the page, with the changes in every database in use."""
     kinds = seen(request)
     insist(bool(kinds))
-    found: list[changes.Change] = []
+    found: list[Change] = []
     unreadable, used = [], databases.with_tables()
     for using in used:
         try:
-            found += changes.read(using, kinds)
+            found += read(using, kinds)
         except (DatabaseError, InterfaceError):
             unreadable.append(using)
     found.sort(key=lambda one: one.at, reverse=True)
-    changes.explain(found)
+    explain(found)
     context = {
         **admin.page_context(request, "What changed"),
         "changes": [(one, _LANES[one.kind][1]) for one in found],
@@ -52,13 +147,13 @@ def show(admin: ReadOnlyAdmin, request: HttpRequest) -> HttpResponse:
         "width": WIDTH,
         "unreadable": unreadable,
         "several": len(used) > 1,
-        "most": changes.MOST,
-        "unversioned": changes.VERSION in kinds and not conf.get().VERSION,
+        "most": MOST,
+        "unversioned": VERSION in kinds and not conf.get().VERSION,
     }
     return render(request, "admin/django_txmsg/changes.html", context)
 
 
-def _left(change: changes.Change) -> int:
+def _left(change: Change) -> int:
     """Return the horizontal position of a change on the time line."""
-    age = (timezone.now() - change.at) / changes.DAY
+    age = (timezone.now() - change.at) / DAY
     return round((WIDTH - 4) * min(max(1 - age, 0.0), 1.0))

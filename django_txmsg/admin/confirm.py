@@ -21,8 +21,7 @@ from ..dead_letters.selection import Changed, Shown
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
-from .addresses import MESSAGE, led
-from .base import Pages, insist, plain
+from .base import MESSAGE, Pages, insist, led, plain
 from .bulk import PERMISSIONS, filter_text, start
 
 #: Most messages that are processed before the page answers, and most seconds that it

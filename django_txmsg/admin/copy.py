@@ -24,9 +24,8 @@ from ..models import DeadLetter
 from ..models.dead_letter import Resolution
 from ..models.monitoring import Deed
 from . import body as bodies
-from .addresses import MESSAGE, led
 from .audit import audit, audited
-from .base import Pages, insist
+from .base import MESSAGE, Pages, insist, led
 from .message import allowed
 
 #: Largest body, in bytes, for which a text field is offered.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -21,9 +20,8 @@ from ..models import DeadLetter
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
 from ..monitoring import dead
-from . import affected, display
-from .addresses import address
-from .base import MessageAdmin, MessageList
+from . import display
+from .base import MessageAdmin, MessageList, address
 from .bulk import PERMISSIONS
 from .confirm import ConfirmPages
 from .copy import CopyPages
@@ -199,7 +197,7 @@ class DeadLetterAdmin(MessageAdmin):
             self.at("confirm/", confirm.page, "confirm"),
             self.at("<int:pk>/copy/", copy.page, "copy"),
             self.button("note/", groups.note, "note"),
-            self.at("affected/", partial(affected.page, self), "affected"),
+            self.at("affected/", groups.affected, "affected"),
             *super().get_urls(),
         ]
 

@@ -1,33 +1,48 @@
-"""Open dead letters, grouped by error, with operators' notes."""
+"""Open dead letters, grouped by error, with operators' notes; and the keys, flows and
+tenants that selected dead letters affect."""
 
 from __future__ import annotations
 
+import csv
 import datetime as dt
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.contrib import messages
 from django.db import router
-from django.http import HttpRequest, HttpResponse
+from django.db.models import Count, F, Max, QuerySet, TextField
+from django.db.models.fields.json import KeyTextTransform
+from django.db.models.functions import Cast
+from django.http import (
+    HttpRequest,
+    HttpResponse,
+    HttpResponseBase,
+    StreamingHttpResponse,
+)
 from django.shortcuts import render
 from django.utils import timezone
 
+from .. import conf, wire
+from ..dead_letters import masking, selection
+from ..dead_letters.selection import Shown
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
+from ..models.fields import MessageKey
 from ..models.monitoring import Deed
 from ..monitoring import dead
 from . import display
 from .audit import audit, audited
 from .base import Pages, given, insist
-from .bulk import PERMISSIONS
+from .bulk import PERMISSIONS, filter_text
+from .confirm import hidden_fields, read_filter
 
 #: Most groups on a page.
 MOST_GROUPS = 200
 
 #: An error is marked as new if its first dead letter is not older.
 NEW = dt.timedelta(hours=1)
-
 
 #: How long a mute may last, by the form's words; any other word: for ever.
 MUTES = {
@@ -37,9 +52,18 @@ MUTES = {
     "1 week": dt.timedelta(weeks=1),
 }
 
+#: The permission to export dead letters.
+EXPORT = "django_txmsg.export_deadletter"
+
+#: Values that are shown of each kind, those with the most dead letters.
+MOST_VALUES = 10
+#: Characters with which a cell begins that a spreadsheet would execute.
+_FORMULA = tuple("=+-@\t\r")
+
 
 class GroupPages(Pages):
-    """The page with groups of dead letters, and the form for an operator's note."""
+    """The page with groups of dead letters, the form for an operator's note, and the
+    page of the keys, flows and tenants that are affected, with its CSV export."""
 
     def page(self, request: HttpRequest) -> HttpResponse:
         """Show open dead letters grouped by error. By default, the largest groups come
@@ -96,6 +120,41 @@ class GroupPages(Pages):
             )
         return self._admin.led_to_list(request)
 
+    def affected(self, request: HttpRequest) -> HttpResponseBase:
+        """Show who is affected by the open dead letters that match a filter (GET), or
+        export these dead letters as CSV (POST)."""
+        exports, may_export = request.method == "POST", request.user.has_perm(EXPORT)
+        insist(self._admin.has_view_permission(request) and (may_export or not exports))
+        using = router.db_for_write(DeadLetter)
+        try:
+            filters = read_filter(request.POST if exports else request.GET)
+            letters = selection.matching(BulkKind.DISCARD, filters, using=using)
+            shown = Shown.of(letters)
+        except (TxmsgError, ValueError) as error:
+            messages.error(request, str(error))
+            return self._admin.led_to_list(request)
+        letters, said = shown.bound(letters), filter_text(filters)
+        newest = letters.order_by("-pk").first()
+        if newest is None:
+            messages.warning(request, "No open dead letter matches.")
+            return self._admin.led_to_list(request)
+        if exports:
+            with audited(using):
+                text = f"Exported {shown.count:,} dead letters as CSV; filter: {said}."
+                audit(request, newest, Deed.EXPORT, text, count=shown.count)
+            name = {"Content-Disposition": 'attachment; filename="dead-letters.csv"'}
+            lines = _as_csv(letters)
+            return StreamingHttpResponse(lines, content_type="text/csv", headers=name)
+        context = {
+            **self._admin.page_context(request, "Who is affected"),
+            "count": shown.count,
+            "parts": _affected(letters),
+            "filters": said,
+            "fields": hidden_fields(filters),
+            "may_export": may_export,
+        }
+        return render(request, "admin/django_txmsg/affected.html", context)
+
 
 def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     """Return groups of open dead letters, one group for each fingerprint. The first
@@ -141,3 +200,87 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
         group["task"] = display.task(letter) if letter else ""
         group["error"] = (letter.exception or letter.reason) if letter else ""
     return ordered
+
+
+@dataclass
+class Affected:
+    """Values of one kind (key, flow or tenant) in dead letters: how many different
+    values there are, how many dead letters have none, and the values with the most dead
+    letters."""
+
+    kind: str
+    distinct: int
+    without: int
+    most: list[tuple[str, int]] = field(default_factory=list)
+
+
+def _affected(letters: QuerySet[DeadLetter]) -> list[Affected]:
+    """Return the keys and flows of dead letters. If the setting TENANT_HEADER names a
+    header, also return their tenants. Values of headers are masked."""
+    tenant = conf.get().TENANT_HEADER
+    kinds: list[tuple[str, Any, str]] = [
+        ("key", MessageKey("headers"), wire.KEY),
+        ("flow", F("correlation_id"), ""),
+    ]
+    if tenant:
+        value = Cast(KeyTextTransform(tenant, "headers"), TextField())
+        kinds.append(("tenant", value, tenant))
+    every = letters.order_by()
+    count = every.count()
+    return [_values(every, count, kind, value, header) for kind, value, header in kinds]
+
+
+def _values(
+    letters: QuerySet[DeadLetter], count: int, kind: str, value: Any, header: str
+) -> Affected:
+    have = letters.annotate(value=value).filter(value__gt="")
+    rows: Any = have.values("value").annotate(n=Count("pk"), example=Max("pk"))
+    found = list(rows.order_by("-n", "value")[:MOST_VALUES])
+    examples = letters.only("destination", "headers", "content_type").in_bulk(
+        [row["example"] for row in found] if header else []
+    )
+    totals = have.aggregate(distinct=Count("value", distinct=True), have=Count("pk"))
+    affected = Affected(kind, totals["distinct"], count - totals["have"])
+    for row in found:
+        text = row["value"]
+        if header:
+            text = _masked(examples[row["example"]]).get(header, masking.MASKED)
+        affected.most.append((text, row["n"]))
+    return affected
+
+
+def _as_csv(letters: QuerySet[DeadLetter]) -> Iterator[str]:
+    """Yield one CSV line for each dead letter. The line shows whom the dead letter
+    affects. Bodies, errors and all other headers are not shown. Values of headers are
+    masked."""
+    tenant = conf.get().TENANT_HEADER
+    names = ["message_id", "stage", "destination", "reason", "died", "key", "flow"]
+    write = csv.writer(_Line()).writerow
+    yield write([*names, "tenant"] if tenant else names)
+    needed = letters.only(
+        "message_id", "stage", "destination", "reason", "created_at", "headers",
+        "content_type", "correlation_id",
+    )  # fmt: skip
+    for letter in needed.order_by("pk").iterator(chunk_size=1000):
+        headers = _masked(letter)
+        cells = [
+            str(letter.message_id), letter.stage, letter.destination, letter.reason,
+            letter.created_at.isoformat(), headers.get(wire.KEY, ""),
+            letter.correlation_id, *([headers.get(tenant, "")] if tenant else []),
+        ]  # fmt: skip
+        # A quote keeps spreadsheets from executing what a sender wrote.
+        yield write([f"'{one}" if one.startswith(_FORMULA) else one for one in cells])
+
+
+class _Line:
+    """A file for `csv.writer` that returns each line instead of storing it."""
+
+    def write(self, line: str) -> str:
+        return line
+
+
+def _masked(letter: DeadLetter) -> dict[str, str]:
+    headers, _ = masking.shown(
+        letter.destination, letter.headers, None, letter.content_type
+    )
+    return {name: str(value) for name, value in headers.items()}

@@ -29,10 +29,9 @@ from ..models.monitoring import Deed
 from ..monitoring import turns
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
-from .addresses import MESSAGE, led
 from .audit import audit, audited
-from .base import Pages, given, insist
-from .received import shown_state, with_state
+from .base import MESSAGE, Pages, given, insist, led
+from .inbox import shown_state, with_state
 
 # The messages that led to a message and that it led to: all with the same correlation
 # id, as a tree.

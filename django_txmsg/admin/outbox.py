@@ -19,7 +19,7 @@ from ..rules import dead_letters, inbox, outbox, rule
 from . import display, message
 from .base import MessageAdmin
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter
-from .received import has, is_overdue
+from .inbox import has, is_overdue
 
 
 class OutboxStateFilter(StateFilter):

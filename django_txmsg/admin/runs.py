@@ -25,9 +25,8 @@ from ..models.bulk_operation import BulkKind
 from ..models.monitoring import Deed
 from ..monitoring import runs
 from . import display
-from .addresses import led
 from .audit import audit, audited
-from .base import RowPageAdmin, given, insist, plain
+from .base import RowPageAdmin, given, insist, led, plain
 from .body import pretty
 from .bulk import PERMISSIONS, start
 from .counting import listed

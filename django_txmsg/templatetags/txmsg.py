@@ -66,9 +66,9 @@ def focusable(table: str) -> str:
 @register.inclusion_tag("admin/django_txmsg/nav.html", takes_context=True)
 def txmsg_nav(context: dict[str, Any]) -> dict[str, Any]:
     """Render the navigation at the top of each page."""
-    from ..admin import nav
+    from ..admin import overview
 
-    return {"pages": nav.pages(context["request"])}
+    return {"pages": overview.pages(context["request"])}
 
 
 @register.inclusion_tag("admin/django_txmsg/overview.html", takes_context=True)

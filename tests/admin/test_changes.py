@@ -16,10 +16,10 @@ from django.db import OperationalError, connections
 from django.test import Client, override_settings
 from django.urls import path
 
+from django_txmsg.admin import changes
 from django_txmsg.admin.audit import AuditAdmin
 from django_txmsg.models import AuditEntry, Worker
 from django_txmsg.models.monitoring import Deed
-from django_txmsg.monitoring import changes
 from django_txmsg.monitoring.presence import Presence
 from tests import factories
 from tests.running import declared, txmsg

@@ -17,7 +17,7 @@ from django.test import Client, override_settings
 from django.utils import timezone
 
 from django_txmsg.admin import counting
-from django_txmsg.admin.findings import FindingAdmin
+from django_txmsg.admin.pipeline import FindingAdmin
 from django_txmsg.models import AuditEntry
 from django_txmsg.spark.models import Finding, PipelineRun
 

@@ -8,9 +8,9 @@ from django_txmsg import models
 from django_txmsg.admin.bulk import BulkAdmin
 from django_txmsg.admin.dead_letters import DeadLetterAdmin
 from django_txmsg.admin.inbox import InboxAdmin
+from django_txmsg.admin.lists import WorkerAdmin
 from django_txmsg.admin.outbox import OutboxAdmin
 from django_txmsg.admin.stages import StageAdmin
-from django_txmsg.admin.workers import WorkerAdmin
 
 ops = admin.AdminSite(name="ops")
 ops.register(models.OutboxMessage, OutboxAdmin)

@@ -13,7 +13,7 @@ from django.contrib.auth.models import User
 from django.test import Client, override_settings
 from django.utils.text import capfirst
 
-from django_txmsg.admin import nav
+from django_txmsg.admin import overview
 from django_txmsg.models import OutboxMessage
 from tests import factories
 from tests.admin import shop
@@ -95,7 +95,7 @@ def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None
 def test_the_overviews_picture_has_todays_tabs() -> None:
     """The picture has all tabs except Alerts, because the example project has no
     alerts."""
-    tabs = {"Overview", *(title for _, title in nav._LISTS)} - {"Alerts"}
+    tabs = {"Overview", *(title for _, title in overview._LISTS)} - {"Alerts"}
 
     assert {one for one in TAKEN["overview"] if one.startswith("tab ")} == {
         f"tab {title}" for title in tabs

@@ -15,6 +15,7 @@ import pytest
 from django.db import connection, transaction
 from django.db.models.functions import Now
 
+from django_txmsg.admin import changes
 from django_txmsg.dead_letters import selection
 from django_txmsg.models import (
     DeadLetter,
@@ -22,7 +23,7 @@ from django_txmsg.models import (
     OutboxMessage,
     QueueMessage,
 )
-from django_txmsg.monitoring import changes, retention, waiting
+from django_txmsg.monitoring import retention, waiting
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import ROOT
 from tests.running import committing

@@ -1,0 +1,169 @@
+"""Lists whose rows have no page: alerts, worker processes (with a page of the messages
+in progress) and idempotency keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.db import router
+from django.db.models import QuerySet
+from django.db.models.functions import Length
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import render
+from django.utils import timezone
+from django.utils.html import format_html_join
+from django.utils.safestring import SafeString
+
+from ..models import Alert, IdempotencyKey, Worker
+from ..models.monitoring import Deed
+from ..monitoring import running, status
+from . import display
+from .audit import audit, audited
+from .base import ReadOnlyAdmin, insist
+from .filters import AgeFilter
+
+
+@admin.register(Alert)
+class AlertAdmin(ReadOnlyAdmin):
+    """The list of alerts. Each row shows the alert's text, and when it began and
+    ended."""
+
+    list_display = ("state", "kind", "text", "began", "ended", "service")
+    list_display_links = None
+    list_filter = ("kind",)
+    ordering = ("-id",)
+
+    state = display.column("state", display.badge, "status")
+
+    began = display.column("began", display.ago, "since")
+
+    ended = display.column("ended", display.ago, "ended_at")
+
+
+@admin.register(Worker)
+class WorkerAdmin(ReadOnlyAdmin):
+    """The list of worker processes. A process deletes its row when it stops
+    normally."""
+
+    list_display = (
+        "state", "kind", "service", "version", "host", "pid", "consumes", "in_flight",
+        "heartbeat", "started",
+    )  # fmt: skip
+    change_list_template = "admin/django_txmsg/workers.html"
+    list_filter = ("kind",)
+    list_display_links = None
+    ordering = ("kind", "host", "pid")
+
+    def get_urls(self) -> list[Any]:
+        """Add the URL of the page "Running now"."""
+        return [self.at("running/", self.running, "running"), *super().get_urls()]
+
+    def running(self, request: HttpRequest) -> HttpResponse:
+        """Show the messages that handlers are processing, the number of claimed
+        messages, and the stages that no worker runs."""
+        insist(self.has_view_permission(request))
+        picture = status.read()
+        present = picture.attendance
+        found = [
+            *(
+                (name, "sending", one.waiting)
+                for name, one in picture.destinations.items()
+            ),
+            *(
+                (name, "redelivery", one.waiting)
+                for name, one in picture.stages.items()
+            ),
+            *((name, "delivery", one) for name, one in picture.queues.items()),
+        ]
+        context = {
+            **self.page_context(request, "Running now"),
+            "now": picture.now,
+            "live": "live" in request.GET,
+            "unattended": picture.unattended,
+            "running": running.read([*present.living, *present.lost]),
+            "living": {worker.pk for worker in present.living},
+            "claimed": [
+                (name, what, one.in_flight)
+                for name, what, one in found
+                if one.in_flight
+            ],
+        }
+        return render(request, "admin/django_txmsg/running.html", context)
+
+    @admin.display(description="state")
+    def state(self, worker: Worker) -> SafeString:
+        """The worker's state. The state is "silent" if the last heartbeat is too old,
+        and otherwise "alive"."""
+        return display.badge("alive" if worker.lives(timezone.now()) else "silent")
+
+    @admin.display(description="stages")
+    def consumes(self, worker: Worker) -> SafeString | str:
+        """The stages that the process consumes."""
+        if not worker.stages:
+            return "-"
+        names = ((name,) for name in worker.stages)
+        return format_html_join(", ", "<code>{}</code>", names)
+
+    heartbeat = display.column("heartbeat", display.ago, "heartbeat_at")
+
+    started = display.column("running for", display.age, "started_at")
+
+
+@admin.register(IdempotencyKey)
+class IdempotencyAdmin(ReadOnlyAdmin):
+    """Idempotency keys and their callers. The stored responses are not shown, because
+    they belong to the callers. After a key is deleted, the same request is executed
+    again."""
+
+    list_display = ("shown", "who", "status_code", "size", "age")
+    list_filter = (AgeFilter,)
+    list_display_links = None
+    search_fields = ("key",)
+    search_help_text = "Exact key"
+    ordering = ("-id",)
+    actions = ()
+    deletes = True
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[IdempotencyKey]:
+        """Return the keys without the stored responses."""
+        rows: QuerySet[IdempotencyKey] = super().get_queryset(request)
+        return rows.defer("body", "headers").annotate(length=Length("body"))
+
+    def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
+        """Search for one complete key."""
+        return rows.filter(key=text)
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Return True if the user may see the list. Return False for a single row,
+        because a row's page would show the response."""
+        return obj is None and super().has_view_permission(request)
+
+    def delete_model(self, request: HttpRequest, obj: IdempotencyKey) -> None:
+        """Delete a key, and record this in the audit."""
+        with audited(router.db_for_write(IdempotencyKey)):
+            text = f"Deleted idempotency key {obj.key} of {obj.caller}."
+            audit(request, obj, Deed.DELETE, text)
+            obj.delete()
+
+    def delete_queryset(
+        self, request: HttpRequest, queryset: QuerySet[IdempotencyKey]
+    ) -> None:
+        """Delete the selected keys, and record each of them in the audit."""
+        with audited(router.db_for_write(IdempotencyKey)):
+            for row in queryset:
+                self.delete_model(request, row)
+
+    @admin.display(description="key")
+    def shown(self, row: IdempotencyKey) -> SafeString:
+        """The key."""
+        return display.mono(display.cut(row.key, 60), row.key)
+
+    @admin.display(description="caller")
+    def who(self, row: IdempotencyKey) -> SafeString:
+        """The stored digest of the caller."""
+        return display.mono(display.cut(row.caller, 24), row.caller)
+
+    size = display.column("response", display.size, "length")
+
+    age = display.column("age", display.age, "created_at")
