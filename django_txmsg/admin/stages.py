@@ -13,9 +13,9 @@ from django.db import router
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
 
+from .. import contracts
 from ..consuming import rates
-from ..contracts import comparison, document
-from ..contracts.document import READABLE_FROM, VERSION, Contract
+from ..contracts import READABLE_FROM, VERSION, Contract
 from ..errors import ConfigurationError
 from ..models import StageState
 from ..models.monitoring import Deed
@@ -52,10 +52,10 @@ class Message:
 
 def show_contract(request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
     """Show the contract. `?format=json` returns the document itself."""
-    file = document.path()
+    file = contracts.path()
     try:
-        before = document.read(file) if file.exists() else {}
-        contract = document.build(before)
+        before = contracts.read(file) if file.exists() else {}
+        contract = contracts.build(before)
     except ConfigurationError as error:
         return render(request, _TEMPLATE, {**context, "problem": str(error)})
     if request.GET.get("format") == "json":
@@ -68,7 +68,7 @@ def show_contract(request: HttpRequest, context: dict[str, Any]) -> HttpResponse
             "channels": channels(contract),
             "committed": bool(before),
             "changed": before != contract,
-            "breaking": comparison.breaking(before, contract),
+            "breaking": contracts.breaking(before, contract),
         },
     )
 

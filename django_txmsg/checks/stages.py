@@ -19,9 +19,8 @@ from django.db import Error as AnyDatabaseError
 from django.db import connections
 from django.utils.module_loading import module_has_submodule
 
-from .. import brokers, codecs, conf, stages, wire
+from .. import brokers, codecs, conf, contracts, stages, wire
 from ..consuming.stage_middleware import prepared
-from ..contracts import document
 from ..django_internals import settings_of
 from ..envelope.pydantic_codec import INSTALL
 from ..envelope.redelivery import RedeliveryPolicy
@@ -391,7 +390,7 @@ def check_contract() -> Iterator[CheckMessage]:
     is_there = file.exists()
     if is_there:
         try:
-            document.read(file)
+            contracts.read(file)
         except ConfigurationError as error:
             yield Error(
                 f"{error} Messages do not say which versions read them: code that is "

@@ -10,7 +10,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from ..contracts import comparison, document
+from .. import contracts
 from ..dead_letters.burial import bury_unread
 from ..errors import ConfigurationError
 from ..models.monitoring import Deed
@@ -61,23 +61,23 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from error
 
     def _export(self, given: str | None) -> None:
-        file = document.path(None if given == "-" else given)
-        before = document.read(file) if file.exists() else {}
-        contract = document.build(before)
+        file = contracts.path(None if given == "-" else given)
+        before = contracts.read(file) if file.exists() else {}
+        contract = contracts.build(before)
         if given == "-":
-            self.stdout.write(document.text(contract), ending="")
-        elif document.write(file, contract):
+            self.stdout.write(contracts.text(contract), ending="")
+        elif contracts.write(file, contract):
             self.stdout.write(f"Wrote {file}.")
         else:
             self.stdout.write(f"{file} matches the code.")
 
     def _check(self, options: dict[str, Any]) -> None:
-        file = document.path(options["file"])
-        before = document.read(file)
-        now = document.build(before)
-        broken = comparison.breaking(before, now)
+        file = contracts.path(options["file"])
+        before = contracts.read(file)
+        now = contracts.build(before)
+        broken = contracts.breaking(before, now)
         if options["database"]:
-            broken += comparison.waiting(before, now, options["database"])
+            broken += contracts.waiting(before, now, options["database"])
         if options["json"]:
             changes = [one._asdict() for one in broken]
             self.stdout.write(json.dumps({"breaking": changes}, indent=2))
@@ -85,7 +85,7 @@ class Command(BaseCommand):
             for one in broken:
                 self.stdout.write(self.style.ERROR(str(one)))
             if not broken:
-                same = document.text(now) == document.text(before)
+                same = contracts.text(now) == contracts.text(before)
                 self.stdout.write(
                     "The contract matches the code."
                     if same

@@ -18,8 +18,7 @@ from typing import Any
 from ..rules import inbox, outbox
 from ..webhook import Webhook, alert_message
 from .connection import Connection
-from .databases import open_database
-from .databases.sqlite import read_instant
+from .databases import open_database, read_instant
 from .spec import SourceSpec, hidden
 
 _ALERTS = "django_txmsg_pipelinealert"

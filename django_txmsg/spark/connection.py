@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .databases.sqlite import instant_text, read_instant
+from .databases import instant_text, read_instant
 from .errors import EnvironmentFault
 from .spec import SourceSpec
 

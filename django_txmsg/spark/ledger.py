@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from .connection import Connection, Held, connect_plain, held
-from .databases import open_database
-from .databases.sqlite import read_rows
+from .databases import open_database, read_rows
 from .lock import archiving
 from .marks import Marks
 from .rowhash import postgres_sql, row_hashes

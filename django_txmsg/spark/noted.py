@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .connection import Connection, connect_plain
-from .databases.sqlite import read_instant, read_json
+from .databases import read_instant, read_json
 from .errors import UsageError
 from .spec import SourceSpec
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from .batchlog import LostBatches, is_mounted
 from .connection import Connection, connect_plain
-from .databases.sqlite import read_instant, read_json
+from .databases import read_instant, read_json
 from .errors import (
     EnvironmentFault,
     PipelineError,

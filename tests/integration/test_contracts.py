@@ -19,8 +19,15 @@ import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
 
-from django_txmsg import Destination, Message, codecs, message_type, stages, upgrade
-from django_txmsg.contracts import comparison, document
+from django_txmsg import (
+    Destination,
+    Message,
+    codecs,
+    contracts,
+    message_type,
+    stages,
+    upgrade,
+)
 from django_txmsg.envelope import message_type as message_types
 from django_txmsg.sending import destination
 from tests import factories
@@ -110,15 +117,15 @@ def service(
         yield
 
 
-def contract(before: Any = None, **given: Any) -> document.Contract:
+def contract(before: Any = None, **given: Any) -> contracts.Contract:
     with service(**given):
-        return document.build(before)
+        return contracts.build(before)
 
 
 def broken(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     old = contract(**before)
     with service(**after):
-        return [str(one) for one in comparison.breaking(old, document.build(old))]
+        return [str(one) for one in contracts.breaking(old, contracts.build(old))]
 
 
 EVERYTHING: dict[str, Any] = {
@@ -148,7 +155,7 @@ def test_the_document_is_valid_by_the_official_schema() -> None:
 
 def test_every_reference_is_resolved_and_every_schema_valid() -> None:
     found = contract(**EVERYTHING)
-    references = re.findall(r'"\$ref": "([^"]+)"', document.text(found))
+    references = re.findall(r'"\$ref": "([^"]+)"', contracts.text(found))
 
     assert len(references) > 10
     for reference in references:
@@ -174,12 +181,12 @@ def test_the_same_code_gives_the_same_text() -> None:
         kind: dict(reversed(list(given.items()))) for kind, given in EVERYTHING.items()
     }
 
-    assert document.text(contract(**EVERYTHING)) == document.text(contract(**turned))
+    assert contracts.text(contract(**EVERYTHING)) == contracts.text(contract(**turned))
 
 
 ORDER = {"orders.place": First}
-IN = comparison.OLD_MESSAGES
-OUT = comparison.OLD_READERS
+IN = contracts.OLD_MESSAGES
+OUT = contracts.OLD_READERS
 
 
 @pytest.mark.parametrize(
@@ -246,7 +253,7 @@ def test_the_oldest_version_that_can_read_a_message_is_sent(
                 call_command("txmsg", "contracts", "export", stdout=io.StringIO())
                 codecs.forget()
                 assert codecs.body_type(cls).header == after
-        file.write_text(document.text(contract(takes=ORDER)))
+        file.write_text(contracts.text(contract(takes=ORDER)))
         with service(takes={"orders.place": Breaking}):
             call_command("txmsg", "contracts", "export", stdout=io.StringIO())
             codecs.forget()
@@ -285,7 +292,7 @@ def test_every_declared_reader_can_read_a_new_version() -> None:
         agreed = contract(agreed, sends={"orders.told": cls})
         message = agreed["components"]["messages"]["shop.Order"]
         found.append(message["x-txmsg-readable-from"])
-        for reference in re.findall(r'"\$ref": "#/([^"]+)"', document.text(agreed)):
+        for reference in re.findall(r'"\$ref": "#/([^"]+)"', contracts.text(agreed)):
             place = agreed
             for name in reference.split("/"):
                 place = place[name.replace("~1", "/")]
@@ -300,8 +307,8 @@ def test_a_version_must_stay_readable_by_all_declared_readers() -> None:
     agreed = contract(agreed, sends={"orders.told": invoice(2, "may be left out")})
 
     with service(sends={"orders.told": invoice(2, None)}):
-        now = document.build(agreed)
-        found = [str(one) for one in comparison.breaking(agreed, now)]
+        now = contracts.build(agreed)
+        found = [str(one) for one in contracts.breaking(agreed, now)]
 
     assert found == [f"shop.Order: $.note: missing; {OUT}"]
 

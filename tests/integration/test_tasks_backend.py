@@ -26,7 +26,7 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_txmsg import Message, Refuse, outbox_session, send_message
-from django_txmsg.contracts.document import build
+from django_txmsg.contracts import build
 from django_txmsg.envelope import serializers
 from django_txmsg.errors import InvalidMessage
 from django_txmsg.models import (

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql import Row
 
-from ..databases.base import Database, Read
+from ..databases import Database, Read
 from ..errors import VerificationRefused
 from ..lakefile import FILE, DayFiles, prove
 from ..ledger import Batch

@@ -17,8 +17,7 @@ from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
 from ..connection import connect_plain
-from ..databases import open_database
-from ..databases.base import Database
+from ..databases import Database, open_database
 from ..engine import parallelism, spread
 from ..errors import EnvironmentFault, UsageError
 from ..lake import Lake, NoLake

@@ -38,8 +38,7 @@ from ..errors import UsageError
 from ..schemas import STAGED, TABLES, Table, arrow_schema
 from ..spec import SourceSpec
 from ..staging import Brought, Staging, attempt_key
-from .batch import BatchReader
-from .lake import LakeReader, lake_table
+from .batch import BatchReader, LakeReader, lake_table
 from .stream import LogStream, WholeStream
 
 #: The required columns of a DataFrame, and the defaults of the others.

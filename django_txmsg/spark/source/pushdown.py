@@ -25,10 +25,9 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
-from ..databases.base import Database
+from ..databases import Database
 from ..schemas import Column, Table
-from .batch import BatchReader
-from .lake import Condition, LakeReader
+from .batch import BatchReader, Condition, LakeReader
 
 
 class PushingReader(BatchReader):

@@ -1,1 +1,0 @@
-"""The contract of this service: its destinations, messages and their schemas."""
