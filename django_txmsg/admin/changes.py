@@ -19,7 +19,7 @@ from ..models.monitoring import Deed
 from ..monitoring import databases
 from ..monitoring.lengths import duration
 from ..monitoring.waiting import array_sql, places_sql, read_array
-from ..rules.rule import Rule
+from ..rules import Rule
 from .base import ReadOnlyAdmin, insist
 
 #: How far back the changes go, and most changes of a kind in one database, the newest.

@@ -14,8 +14,7 @@ from ..models import DeadLetter, InboxMessage
 from ..models.dead_letter import Resolution
 from ..models.fields import Holds, Later
 from ..monitoring.waiting import OVERDUE
-from ..rules import inbox
-from ..rules.rule import Rule
+from ..rules import Rule, inbox
 from ..stages import all_stages
 from . import display
 from .base import MessageAdmin

@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 
 from ..models import Alert, IdempotencyKey, Worker
 from ..models.monitoring import Deed
-from ..monitoring import running, status
+from ..monitoring import presence, status
 from . import display
 from .audit import audit, audited
 from .base import ReadOnlyAdmin, insist
@@ -81,7 +81,7 @@ class WorkerAdmin(ReadOnlyAdmin):
             "now": picture.now,
             "live": "live" in request.GET,
             "unattended": picture.unattended,
-            "running": running.read([*present.living, *present.lost]),
+            "running": presence.read_running([*present.living, *present.lost]),
             "living": {worker.pk for worker in present.living},
             "claimed": [
                 (name, what, one.in_flight)

@@ -11,11 +11,11 @@ from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from .. import conf
+from .. import conf, rules
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.fields import Holds
 from ..models.outbox import PENDING
-from ..rules import dead_letters, inbox, outbox, rule
+from ..rules import dead_letters, inbox, outbox
 from . import display, message
 from .base import MessageAdmin
 from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter
@@ -33,7 +33,7 @@ class OutboxStateFilter(StateFilter):
         return {
             "pending": PENDING,
             "overdue": Q(is_overdue(outbox.DUE)),
-            "in flight": PENDING & Q(Holds(rule.LEASED, now=Now())),
+            "in flight": PENDING & Q(Holds(rules.LEASED, now=Now())),
             "dispatched": Q(Holds(outbox.DISPATCHED)),
             "dead": Q(Holds(outbox.DEAD)),
             "cancelled": Q(Holds(outbox.CANCELLED)),

@@ -15,13 +15,13 @@ from django.db import connections, transaction
 from django.db.models import F
 from django.db.models.functions import Now
 
-from .. import conf, signals, wire
+from .. import conf, rules, signals, wire
 from ..envelope.failure import Failure
 from ..models import DeadLetter, InboxMessage
 from ..models.dead_letter import Resolution
 from ..models.fields import Holds
 from ..models.outbox_claim import Claimed
-from ..rules import inbox, rule
+from ..rules import inbox
 from ..sending import answering
 from ..stages import all_stages
 
@@ -148,7 +148,7 @@ def bury_unread(using: str, stage: str = "") -> int:
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))
-        .filter(Holds(rule.NOT_LEASED, now=Now()))
+        .filter(Holds(rules.NOT_LEASED, now=Now()))
         .order_by("id")
     )
     if stage:

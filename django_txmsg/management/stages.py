@@ -1,25 +1,80 @@
-"""`manage.py txmsg stages list|pause|resume` and `rate list|set|reset`."""
+"""`manage.py txmsg stages` and `schedule`: list, pause and resume stages and recurring
+messages. Also `manage.py txmsg rate`."""
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
 import json
+from collections.abc import Callable
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 from django.db import router, transaction
+from django.db.models import Model
 
 from ..consuming import rates
-from ..errors import ConfigurationError
-from ..models import StageState
+from ..envelope import serializers
+from ..errors import ConfigurationError, TxmsgError
+from ..models import Schedule, StageState
 from ..models.monitoring import Deed
-from ..monitoring import pausing, status
+from ..monitoring import pausing, schedule, status
+from ..monitoring.schedule import Timing
 from ..monitoring.waiting import capped
+from ..scheduling import made
 from ..stages import all_stages
 from . import operator
-from .pausing import PausingCommand, pause_note
 from .terminal import printable, read_age, require_tables
+
+
+class PausingCommand(BaseCommand):
+    """A command with the actions `list`, `pause` and `resume`."""
+
+    noun: str
+    #: `change` pauses or resumes the object with a name. `database` returns the
+    #: database that stores this object.
+    change: Callable[..., Model | None]
+    database: Callable[[str], str]
+
+    def add_pausing(self, actions: Any, *, listed: str, paused: str) -> None:
+        """Add the actions. `listed` and `paused` are the help texts of `list` and
+        `pause`."""
+        shown = actions.add_parser("list", help=listed)
+        shown.add_argument("--json", action="store_true")
+        pause = actions.add_parser("pause", help=paused)
+        pause.add_argument("--why", default="", help="The reason, for other operators.")
+        for action in (pause, actions.add_parser("resume", help="Go on.")):
+            action.add_argument("name", nargs="+", metavar="NAME")
+
+    def set_paused(self, options: dict[str, Any]) -> None:
+        """Pause or resume each named object, and record each change in the audit."""
+        paused, why = options["action"] == "pause", options.get("why", "")
+        verb, by = "Paused" if paused else "Resumed", f"command: {operator.name()}"
+        for name in options["name"]:
+            kind = type(self)
+            try:
+                using = kind.database(name)
+                with transaction.atomic(using=using):
+                    changed = kind.change(name, paused=paused, by=by, why=why)
+                    if changed is not None:
+                        what = f"{self.noun} {name}"
+                        said = pausing.said(what, paused=paused, why=why)
+                        deed = Deed.PAUSE if paused else Deed.RESUME
+                        operator.record(using, deed, said)
+            except LookupError as error:
+                raise CommandError(f"There is no {self.noun} {name!r} here.") from error
+            shown = printable(name)
+            self.stdout.write(
+                f"{verb} {shown}."
+                if changed is not None
+                else f"{shown} is {verb.lower()} already."
+            )
+
+
+def pause_note(row: Any) -> str:
+    """Return a note for the output of `list`: who has paused this row, and why."""
+    why = f": {row.paused_why}" if row.paused_why else ""
+    return f"  PAUSED by {row.paused_by or 'unknown'}{why}"
 
 
 class Stages(PausingCommand):
@@ -130,3 +185,108 @@ class Rate(BaseCommand):
             self.stdout.write(f"{one.name}  {one.rate}{per}{now}")
         if not limited:
             self.stdout.write("No stage here has a rate.")
+
+
+class Schedules(PausingCommand):
+    """Show, pause, resume, make and remove recurring messages."""
+
+    help = "Recurring messages: list, pause, resume, make and remove them."
+    noun = "recurring message"
+    change = staticmethod(pausing.set_recurring)
+    database = staticmethod(schedule.database_of)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        self.add_pausing(
+            actions,
+            listed="Each with its last and next tick.",
+            paused="Store no message at its ticks.",
+        )
+        make = actions.add_parser("make", help="Let a message recur from now on.")
+        make.add_argument("name", metavar="NAME")
+        make.add_argument("expression", metavar="EXPRESSION", help="as '0 3 * * *'")
+        make.add_argument("destination", metavar="DESTINATION")
+        make.add_argument("--body", default="null", metavar="JSON")
+        make.add_argument("--tz", metavar="ZONE", help="default: TIME_ZONE")
+        remove = actions.add_parser(
+            "remove", help="Remove a message that `make` has made."
+        )
+        remove.add_argument("name", nargs="+", metavar="NAME")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        require_tables(router.db_for_write(Schedule))
+        action = options["action"]
+        if action == "list":
+            self._list(options["json"])
+        elif action == "make":
+            self._make(options)
+        elif action == "remove":
+            for name in options["name"]:
+                self._remove(name)
+        else:
+            self.set_paused(options)
+
+    def _list(self, as_json: bool) -> None:
+        found = schedule.read()
+        if as_json:
+            rows = [_timing_as_json(one) for one in found]
+            self.stdout.write(json.dumps({"recurring": rows}, indent=2))
+            return
+        for one in found:
+            shown = _timing_as_json(one)
+            self.stdout.write(
+                f"{one.name}  {shown['every'] or 'unknown here'} {shown['tz']}  "
+                f"to {shown['destination'] or '-'}  last {shown['last'] or '-'}  "
+                f"next {shown['next'] or '-'}{_timing_note(one)}"
+            )
+        if not found:
+            self.stdout.write("Nothing recurs here: no every(), and no SCHEDULE.")
+
+    def _make(self, options: dict[str, Any]) -> None:
+        name, expression = options["name"], options["expression"]
+        using = router.db_for_write(Schedule)
+        said = made.said(name, expression, options["destination"])
+        try:
+            with transaction.atomic(using=using):
+                made.make_recurring(
+                    name,
+                    expression,
+                    options["destination"],
+                    serializers.loads(options["body"]),
+                    tz=options["tz"],
+                )
+                operator.record(using, Deed.MAKE, said)
+        except (TxmsgError, ValueError) as error:
+            raise CommandError(f"Nothing was changed: {error}") from error
+        self.stdout.write(said)
+
+    def _remove(self, name: str) -> None:
+        using = router.db_for_write(Schedule)
+        with transaction.atomic(using=using):
+            if not made.remove_recurring(name):
+                raise CommandError(f"No recurring message {name!r} was made here.")
+            said = f"Removed recurring message {name}."
+            operator.record(using, Deed.REMOVE, said)
+        self.stdout.write(f"Removed {name}.")
+
+
+def _timing_as_json(one: Timing) -> dict[str, Any]:
+    declared, row = one.recurring, one.row
+    return {
+        "name": one.name,
+        "every": declared and declared.expression,
+        "tz": declared.cron.tz if declared else "",
+        "destination": declared and str(declared.destination),
+        "last": row and row.moves and row.last_tick.isoformat(),
+        "next": one.next and one.next.isoformat(),
+        "overdue": one.overdue,
+        "paused_at": row and row.paused_at and row.paused_at.isoformat(),
+        "paused_by": row and row.paused_by,
+        "paused_why": row and row.paused_why,
+    }
+
+
+def _timing_note(one: Timing) -> str:
+    if one.paused and one.row is not None:
+        return pause_note(one.row)
+    return "  OVERDUE" if one.overdue else ""

@@ -17,7 +17,7 @@ from django.db.models import F
 
 from .. import wire
 from ..django_internals import in_block
-from ..rules.rule import Rule
+from ..rules import Rule
 
 
 def now_sql(connection: Any) -> str:

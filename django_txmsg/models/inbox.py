@@ -20,8 +20,8 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from .. import rules
 from ..django_internals import raw
-from ..rules import rule
 from ..rules.inbox import OPEN
 from .claiming import bounds, claim_sql
 from .fields import (
@@ -332,7 +332,7 @@ class InboxManager(SqlManager):
             queries.append(
                 f"SELECT %s AS stage WHERE EXISTS (SELECT 1 FROM {self._table}"  # noqa: S608 - constants only
                 f" WHERE stage = %s AND due_at <= {now}{readable}"
-                f" AND {rule.NOT_LEASED.sql(now=now)})"
+                f" AND {rules.NOT_LEASED.sql(now=now)})"
             )
             parameters += [stage, stage, *versions]
         rows = self._rows(" UNION ALL ".join(queries), parameters)
@@ -355,7 +355,7 @@ class InboxManager(SqlManager):
             self._table,
             due="due_at",
             where=f"c.stage = %s AND c.due_at <= {began_sql(connection)} AND"
-            f" {rule.NOT_LEASED.sql('c', now=began_sql(connection))}{readable}",
+            f" {rules.NOT_LEASED.sql('c', now=began_sql(connection))}{readable}",
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
             f" attempts = attempts + 1, started_at = {now}",
             returning=f"{RECORD_COLUMNS.format(now=now)}, destination, headers, body,"

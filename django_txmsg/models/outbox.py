@@ -19,7 +19,7 @@ from django.db.models.functions import Coalesce, Now
 from django.db.models.lookups import IsNull
 
 from .. import conf
-from ..rules import inbox, rule
+from ..rules import LEASED, NOT_LEASED, inbox
 from ..rules import outbox as rules
 from .fields import SqlManager, ids_sql, later_sql, later_value, now_sql, prepared
 from .inbox import InboxMessage
@@ -124,7 +124,7 @@ class PendingManager(SqlManager):
         connection, table = connections[self.db], self._table
         now, later = now_sql(connection), later_sql(connection)
         # Not those that a relay is sending: its mark would wait for us.
-        pending = f"{{}} AND {rules.PENDING.sql()} AND {rule.NOT_LEASED.sql(now=now)}"
+        pending = f"{{}} AND {rules.PENDING.sql()} AND {NOT_LEASED.sql(now=now)}"
         # While the row is locked so, claims skip it, and a transaction that wants to
         # change it waits; another one that locks it like this does not.
         lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
@@ -152,7 +152,7 @@ class PendingManager(SqlManager):
             cursor.execute(
                 f"SELECT id FROM {table} WHERE {having} AND dead_at IS NULL"  # noqa: S608 - constants only
                 " AND unique_until_processed AND (dispatched_at IS NOT NULL"
-                f" OR {rule.LEASED.sql(now=now)})",
+                f" OR {LEASED.sql(now=now)})",
                 keys,
             )
             return held + [pk for (pk,) in cursor.fetchall()]
@@ -162,7 +162,7 @@ class PendingManager(SqlManager):
     ) -> Changed:
         connection, table = connections[self.db], self._table
         pending = rules.PENDING_OTHERWISE.sql()
-        free = rule.NOT_LEASED.sql(now=now_sql(connection))
+        free = NOT_LEASED.sql(now=now_sql(connection))
         return self._rows(
             f"UPDATE {table} SET {assign} WHERE message_id = %s AND {pending}"  # noqa: S608 - constants only
             f" AND {free} AND {also}"

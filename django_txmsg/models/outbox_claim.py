@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from django.db import connections
 
-from ..rules import rule
+from .. import rules
 from ..rules.outbox import PENDING, PENDING_OTHERWISE
 from ..runtime.claimed_bytes import UNLIMITED
 from ..wire import format_instant
@@ -131,7 +131,7 @@ class ClaimingManager(SqlManager):
             waits += f" OR {condition}"
         parameters += [*stored_by, *blocking]
         held, left = (
-            rule.LEASED.sql("e", now=now),
+            rules.LEASED.sql("e", now=now),
             "e.id NOT IN (SELECT id FROM picked)",
         )
         no_wait, waits_not = no_wait_sql(connection)
@@ -145,7 +145,7 @@ class ClaimingManager(SqlManager):
             due="due_at",
             where=f"""
                 {pending} AND c.broker = %s AND {ours.format("c")} AND c.due_at <= {now}
-                AND {rule.NOT_LEASED.sql("c", now=now)} {narrow}
+                AND {rules.NOT_LEASED.sql("c", now=now)} {narrow}
                 AND {_leads_sql(table, "c", ours, f"{waits} OR {held}")}
             """,
             # Once claimed, it cannot be reused for its unique key: its receiver may
@@ -194,7 +194,7 @@ class ClaimingManager(SqlManager):
                 WHERE {condition} AND {PENDING_OTHERWISE.sql("c")}
                   AND {ours.format("c")}
                   AND NOT (c.key = '') AND c.due_at <= {now}
-                  AND {rule.NOT_LEASED.sql("c", now=now)}
+                  AND {rules.NOT_LEASED.sql("c", now=now)}
                 GROUP BY c.key)
             SELECT e.id FROM held JOIN {table} e
                 ON e.key = held.key AND e.id <= held.last

@@ -10,8 +10,7 @@ from typing import Any
 from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
-from .. import conf
-from ..rules import rule
+from .. import conf, rules
 from ..rules.inbox import OPEN
 from ..runtime import notifications
 from ..runtime.notifications import notify
@@ -235,7 +234,7 @@ class RateLineManager(SqlManager):
                 cursor,
                 f"i.id IN (SELECT id FROM {table} WHERE stage = %s AND due_at <= {now}"  # noqa: S608 - constants only
                 f" AND key = %s AND slot IS NOT NULL AND {OPEN.sql()}"
-                f" AND {rule.NOT_LEASED.sql(now=now)}"
+                f" AND {rules.NOT_LEASED.sql(now=now)}"
                 f" ORDER BY due_at, id LIMIT {MOVED} {skip_locked_sql(connection)})",
                 [stage, key],
             )

@@ -1,11 +1,16 @@
-"""A process's row in the table of workers, with its heartbeat."""
+"""A process's row in the table of workers, with its heartbeat and the messages that its
+handlers were processing at the heartbeat."""
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import socket
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from django.db import transaction
 from django.db.models.functions import Now
@@ -16,8 +21,11 @@ from ..models import AuditEntry, Worker
 from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..models.worker import silent_after
-from ..runtime import breaker, database_health
-from . import attendance, outages, running
+from ..runtime import breaker, database_health, handlers
+from . import attendance, outages
+
+#: Most messages that a process writes into its row: those that have run longest.
+MOST_RUNNING = 100
 
 
 class Presence:
@@ -48,7 +56,7 @@ class Presence:
                 "in_flight": in_flight,
                 "silent_after": silent_after(conf.get().CONSUME.HEARTBEAT),
                 "outages": outages.as_json(breaker.outages()),
-                "running": running.as_json(),
+                "running": _running_as_json(),
             }
             own = workers.filter(name=self.name)
             if not own.update(heartbeat_at=Now(), **columns):
@@ -117,3 +125,54 @@ class Presence:
     def _quietly(self, action: Callable[[], object]) -> None:
         what = f"worker {self.name} cannot write its heartbeat"
         database_health.retry(self._using, what).run(action)
+
+
+@dataclass(frozen=True)
+class RunningHandler:
+    """A message that a handler was processing at the last heartbeat of its worker."""
+
+    worker: Worker
+    thread: str
+    stage: str
+    message_id: uuid.UUID
+    attempt: int
+    since: dt.datetime
+
+
+def _running_as_json() -> list[dict[str, Any]]:
+    """Return the messages that handlers of this process are processing, as JSON for the
+    worker's row. Each has its duration so far, in seconds.
+
+    The time of the heartbeat comes from the database's clock. To get a start time, the
+    reader subtracts the duration from the time of the heartbeat.
+    """
+    now = time.monotonic()
+    return [
+        {
+            "thread": one.thread,
+            "stage": one.stage,
+            "message": str(one.message_id),
+            "attempt": one.attempt,
+            "seconds": round(now - one.since, 1),
+        }
+        for one in handlers.now_running()[:MOST_RUNNING]
+    ]
+
+
+def read_running(workers: Iterable[Worker]) -> list[RunningHandler]:
+    """Return the messages that these processes were processing, longest first. Entries
+    that cannot be read, because another version of the code has written them, are
+    omitted."""
+    found = []
+    for worker in workers:
+        for given in worker.running if isinstance(worker.running, list) else ():
+            try:
+                since = worker.heartbeat_at - dt.timedelta(seconds=given["seconds"])
+                thread, stage = str(given["thread"]), str(given["stage"])
+                message_id, attempt = uuid.UUID(given["message"]), int(given["attempt"])
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                continue
+            found.append(
+                RunningHandler(worker, thread, stage, message_id, attempt, since)
+            )
+    return sorted(found, key=lambda one: one.since)

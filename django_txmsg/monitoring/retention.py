@@ -42,8 +42,7 @@ from ..models import (
     Worker,
 )
 from ..models.fields import Holds, clock
-from ..rules import dead_letters, flows, inbox, outbox
-from ..rules.rule import Rule
+from ..rules import Rule, dead_letters, flows, inbox, outbox
 from ..runtime import database_health, liveness
 from ..runtime.connections import recycle
 

@@ -17,8 +17,7 @@ from ..models import DeadLetter, Run
 from ..models.dead_letter import Resolution
 from ..models.fields import Holds, Later, query
 from ..models.run import Outcome
-from ..rules import flows
-from ..rules.rule import Rule
+from ..rules import Rule, flows
 from .waiting import CAP, OVERDUE, places_sql
 
 #: How long an undo may take, with its redeliveries.

@@ -15,9 +15,9 @@ from typing import Any
 
 from django.db import connections
 
+from .. import rules
 from ..models.fields import later_sql, later_value, now_sql, query, read_instant
-from ..rules import inbox, outbox, rule
-from ..rules.rule import Rule
+from ..rules import Rule, inbox, outbox
 
 #: Most rows that are counted for one place; more are "50,000+".
 CAP = 50_000
@@ -101,7 +101,7 @@ def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
         outbox.PENDING,
         due="due_at",
         retried="attempts > 0",
-        leased=rule.LEASED.sql(now="{now}"),
+        leased=rules.LEASED.sql(now="{now}"),
         most=most,
     )
 
@@ -119,7 +119,7 @@ def in_inbox(
         inbox.RETRYING,
         due="due_at",
         retried="TRUE",
-        leased=rule.LEASED.sql(now="{now}"),
+        leased=rules.LEASED.sql(now="{now}"),
         most=most,
         held=held,
     )

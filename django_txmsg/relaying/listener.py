@@ -24,10 +24,9 @@ from typing import Any
 from django.db import Error as AnyDatabaseError
 from django.db import connections, router
 
-from .. import conf
+from .. import conf, rules
 from ..django_internals import can_listen, djangos_errors, raw
 from ..models import OutboxMessage, QueueMessage
-from ..rules import rule
 from ..rules.outbox import PENDING
 from ..runtime import database_health, notifications
 from ..runtime.notifications import CHANNEL, notify
@@ -44,7 +43,7 @@ _LOOK = f"""
     SELECT 'outbox ' || name, EXTRACT(EPOCH FROM (
         SELECT due_at FROM {_OUTBOX}
         WHERE {PENDING.sql()} AND broker = name AND service = ANY(%s::text[])
-          AND {rule.NOT_LEASED.sql(now="statement_timestamp()")}
+          AND {rules.NOT_LEASED.sql(now="statement_timestamp()")}
         ORDER BY due_at, id LIMIT 1) - statement_timestamp())
     FROM unnest(%s::text[]) name
 """  # noqa: S608 - constants only

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .rule import Rule
+from . import Rule
 
 #: An operator must still resolve it.
 OPEN = Rule("{resolution} = 'open'")

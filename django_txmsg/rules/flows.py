@@ -3,7 +3,7 @@ directly to ended."""
 
 from __future__ import annotations
 
-from .rule import Rule
+from . import Rule
 
 #: It has not ended.
 OPEN = Rule("{ended_at} IS NULL")

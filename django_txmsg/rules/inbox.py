@@ -3,8 +3,8 @@ a message waits, and when its failed attempts may be deleted."""
 
 from __future__ import annotations
 
+from . import Rule
 from .dead_letters import is_open
-from .rule import Rule
 
 #: Subquery of the names of all paused stages, whose consumers take no messages now; a
 #: statement reads it once.

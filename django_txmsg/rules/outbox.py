@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from . import inbox
+from . import Rule, inbox
 from .dead_letters import is_open
-from .rule import Rule
 
 #: It must still leave. Worded like the index that a claim scans.
 PENDING = Rule("{dispatched_at} IS NULL AND {dead_at} IS NULL")

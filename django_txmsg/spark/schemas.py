@@ -13,8 +13,7 @@ from typing import Literal
 import pyarrow as pa
 from pyspark.sql import types as t
 
-from ..rules import dead_letters, flows, inbox, outbox
-from ..rules.rule import Rule
+from ..rules import Rule, dead_letters, flows, inbox, outbox
 
 #: Version of the lake's layout and schemas. A reader refuses a newer one.
 LAKE_VERSION = 1

@@ -11,7 +11,6 @@ import pytest
 from django.core.management import call_command
 
 from django_txmsg import metrics
-from django_txmsg.monitoring import gauges
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "how-to" / "alerts.md").read_text()
@@ -31,7 +30,7 @@ def offered() -> dict[str, set[str]]:
     labels."""
     registry = prometheus_client.CollectorRegistry()
     metrics.install(registry)
-    found = {f"txmsg_{name}": _labels(name) for name in gauges.TEXTS}
+    found = {f"txmsg_{name}": _labels(name) for name in metrics.TEXTS}
     for family in registry.collect():
         collector = registry._names_to_collectors[family.name]
         labels = set(collector._labelnames) | {"le"}

@@ -18,8 +18,7 @@ from ..monitoring import Alive as Alive
 from ..monitoring import Audit as Audit
 from ..pending import Bulk as Bulk
 from ..pending import Cancel, Reschedule, Stop
-from ..schedule import Command as Schedule
-from ..stages import Rate, Stages
+from ..stages import Rate, Schedules, Stages
 from ..verb_parser import VerbParser
 from ._run import Command as Run
 
@@ -46,7 +45,7 @@ class Command(BaseCommand):
             "rate": Rate(),
             "reschedule": Reschedule(),
             "run": Run(),
-            "schedule": Schedule(),
+            "schedule": Schedules(),
             "stages": Stages(),
             "stop": Stop(),
         }
