@@ -14,7 +14,7 @@ from django.shortcuts import render
 from django.utils.safestring import SafeString
 
 from .. import wire
-from ..consuming import go_back
+from ..consuming import bulk_thread
 from ..dead_letters import masking
 from ..dead_letters.selection import Changed, Shown
 from ..errors import TxmsgError
@@ -165,7 +165,7 @@ class RunAdmin(RowPageAdmin):
         flow, step, to = (plain(form.get(one, "")) for one in ("flow", "step", "to"))
         declared = {one.name: one for one in declarations()}.get(flow)
         using = router.db_for_write(Run)
-        filters = go_back.filters_of(flow, step, to)
+        filters = bulk_thread.filters_of(flow, step, to)
         steps = declared.steps.values() if declared else ()
         targets = [one.name for one in steps if not one.joins]
         if request.method == "POST" and to in targets:
@@ -185,7 +185,7 @@ class RunAdmin(RowPageAdmin):
                 messages.warning(request, f"{error} Look at the new numbers.")
             except (TxmsgError, ValueError) as error:
                 messages.error(request, str(error))
-        found = go_back.matching(filters, using)
+        found = bulk_thread.matching(filters, using)
         shown = Shown.of(found)
         if not shown.count or not targets:
             messages.warning(request, "No run that waits for this step can go back.")

@@ -57,7 +57,7 @@ BUILT_IN = (
         client="stomp.py",
     ),
     BuiltIn(
-        "amqp.broker.AmqpBroker",
+        "amqp.AmqpBroker",
         ("amqp", "amqps"),
         "amqp://user:password@host:5672 (amqps:// for TLS)",
         extra="amqp",

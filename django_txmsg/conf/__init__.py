@@ -1,26 +1,76 @@
 """The TXMSG setting: typed, immutable, read at first use, strict about unknown keys.
 
 `get()` returns the current settings. `problems()` lists their errors for `manage.py
-check`. Tests can use `override_settings(TXMSG=...)`.
+check`, with suggestions for misspelt keys. Tests can use
+`override_settings(TXMSG=...)`.
 """
 
 from __future__ import annotations
 
+import datetime as dt
+import difflib
+import re
+import types
 import typing
-from collections.abc import Mapping
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from django.conf import settings as django_settings
 from django.core.signals import setting_changed
 
+from ..envelope import redelivery
 from ..envelope.broker_url import BrokerUrl
-from ..errors import ConfigurationError
-from .schema import LakeSettings, hints
+from ..envelope.cron import Cron
+from ..envelope.message import MAX_NAME_LENGTH, check_destination
+from ..errors import ConfigurationError, InvalidMessage
+from .schema import (
+    BAD,
+    KINDS,
+    LakeSettings,
+    RedeliverySettings,
+    RetentionSettings,
+    hints,
+)
 from .schema import Settings as Settings
-from .validation import Problem as Problem
-from .validation import find
+
+#: Two thousand million seconds, bytes or messages: the highest number that every column
+#: and option for such a value can hold.
+MAX_NUMBER = 2**31 - 1
+#: A hundred years.
+MAX_DAYS = 36_525
+MAX_SERVICE_LENGTH = 100
+#: Lower limits of single keys. A worker counts as dead three heartbeats after its last
+#: one; until then its messages and stages count as attended.
+_MOST = {"HEARTBEAT": 60}
+#: The longest broker alias that the tables can store.
+MAX_ALIAS_LENGTH = 64
+#: Arguments of `every()`, for an entry of SCHEDULE; EXPIRES is in seconds.
+_RECURRING: dict[str, Any] = {
+    "EVERY": str,
+    "DESTINATION": str,
+    "BODY": object,
+    "TZ": str | None,
+    "MISSED": Literal["latest", "all"],
+    "HEADERS": Mapping,
+    "KEY": str | None,
+    "EXPIRES": float | None,
+    "USING": str | None,
+    "BROKER": str,
+    "UNIQUE": str | None,
+    "UNIQUE_UNTIL": Literal["left", "processed"],
+}
+# Like message.check_destination(): control messages go to SERVICE.txmsg.control.
+_SERVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+_POSITIVE = frozenset(
+    {
+        "BATCH_SIZE", "LEASE", "LANES", "MAX_ATTEMPTS", "PREFETCH", "POLL_INTERVAL",
+        "BREAKER_MAX_PAUSE", "MAX_MESSAGE_BYTES", "BACKOFF", "HEARTBEAT",
+        "COMMIT_DELAY_INCREMENT", "MAX_COMMIT_DURATION", "CONTROL_TIMEOUT",
+    }
+)  # fmt: skip
 
 
 def get() -> Settings:
@@ -93,3 +143,226 @@ def _build(kind: Any, given: Mapping[str, Any]) -> Any:
         elif typing.get_origin(hint) is tuple:
             values[name] = tuple(values[name])
     return kind(**values)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One error in the settings: its path, a message, and a hint on how to correct
+    it."""
+
+    path: str
+    message: str
+    hint: str = ""
+
+
+def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
+    """Yield the errors of a section, in the order of its keys."""
+    if not isinstance(given, Mapping):
+        yield Problem(path, f"must be a dict, not {type(given).__name__}.")
+        return
+    known = hints(kind)
+    for name, value in given.items():
+        where = f'{path}["{name}"]'
+        if name not in known:
+            hint = _section_of(name, known) or _did_you_mean(name, known)
+            yield Problem(where, "is not a setting.", hint)
+        elif is_dataclass(known[name]):
+            yield from find(known[name], value, where)
+        elif name == "BROKERS":
+            yield from _broker_problems(value, where)
+        elif name == "SCHEDULE":
+            yield from _schedule_problems(value, where)
+        elif name == "SERVICE":
+            yield from _service_problems(value, where)
+        elif name == "LAKE":
+            yield from _lake_problems(value, where)
+        elif name == "STORAGE_OPTIONS":
+            yield from _option_problems(value, where)
+        elif name == "LATE_AFTER":
+            yield from _limit_problems(value, where)
+        elif not _fits(value, known[name]):
+            yield Problem(
+                where,
+                f"must be {_describe(known[name])}, not {type(value).__name__}"
+                f"{_shown(value)}.",
+                f"Give {_seconds(value)}." if isinstance(value, dt.timedelta) else "",
+            )
+        elif kind is RedeliverySettings:
+            for _, problem in redelivery.problems(**{name.lower(): value}):
+                yield Problem(where, f"{problem}.")
+        elif _is_number(value):
+            yield from _number_problems(kind, name, value, where)
+        elif name == "KINDS" and (unknown := {*value} - {*KINDS, BAD}):
+            found = min(unknown)
+            hint = _did_you_mean(found, [*KINDS, BAD])
+            yield Problem(where, f"has {found!r}, which is not a kind of alarm.", hint)
+        elif name == "DEAD_LETTER_DESTINATIONS" and not all(value):
+            yield Problem(where, "must name queues; one of its names is empty.")
+
+
+def _number_problems(
+    kind: Any, name: str, value: float, where: str
+) -> Iterator[Problem]:
+    most = MAX_DAYS if kind is RetentionSettings else _MOST.get(name, MAX_NUMBER)
+    if value < 0 or (value == 0 and name in _POSITIVE):
+        yield Problem(where, f"must be greater than zero, not {value!r}.")
+    elif not value <= most:  # nor is NaN
+        yield Problem(where, f"must be at most {most:,}, not {value!r}.")
+
+
+def _service_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, str):
+        yield Problem(path, f"must be a string, not {type(given).__name__}.")
+    elif len(given) > MAX_SERVICE_LENGTH or not _SERVICE.fullmatch(given):
+        yield Problem(
+            path,
+            f"must be a name that destinations and subscriptions can begin with, not "
+            f"{given[:40]!r}.",
+            f"Use letters, digits, '.', '-' and '_', at most {MAX_SERVICE_LENGTH} of "
+            f"them, and no '.' or '-' at the beginning.",
+        )
+
+
+def _broker_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, Mapping) or "default" not in given:
+        yield Problem(path, 'must be a dict of aliases with a "default" in it.')
+        return
+    for alias, entry in given.items():
+        where = f'{path}["{alias}"]'
+        if not isinstance(alias, str) or not 0 < len(alias) <= MAX_ALIAS_LENGTH:
+            yield Problem(
+                where, f"must have an alias of 1 to {MAX_ALIAS_LENGTH} characters."
+            )
+            continue
+        known = ["BACKEND", "URL"]
+        if not isinstance(entry, Mapping) or not any(name in entry for name in known):
+            yield Problem(where, 'must be a dict like {"URL": "database://"}.')
+            continue
+        for name, value in entry.items():
+            at = f'{where}["{name}"]'
+            if name not in known:
+                yield Problem(at, "is not a setting.", _did_you_mean(name, known))
+            elif not isinstance(value, str):
+                yield Problem(at, f"must be a string, not {type(value).__name__}.")
+
+
+def _schedule_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, Mapping):
+        yield Problem(path, f"must be a dict, not {type(given).__name__}.")
+        return
+    for name, entry in given.items():
+        where = f'{path}["{name}"]'
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
+            yield Problem(where, f"must have a name of 1 to {MAX_NAME_LENGTH} letters.")
+        elif not isinstance(entry, Mapping) or not {"EVERY", "DESTINATION"} <= {*entry}:
+            yield Problem(
+                where,
+                'must be a dict like {"EVERY": "*/5 * * * *", "DESTINATION": '
+                '"reports.refresh", "BODY": {}}.',
+            )
+        else:
+            yield from _recurring_problems(entry, where)
+
+
+def _recurring_problems(entry: Mapping[Any, Any], path: str) -> Iterator[Problem]:
+    for name, value in entry.items():
+        where = f'{path}["{name}"]'
+        if name not in _RECURRING:
+            yield Problem(where, "is not a setting.", _did_you_mean(name, _RECURRING))
+        elif not _fits(value, _RECURRING[name]):
+            yield Problem(where, f"cannot be {type(value).__name__}{_shown(value)}.")
+            return
+    try:
+        assert Cron(entry["EVERY"], entry.get("TZ") or "UTC")
+        check_destination(entry["DESTINATION"])
+    except (ConfigurationError, InvalidMessage) as error:
+        yield Problem(path, f"cannot be used: {error}")
+
+
+def _lake_problems(given: object, path: str) -> Iterator[Problem]:
+    if isinstance(given, Mapping):
+        yield from find(LakeSettings, given, path)
+        given = given.get("URI", "")
+    if given is not None and not (isinstance(given, str) and given):
+        yield Problem(
+            path,
+            'must be a URI such as "file:///var/lake", or a dict like '
+            '{"URI": "s3://bucket/lake"}.',
+        )
+
+
+def _option_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, Mapping) or not all(
+        isinstance(one, str) for pair in given.items() for one in pair
+    ):
+        yield Problem(path, "must be a dict of strings.")
+
+
+def _section_of(name: object, known: Mapping[str, Any]) -> str:
+    """Return a hint that names the section to which a setting of this name belongs, or
+    ""."""
+    for section, kind in known.items():
+        if isinstance(kind, type) and is_dataclass(kind) and name in hints(kind):
+            return f'It belongs in "{section}": {{"{section}": {{"{name}": …}}}}.'
+    return ""
+
+
+def _limit_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and _is_number(limit) and 0 < limit <= MAX_NUMBER
+        for name, limit in given.items()
+    ):
+        yield Problem(
+            path,
+            'must be a dict of seconds by destination, like {"mails.*": 86_400}.',
+        )
+
+
+def _did_you_mean(name: object, known: Any) -> str:
+    close = difflib.get_close_matches(str(name).upper(), list(known), n=1, cutoff=0.5)
+    if close:
+        return f'Did you mean "{close[0]}"?'
+    return f"Known here: {', '.join(sorted(known))}."
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(
+            isinstance(one, str) for one in value
+        )
+    if hint is float:
+        return _is_number(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(f'"{one}"' for one in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(one) for one in typing.get_args(hint))
+    names = {int: "an integer", float: "a number", str: "a string", bool: "a bool"}
+    if hint is type(None):
+        return "None"
+    return names.get(hint, "a list of strings")
+
+
+def _seconds(value: dt.timedelta) -> str:
+    return f"{value.total_seconds():g}, in seconds"
+
+
+def _shown(value: object) -> str:
+    # A setting may be a secret. Short plain values help the reader; long ones may be
+    # anything.
+    text = repr(value)
+    return f" {text}" if len(text) <= 20 else ""

@@ -23,7 +23,7 @@ from ..models import InboxMessage
 from ..models.inbox import InboxRecord, Parked
 from ..models.inbox_order import Turn
 from ..models.outbox_store import NewMessage
-from ..runtime.handlers import running
+from ..runtime.liveness import running
 from ..sending.scope import Scope, in_scope
 from ..stages import Stage
 from . import decoding

@@ -13,7 +13,7 @@ from ..lazy_names import lazy_names
 if TYPE_CHECKING:
     from ..errors import AlreadyResumed, AlreadyRunning
     from ..sending.answering import Dead
-    from .asking import aask, ask, start
+    from .asking import FlowView, aask, ask, start
     from .batching import batch
     from .flow import Flow, signal, step
     from .sending import cancel, resume
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         TimedOut,
         Wait,
     )
-    from .view import FlowView
 
 __all__ = [
     "AlreadyResumed",

@@ -21,7 +21,7 @@ from ..models import AuditEntry, Worker
 from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..models.worker import silent_after
-from ..runtime import breaker, database_health, handlers
+from ..runtime import breaker, database_health, liveness
 from . import attendance, outages
 
 #: Most messages that a process writes into its row: those that have run longest.
@@ -155,7 +155,7 @@ def _running_as_json() -> list[dict[str, Any]]:
             "attempt": one.attempt,
             "seconds": round(now - one.since, 1),
         }
-        for one in handlers.now_running()[:MOST_RUNNING]
+        for one in liveness.now_running()[:MOST_RUNNING]
     ]
 
 

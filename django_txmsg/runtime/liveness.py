@@ -1,8 +1,9 @@
-"""Records whether the loops of this process still run.
+"""Records whether the loops of this process still run, and which handlers run now.
 
 Each long-lived thread calls `turned()` in each iteration of its loop, and passes the
 number of seconds for which the loop may now wait. So a thread that pauses because a
-broker or a database is unavailable does not count as hanging.
+broker or a database is unavailable does not count as hanging. Heartbeats report the
+handlers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -64,10 +68,14 @@ def state() -> State:
 _loops: dict[int, tuple[str, float]] = {}
 _stop_requested = False
 
+#: By thread: the handler that it runs.
+_running: dict[int, Running] = {}
+
 
 def _forget() -> None:
     """Forget the parent's threads in a forked child, which does not have them."""
     _loops.clear()
+    _running.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -102,3 +110,33 @@ class Activity:
     def calm(self) -> bool:
         """Whether there has been no work for long enough to poll less often."""
         return self.idle > CALM
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A handler that is processing a message."""
+
+    thread: str
+    stage: str
+    message_id: uuid.UUID
+    attempt: int
+    since: float
+    """An instant of `time.monotonic()`."""
+
+
+@contextmanager
+def running(stage: str, message_id: uuid.UUID, attempt: int) -> Iterator[None]:
+    """Record, for the duration of the block, that this thread runs a handler."""
+    thread = threading.current_thread()
+    ident, since = threading.get_ident(), time.monotonic()
+    _running[ident] = Running(thread.name, stage, message_id, attempt, since)
+    try:
+        yield
+    finally:
+        _running.pop(ident, None)
+
+
+def now_running() -> list[Running]:
+    """Return the handlers that run now, the longest first."""
+    found = list(_running.values())
+    return sorted(found, key=lambda one: one.since)

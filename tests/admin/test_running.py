@@ -15,7 +15,7 @@ from django.db.models import F
 from django.test import Client
 
 from django_txmsg.models import Worker
-from django_txmsg.runtime import handlers
+from django_txmsg.runtime import liveness
 from tests import factories, running
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
@@ -157,10 +157,10 @@ def test_the_page_needs_the_permission_to_see_workers(
 
 def test_a_handler_that_raises_runs_no_more() -> None:
     def fail() -> None:
-        with handlers.running("orders.place", uuid.uuid4(), 1):
-            assert [one.stage for one in handlers.now_running()] == ["orders.place"]
+        with liveness.running("orders.place", uuid.uuid4(), 1):
+            assert [one.stage for one in liveness.now_running()] == ["orders.place"]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert handlers.now_running() == []
+    assert liveness.now_running() == []

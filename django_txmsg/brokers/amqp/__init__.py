@@ -1,6 +1,66 @@
-"""Hops 4 to 6 on RabbitMQ over AMQP 0-9-1, with py-amqp.
+"""Hops 4 to 6 on RabbitMQ over AMQP 0-9-1, with py-amqp: the broker of an `amqp://` or
+`amqps://` URL.
 
 py-amqp does the handshake and encodes AMQP's methods. For more throughput, this package
 itself implements publishing, deliveries and confirms, so that a single write or read
 can contain many messages.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...envelope.broker_url import hurry
+from ...errors import BrokerUnavailable
+from ..base import Broker
+from .link import Link
+from .options import read_url
+from .session import AmqpSession
+
+
+class AmqpBroker(Broker):
+    """RabbitMQ over AMQP 0-9-1. Each session has its own connection."""
+
+    kind = "rabbitmq"
+
+    def __init__(self, alias: str, url: str) -> None:
+        super().__init__(alias, url)
+        self.tls_scheme = "amqps" if url.startswith("amqp:") else ""
+
+    def open(
+        self, *, transacted: bool = False, subscriber: str | None = None
+    ) -> AmqpSession:
+        # A subscriber is a queue: the connection needs no name for it.
+        try:
+            options, addresses = read_url(self._url)
+        except (OSError, ValueError) as error:
+            raise BrokerUnavailable(str(error)) from error
+        reasons = []
+        for host, port in addresses:
+            try:
+                return AmqpSession(Link((host, port), options), transacted)
+            except BrokerUnavailable as error:
+                reasons.append(f"{host}:{port}: {str(error).rstrip('.')}.")
+        raise BrokerUnavailable(f"No broker took the connection. {' '.join(reasons)}")
+
+    def hurried(self, timeout: float) -> AmqpBroker:
+        return AmqpBroker(self.alias, hurry(self._url, timeout))
+
+    def shares_topics(self) -> bool:
+        return True
+
+    def unsubscribe(self, topic: str, subscriber: str) -> None:
+        session = self.open()
+        with session:
+            session.delete_subscription(subscriber)
+
+    def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
+        reason = headers.get("x-first-death-reason", "")
+        return reason, headers.get("x-first-death-queue", "")
+
+    def check(self) -> list[str]:
+        try:
+            read_url(self._url)
+        except (OSError, ValueError) as error:
+            return [str(error)]
+        return []
