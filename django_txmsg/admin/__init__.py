@@ -14,7 +14,6 @@ from . import (  # noqa: F401
     lists,
     outbox,
     runs,
-    schedule,
     stages,
 )
 

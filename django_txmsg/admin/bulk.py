@@ -1,5 +1,11 @@
 """Bulk operations: their list, their progress, and the buttons that pause, resume and
-cancel them."""
+cancel them. Also the page that asks for confirmation before an action on dead letters.
+It shows their number, age and places, and the consequences of the action.
+
+The same page serves one dead letter, a selection, a group, or all dead letters that
+match a filter. A small operation is finished before the response. A large operation
+runs in the background, and has a page with its progress.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +15,22 @@ from typing import Any
 
 from django.contrib import admin, messages
 from django.db import router
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, QueryDict
 from django.shortcuts import render
 from django.utils import timezone
 
-from ..dead_letters import bulk
-from ..models import BulkOperation
+from .. import conf
+from ..dead_letters import bulk, selection
+from ..dead_letters.selection import Changed, Shown
+from ..errors import TxmsgError
+from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
 from ..models.fields import clock
 from ..models.monitoring import Deed
 from ..monitoring import attendance
 from . import display
 from .audit import audit, audited
-from .base import RowPageAdmin, given, insist, led
+from .base import MESSAGE, Pages, RowPageAdmin, given, insist, led, plain
 
 PERMISSIONS = {
     BulkKind.REDELIVER: "django_txmsg.redeliver_deadletter",
@@ -29,6 +38,12 @@ PERMISSIONS = {
     BulkKind.RESTORE: "django_txmsg.discard_deadletter",
     BulkKind.GO_BACK: "django_txmsg.go_back_run",
 }
+
+#: Most messages that are processed before the page answers, and most seconds that it
+#: waits for them.
+AT_ONCE, PATIENCE = 200, 5.0
+
+_PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
 
 def filter_text(filters: dict[str, Any]) -> str:
@@ -160,3 +175,143 @@ def start(
         text = f"{said(operation)}; filter: {filter_text(filters)}{because}."
         audit(request, operation, Deed(kind.value), text)
     return operation
+
+
+class ConfirmPages(Pages):
+    """The page that asks for confirmation (GET) and starts the operation (POST)."""
+
+    def page(self, request: HttpRequest) -> HttpResponse:
+        """Ask for confirmation (GET), or start the operation (POST)."""
+        given = request.POST if request.method == "POST" else request.GET
+        if given.get("kind") not in _PAST:  # other kinds are not about dead letters
+            return self._admin.led_to_list(request)
+        kind = BulkKind(given["kind"])
+        may = request.user.has_perm(PERMISSIONS[kind])
+        insist(may and self._admin.has_view_permission(request))
+        using = router.db_for_write(DeadLetter)
+        try:
+            filters = read_filter(given)
+            if request.method == "POST":
+                try:
+                    return self._start(request, kind, filters, using)
+                except Changed as error:
+                    messages.warning(request, f"{error} Look at the new numbers.")
+            return self._ask(request, kind, filters, using)
+        except (TxmsgError, ValueError) as error:
+            messages.error(request, str(error))
+            return self._admin.led_to_list(request)
+
+    def _ask(
+        self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
+    ) -> HttpResponse:
+        letters = selection.matching(kind, filters, using=using)
+        shown = Shown.of(letters)
+        letters = shown.bound(letters)
+        facts = selection.summary(letters)
+        if not facts.count:
+            messages.warning(
+                request,
+                f"There is nothing to {kind}: the selected dead letters are resolved "
+                "already.",
+            )
+            return self._admin.led_to_list(request)
+        redelivers = kind == BulkKind.REDELIVER
+        count = facts.count
+        same = count == 1 or "fingerprint" in filters
+        newest = letters.only("exception", "reason").order_by("-pk").first()
+        context = {
+            **self._admin.page_context(
+                request, f"{kind.capitalize()} {count:,} message{'s' * (count != 1)}?"
+            ),
+            "shown": str(shown),
+            "kind": kind.value,
+            "verb": kind.value.capitalize(),
+            "facts": facts,
+            "error": (newest.exception or newest.reason) if newest and same else "",
+            "places": facts.places[:20],
+            "filters": filter_text(filters),
+            "fields": hidden_fields(filters),
+            "again": facts.again if redelivers else 0,
+            "forgotten": facts.forgotten if redelivers else 0,
+            "in_doubt": facts.in_doubt if kind == BulkKind.DISCARD else 0,
+            "memory": conf.get().RETENTION.INBOX,
+            "redelivers": redelivers,
+            "background": count > AT_ONCE,
+        }
+        return render(request, "admin/django_txmsg/confirm.html", context)
+
+    def _start(
+        self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
+    ) -> HttpResponse:
+        token = request.POST.get("shown")
+        forced = request.POST.get("force") == "1"
+        tolerates = int(request.POST.get("tolerates") or 0)
+        first = request.POST.get("first") == "1" and kind == BulkKind.REDELIVER
+        how = ", even if processed in the meantime" if forced else ""
+        how += ", one first" if first else ""
+        operation = start(
+            request,
+            kind,
+            filters,
+            using,
+            lambda one: f"{kind.capitalize()} {one.subject}{how}",
+            force=forced,
+            shown=Shown.parse(token) if token else None,
+            tolerates=max(tolerates, 0) if first else None,
+        )
+        if operation.total <= AT_ONCE and operation.rate is None and not first:
+            bulk.finish(operation, patience=PATIENCE)
+        if operation.state != BulkState.DONE:
+            page = "admin:django_txmsg_bulkoperation_change"
+            return led(request, page, operation.pk)
+        self._tell(request, operation)
+        left = selection.matching(kind, filters, using=using).count() if token else 0
+        if left > operation.skipped:
+            more = left - operation.skipped
+            messages.info(
+                request,
+                f"{more:,} more ha{'s' if more == 1 else 've'} died since you opened "
+                f"this page, and {'is' if more == 1 else 'are'} untouched.",
+            )
+        letter = (
+            selection.filtered(filters, using=using).first()
+            if operation.total == 1
+            else None
+        )
+        if letter is not None:
+            return led(request, MESSAGE, letter.message_id)
+        return self._admin.led_to_list(request)
+
+    def _tell(self, request: HttpRequest, operation: BulkOperation) -> None:
+        done = operation.done
+        text = f"{_PAST[operation.kind]} {done:,} message{'s' * (done != 1)}."
+        if operation.skipped:
+            why = next(iter(operation.skipped_why.values()), "")
+            text += f" {operation.skipped} skipped: {why}."
+        (messages.warning if operation.skipped else messages.success)(request, text)
+
+
+def read_filter(given: QueryDict) -> dict[str, Any]:
+    """Return the filter of dead letters from a query string or form.
+
+    Raises ValueError if an id is not a number.
+    """
+    filters: dict[str, Any] = {
+        name: plain(str(given[name]))
+        for name in selection.FILTERS
+        if name not in ("ids", "again")
+        if name in given
+    }
+    if given.get("again"):
+        filters["again"] = True
+    if "ids" in given:
+        filters["ids"] = [int(one) for one in str(given["ids"]).split(",") if one]
+    return filters
+
+
+def hidden_fields(filters: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the names and values of the hidden form fields that hold a filter."""
+    return [
+        (name, ",".join(map(str, value)) if name == "ids" else str(value))
+        for name, value in filters.items()
+    ]

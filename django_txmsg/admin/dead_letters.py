@@ -22,8 +22,7 @@ from ..models.dead_letter import Resolution
 from ..monitoring import dead
 from . import display
 from .base import MessageAdmin, MessageList, address
-from .bulk import PERMISSIONS
-from .confirm import ConfirmPages
+from .bulk import PERMISSIONS, ConfirmPages
 from .copy import CopyPages
 from .counting import OLDER, count
 from .filters import BetweenFilter, CountingFilter, filter_of, read_time

@@ -35,8 +35,7 @@ from ..monitoring import dead
 from . import display
 from .audit import audit, audited
 from .base import Pages, given, insist
-from .bulk import PERMISSIONS, filter_text
-from .confirm import hidden_fields, read_filter
+from .bulk import PERMISSIONS, filter_text, hidden_fields, read_filter
 
 #: Most groups on a page.
 MOST_GROUPS = 200

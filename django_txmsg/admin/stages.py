@@ -1,30 +1,117 @@
-"""The page of stages, with buttons to pause and resume them, and the contract's
-page."""
+"""The pages of stages and of recurring messages, with buttons to pause and resume them.
+Recurring messages can also be made and removed. The contract has a page, too."""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from django.contrib import admin, messages
 from django.db import router
+from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
 
-from .. import contracts
+from .. import conf, contracts
 from ..consuming import rates
 from ..contracts import READABLE_FROM, VERSION, Contract
-from ..errors import ConfigurationError
-from ..models import StageState
+from ..envelope import serializers
+from ..errors import ConfigurationError, TxmsgError
+from ..models import Schedule, StageState
 from ..models.monitoring import Deed
-from ..monitoring import pausing, status
+from ..monitoring import pausing, schedule, status
+from ..scheduling import made
 from ..stages import all_stages
+from . import display
 from .audit import audit, audited
-from .base import given, insist
+from .base import ReadOnlyAdmin, given, insist
 from .inbox import attempts_allowed
-from .pausing import PausableAdmin
+
+
+class PausableAdmin(ReadOnlyAdmin):
+    """A list whose rows have buttons to pause and resume, and a field for the
+    reason."""
+
+    #: The paused kind of object, in names of addresses and of the permission.
+    kind: ClassVar[str]
+    #: The same as people read it; and a word to put before a name that is unclear
+    #: alone.
+    noun: ClassVar[str]
+    called: ClassVar[str] = ""
+    #: The page's title.
+    title: ClassVar[str]
+    #: The form's field with the name.
+    field: ClassVar[str] = "name"
+    #: The consequences of a pause, and of its end.
+    follows: ClassVar[str] = ""
+
+    #: Pauses or resumes the one with this name. Returns its row, or None if nothing
+    #: changed. Raises LookupError for an unknown name.
+    change: Callable[..., Model | None]
+
+    def database(self, name: str) -> str:
+        """Return the database that stores whether `name` is paused. May raise
+        LookupError for an unknown name."""
+        return router.db_for_write(self.model)
+
+    def may_pause(self, request: HttpRequest) -> bool:
+        """Return whether the user may use the buttons."""
+        return request.user.has_perm(f"django_txmsg.pause_{self.kind}")
+
+    def get_urls(self) -> list[Any]:
+        """Add the URLs of the buttons."""
+        return [
+            self.button(
+                f"{verb}/", partial(self.move, paused=paused), f"{self.kind}_{verb}"
+            )
+            for verb, paused in (("pause", True), ("resume", False))
+        ] + super().get_urls()
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show all rows on one page."""
+        insist(self.has_view_permission(request))
+        context = {
+            **self.page_context(request, self.title),
+            "may_pause": self.may_pause(request),
+            **self.rows(request),
+        }
+        return render(request, self.change_list_template, context)
+
+    def rows(self, request: HttpRequest) -> dict[str, Any]:
+        """Return the template context with the rows."""
+        raise NotImplementedError
+
+    def move(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
+        """Pause or resume a stage or a recurring message."""
+        insist(self.may_pause(request))
+        name, why = given(request, self.field), given(request)
+        by, verb = request.user.get_username(), "Paused" if paused else "Resumed"
+        shown = f"{self.called} {name}".strip()
+        try:
+            with audited(self.database(name)):
+                row = self.change(name, paused=paused, by=by, why=why)
+                if row is not None:
+                    what = f"{self.noun} {name}"
+                    deed = Deed.PAUSE if paused else Deed.RESUME
+                    said = pausing.said(what, paused=paused, why=why)
+                    audit(request, row, deed, said)
+        except LookupError:
+            refusal = f"There is no {self.noun} {display.cut(name)!r} here."
+            messages.error(request, refusal)
+        else:
+            if row is None:
+                refusal = f"{shown[:1].upper()}{shown[1:]} is {verb.lower()} already."
+                messages.warning(request, refusal)
+            else:
+                messages.success(request, f"{verb} {shown}.{self.follows}")
+        return self.led_to_list(request)
+
 
 # The contract as a page: what this service sends and receives, and breaking changes.
 
@@ -178,3 +265,80 @@ class StageAdmin(PausableAdmin):
         """Show the contract: which messages this service sends and receives."""
         insist(self.has_view_permission(request))
         return show_contract(request, self.page_context(request, "Contract"))
+
+
+@admin.register(Schedule)
+class ScheduleAdmin(PausableAdmin):
+    """The page of recurring messages: those declared in this process, and those that
+    exist only in the database."""
+
+    kind, noun = "schedule", "recurring message"
+    title = "Recurring messages"
+    change_list_template = "admin/django_txmsg/schedule.html"
+    change = staticmethod(pausing.set_recurring)
+    database = staticmethod(schedule.database_of)
+
+    def rows(self, request: HttpRequest) -> dict[str, Any]:
+        """Return the recurring messages, and whether the user may make new ones."""
+        return {"rows": schedule.read(), "may_make": self._may_make(request)}
+
+    def get_urls(self) -> list[Any]:
+        """Add the URLs that make and remove a recurring message."""
+        return [
+            self.button("make/", self.make, "schedule_make"),
+            self.button("remove/", self.remove, "schedule_remove"),
+            *super().get_urls(),
+        ]
+
+    def make(self, request: HttpRequest) -> HttpResponse:
+        """Make a recurring message from the form's values."""
+        name, expression, destination, body, tz = (
+            given(request, field)
+            for field in ("name", "expression", "destination", "body", "tz")
+        )
+
+        def change() -> None:
+            value = serializers.loads(body or "null")
+            made.make_recurring(name, expression, destination, value, tz=tz or None)
+
+        said = made.said(name, expression, destination)
+        return self._change(request, name, Deed.MAKE, said, change)
+
+    def remove(self, request: HttpRequest) -> HttpResponse:
+        """Remove a recurring message that was made at run time."""
+        name = given(request, "name")
+
+        def change() -> None:
+            if not made.remove_recurring(name):
+                raise ConfigurationError(f"{name!r} was not made here.")
+
+        said = f"Removed recurring message {name}."
+        return self._change(request, name, Deed.REMOVE, said, change)
+
+    def _change(
+        self,
+        request: HttpRequest,
+        name: str,
+        deed: Deed,
+        said: str,
+        change: Callable[[], None],
+    ) -> HttpResponse:
+        insist(self._may_make(request))
+        using = router.db_for_write(Schedule)
+        rows = Schedule.objects.using(using).filter(
+            service=conf.get().SERVICE, name=name
+        )
+        try:
+            with audited(using):
+                before = rows.first()
+                change()
+                row = rows.first() or before or Schedule(name=name)
+                audit(request, row, deed, said)
+            messages.success(request, said)
+        except (TxmsgError, ValueError) as error:
+            messages.error(request, f"Nothing was changed: {error}")
+        return self.led_to_list(request)
+
+    @staticmethod
+    def _may_make(request: HttpRequest) -> bool:
+        return bool(request.user.has_perm("django_txmsg.make_schedule"))

@@ -38,7 +38,7 @@ from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
 from ..runtime.per_process import PerProcess
-from . import control_send, database_identity
+from . import control_message, database_identity
 from .control_connection import control_channel
 
 log = logging.getLogger("django_txmsg.control")
@@ -133,8 +133,8 @@ class Group:
         self._groups.offer(self)
 
     def _announce(self, opened_at: dt.datetime) -> None:
-        control_send.send(
-            control_send.control_message(
+        control_message.send(
+            control_message.compose(
                 self._groups.using,
                 self.id,
                 "group",

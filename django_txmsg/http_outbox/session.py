@@ -24,7 +24,7 @@ from ..envelope.message import check_headers, new_id
 from ..errors import BrokerError, SessionError, SwallowedDatabaseError
 from ..sending.scope import Block, Scope, current_scope, enter_scope
 from . import control_group
-from .control_send import announce
+from .control_message import announce
 
 log = logging.getLogger("django_txmsg.session")
 

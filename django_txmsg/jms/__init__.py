@@ -35,9 +35,8 @@ from .errors import (
     WindowFullError,
 )
 from .message import DeliveryMode, Message
-from .options import Options
+from .options import Options, Policy
 from .producer import MessageProducer
-from .restrictions import Policy
 from .session import Session
 
 __all__ = [

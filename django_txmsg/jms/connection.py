@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from . import completion, pool, restrictions
+from . import completion, pool
 from .closing import Closing
 from .completion import CompletionFuture, CompletionListener
 from .consumer import AckMode, MessageConsumer
@@ -140,8 +140,7 @@ class ContextProducer:
         if listener is None:
             self._listener = self._given = None
         else:
-            options = self._context.session.link.options
-            restrictions.check(options.in_atomic, options.on_event_loop)
+            self._context.session.link.options.check_asynchronous()
             self._listener, self._given = completion.as_listener(listener), listener
         return self
 

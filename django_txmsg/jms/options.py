@@ -7,9 +7,13 @@ the error suggests the most similar known option.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,9 +26,28 @@ from ..envelope.broker_url import (
 )
 from . import frames
 from .dialect import BY_NAME
-from .restrictions import Policy
+from .errors import IllegalStateError
+
+_IN_ATOMIC = (
+    "An asynchronous send inside transaction.atomic() reaches the broker even if the "
+    "transaction is rolled back. Use django_txmsg.send_message(), which stores the "
+    "message in the outbox with the transaction."
+)
+_ON_LOOP = (
+    "An asynchronous send on a running event loop blocks the loop while the window is "
+    "full. Send from a thread: await asyncio.to_thread(producer.submit, message)."
+)
 
 DEFAULT_PORTS = {"stomp": 61613, "stomp+ssl": 61614}
+
+
+class Policy(str, Enum):
+    """What to do with an asynchronous send inside ``transaction.atomic()`` or on an
+    event loop."""
+
+    ALLOW = "allow"
+    WARN = "warn"
+    FORBID = "forbid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +97,20 @@ class Options:
     key_password: str | None = field(default=None, repr=False)
     #: Created from the scheme and the three files; or pass your own.
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+
+    def check_asynchronous(self) -> None:
+        """Apply the policies to a send that has a listener or a future.
+
+        Inside ``transaction.atomic()``, use the outbox instead, because a rollback
+        cannot take back a message that a broker has stored. On an event loop, a send
+        blocks the loop while the window is full.
+
+        Raises ``IllegalStateError`` if a policy forbids the send.
+        """
+        if self.in_atomic is not Policy.ALLOW and _inside_atomic_block():
+            _apply(self.in_atomic, _IN_ATOMIC)
+        if self.on_event_loop is not Policy.ALLOW and _on_running_loop():
+            _apply(self.on_event_loop, _ON_LOOP)
 
     def connect_headers(self, host: str) -> dict[str, str]:
         """Return the headers of the CONNECT frame for this host."""
@@ -159,3 +196,27 @@ def _reader(annotation: str) -> Callable[[Any], Any]:
         "Policy": Policy,
     }
     return readers.get(annotation, lambda value: value)
+
+
+def _apply(policy: Policy, text: str) -> None:
+    if policy is Policy.FORBID:
+        raise IllegalStateError(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _inside_atomic_block() -> bool:
+    """Return whether a Django database connection of this thread is inside
+    ``atomic()``. Django is used only if the process has already imported it."""
+    database = sys.modules.get("django.db")
+    if database is None:
+        return False
+    opened = database.connections.all(initialized_only=True)
+    return any(connection.in_atomic_block for connection in opened)
+
+
+def _on_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

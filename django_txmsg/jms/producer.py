@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from . import completion, restrictions
+from . import completion
 from . import destination as destinations
 from .closing import Closing
 from .completion import CompletionFuture, CompletionListener
@@ -229,8 +229,7 @@ class MessageProducer(Closing):
         return seconds, seconds
 
     def _check_place(self) -> None:
-        options = self.session.link.options
-        restrictions.check(options.in_atomic, options.on_event_loop)
+        self.session.link.options.check_asynchronous()
 
     def _prepare(
         self,

@@ -1,5 +1,11 @@
 """The state that all connections of the scripted broker share: script, store, loop and
-settings."""
+settings.
+
+The store has the queues, subscriptions and messages, in memory. A queue keeps the order
+of its messages. The prefetch of a subscription limits its unacknowledged messages. If
+the subscription ends, its unacknowledged messages return to their old places in the
+queue, marked as redelivered. A topic consists of the queues of its subscriptions.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ import itertools
 import ssl
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +21,192 @@ from .frames import Frame
 from .loop import Loop
 from .profiles import Profile
 from .script import Script
-from .store import Store, StoredMessage
+
+_numbers = itertools.count(1)
+
+
+@dataclass(slots=True, eq=False)
+class StoredMessage:
+    """A message at the broker. ``number`` grows with each message that the broker
+    stores."""
+
+    destination: str
+    headers: dict[str, str]
+    body: bytes
+    redelivered: bool = False
+    #: How often it was delivered.
+    deliveries: int = 0
+    #: Epoch seconds after which it is not delivered any more.
+    expires_at: float | None = None
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the message survives a restart of the broker."""
+        return self.headers.get("persistent") == "true"
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.body.decode()
+
+
+class Subscription:
+    """The subscription of one client, with the deliveries that the client has not
+    acknowledged."""
+
+    def __init__(
+        self,
+        name: str,
+        queue: Queue,
+        ack: str,
+        prefetch: int | None,
+        deliver: Callable[[Subscription, str, StoredMessage], None],
+        *,
+        prefetch_in_bytes: bool = False,
+    ) -> None:
+        """``prefetch`` limits the unacknowledged messages. None means no limit.
+        ``deliver`` writes the MESSAGE frame."""
+        self.name = name
+        self.queue = queue
+        self.ack = ack
+        self.pending: dict[str, StoredMessage] = {}
+        self._deliver = deliver
+        self._prefetch = prefetch
+        self._in_bytes = prefetch_in_bytes
+
+    def has_room(self) -> bool:
+        """Return whether the prefetch allows another delivery."""
+        if self._prefetch is None or self.ack == "auto":
+            return True
+        pending = self.pending.values()
+        used = sum(len(m.body) for m in pending) if self._in_bytes else len(pending)
+        return used < self._prefetch
+
+    def give(self, message: StoredMessage) -> None:
+        """Deliver one message. The client must acknowledge the message unless the mode
+        is ``auto``."""
+        ack_id = f"{self.name}:{next(_numbers)}"
+        message.deliveries += 1
+        if self.ack != "auto":
+            self.pending[ack_id] = message
+        self._deliver(self, ack_id, message)
+
+    def start(self) -> None:
+        """Start to receive messages from the queue."""
+        self.queue.subscriptions.append(self)
+        self.queue.dispatch()
+
+    def stop(self) -> None:
+        """Stop receiving messages. Unacknowledged messages stay with this
+        subscription."""
+        if self in self.queue.subscriptions:
+            self.queue.subscriptions.remove(self)
+
+    def give_back(self) -> None:
+        """Put this subscription's unacknowledged messages back into the queue."""
+        unacknowledged = list(self.pending.values())
+        self.pending.clear()
+        self.queue.put_back(unacknowledged)
+
+    def settle(self, ack_id: str) -> StoredMessage:
+        """Remove an acknowledged message, and deliver further messages."""
+        message = self.pending.pop(ack_id)
+        self.queue.dispatch()
+        return message
+
+    def covered(self, ack_id: str) -> list[str]:
+        """Return the ids that an acknowledgement of this id covers. In ``client`` mode,
+        this includes all earlier ids."""
+        if ack_id not in self.pending:
+            return []
+        if self.ack != "client":
+            return [ack_id]
+        before = itertools.takewhile(lambda other: other != ack_id, self.pending)
+        return [*before, ack_id]
+
+
+class Queue:
+    """A queue: messages in order, and the subscriptions that receive them."""
+
+    def __init__(self, name: str, *, temporary: bool = False) -> None:
+        """Create an empty queue. A temporary queue belongs to a topic subscription that
+        is not durable."""
+        self.name = name
+        self.temporary = temporary
+        self.messages: deque[StoredMessage] = deque()
+        self.subscriptions: deque[Subscription] = deque()
+
+    def put(self, message: StoredMessage) -> None:
+        """Append a message, and deliver messages to subscriptions whose prefetch allows
+        it."""
+        self.messages.append(message)
+        self.dispatch()
+
+    def put_back(self, messages: list[StoredMessage]) -> None:
+        """Put unacknowledged messages back at their old places, marked as
+        redelivered."""
+        for message in messages:
+            message.redelivered = True
+        ordered = sorted([*messages, *self.messages], key=lambda m: m.number)
+        self.messages = deque(ordered)
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Deliver messages in turn to the subscriptions whose prefetch allows it."""
+        while self.messages:
+            taker = next((s for s in self.subscriptions if s.has_room()), None)
+            if taker is None:
+                return
+            self.subscriptions.remove(taker)
+            self.subscriptions.append(taker)
+            message = self.messages.popleft()
+            if message.expires_at is None or message.expires_at > time.time():
+                taker.give(message)
+
+
+class Store:
+    """All queues and topics of the broker, by destination."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.queues: dict[str, Queue] = {}
+        self._topics: dict[str, dict[str, Queue]] = {}
+
+    def queue(self, destination: str) -> Queue:
+        """Return the queue with this name. Create it on first use."""
+        return self.queues.setdefault(destination, Queue(destination))
+
+    def topic_queue(self, topic: str, subscription: str, *, durable: bool) -> Queue:
+        """Return the queue that holds a subscription's copies of a topic's messages."""
+        queues = self._topics.setdefault(topic, {})
+        if subscription not in queues:
+            queues[subscription] = Queue(subscription, temporary=not durable)
+        return queues[subscription]
+
+    def forget(self, topic: str, subscription: str) -> None:
+        """Delete a subscription of a topic, with its waiting messages."""
+        self._topics.get(topic, {}).pop(subscription, None)
+
+    def publish(self, message: StoredMessage) -> None:
+        """Copy a message to every subscription of the topic."""
+        for queue in list(self._topics.get(message.destination, {}).values()):
+            copy = StoredMessage(
+                message.destination, message.headers, message.body,
+                expires_at=message.expires_at,
+            )  # fmt: skip
+            queue.put(copy)
+
+    def lose_volatile(self) -> None:
+        """Drop all messages that are not persistent, and all subscriptions that are not
+        durable."""
+        for topic in self._topics.values():
+            for name in [n for n, queue in topic.items() if queue.temporary]:
+                del topic[name]
+        topics = [queue for topic in self._topics.values() for queue in topic.values()]
+        for queue in [*self.queues.values(), *topics]:
+            queue.messages = deque(m for m in queue.messages if m.persistent)
+
 
 # The frames that the scripted broker received, and how a test waits for them.
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .broker_state import StoredMessage, Subscription
 from .frames import Frame
 from .peer import Peer
 from .script import Held, Rule, Verb
-from .store import StoredMessage, Subscription
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,13 @@ import ssl
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
-from .broker_state import BrokerState, Split
+from .broker_state import BrokerState, Split, StoredMessage
 from .conversation import Conversation
 from .frames import VERSIONS, Frame
 from .loop import READ, Loop
 from .peer import Peer
 from .profiles import CLASSIC, PROFILES, Profile
 from .script import Rule
-from .store import StoredMessage
 
 
 class Listener:

@@ -17,9 +17,9 @@ from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
 from django_txmsg.runtime import database_health
 from django_txmsg.stages import Stage
+from django_txmsg.testing.broker_state import StoredMessage
 from django_txmsg.testing.profiles import RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
-from django_txmsg.testing.store import StoredMessage
 from tests import services
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import types as t
 from pyspark.testing import assertDataFrameEqual
 
-from django_txmsg.spark.transforms.normalise import whole_log
+from django_txmsg.spark.transforms import whole_log
 
 ROWS = t.StructType(
     [

@@ -96,7 +96,7 @@ TELLING = {
 }
 #: kombu's connection has a method of that name; the STOMP client knows no Django, and
 #: looks whether one is loaded.
-ELSEWHERE = {"brokers/celery.py", "jms/restrictions.py"}
+ELSEWHERE = {"brokers/celery.py", "jms/options.py"}
 
 
 def new(vendor: str) -> object:

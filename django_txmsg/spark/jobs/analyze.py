@@ -24,7 +24,7 @@ from ..runs import RUN, Run
 from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, TABLES, Table
 from ..spec import JobSpec
 from ..transforms import analyze as tables
-from ..transforms.normalise import timestamp
+from ..transforms import timestamp
 from .outcome import Outcome, job_session
 from .reading import WholeLog
 

@@ -15,7 +15,7 @@ from ..errors import EnvironmentFault
 from ..lakefile import LakeFile
 from ..laketable import LakeTable
 from ..tally import Line, Tally, tally_in
-from ..transforms.normalise import instant, micros
+from ..transforms import instant, micros
 from ..transforms.reconcile import OUTCOME
 
 #: Footers that are read at the same time: an object store is slow, but parallel.

@@ -16,7 +16,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
 from ..schemas import FLOW_RUNS, FLOW_UNDOS, struct_of
-from ..transforms.normalise import timestamp
+from ..transforms import timestamp
 from ..transforms.reconcile import VERDICT, Judgement
 from .journeys import Journeys
 from .reading import WholeLog

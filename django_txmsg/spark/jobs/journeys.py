@@ -38,6 +38,7 @@ from ..progress import Step, no_step
 from ..runs import Run
 from ..schemas import struct_of
 from ..tally import Tally
+from ..transforms import timestamp
 from ..transforms.journeys import (
     EXPECTED,
     JOURNEY,
@@ -51,7 +52,6 @@ from ..transforms.journeys import (
     merged,
     steps,
 )
-from ..transforms.normalise import timestamp
 from .counted import tallies
 from .listeners import Listener
 from .reading import WholeLog

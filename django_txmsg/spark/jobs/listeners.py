@@ -24,8 +24,8 @@ from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec, Subscription
 from ..tally import Line
+from ..transforms import EPOCH, MICROSECOND, instant, micros
 from ..transforms.journeys import EXPECTED
-from ..transforms.normalise import EPOCH, MICROSECOND, instant, micros
 from ..transforms.reconcile import places
 from .outcome import Outcome
 

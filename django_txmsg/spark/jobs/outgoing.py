@@ -33,7 +33,7 @@ from ..runs import Run, requested_ids
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema, struct_of
 from ..spec import JobSpec, SourceSpec, recordable
 from ..staging import Brought, Merged, Staging, ask_to_redeliver, attempt_key
-from ..transforms.normalise import whole_log, with_cancelled
+from ..transforms import whole_log, with_cancelled
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from ..transforms.reconcile import FINDINGS
 from .findings import found_in, judged_by

@@ -27,7 +27,7 @@ from ..schemas import TABLES, Table, arrow_schema
 from ..source.batch import Selection, id_ranges
 from ..source.snapshot import snapshot
 from ..spec import JobSpec, SourceSpec
-from ..transforms.normalise import whole_log, with_cancelled
+from ..transforms import whole_log, with_cancelled
 
 #: Most rows of a table that are read without tasks.
 FEW = 20_000

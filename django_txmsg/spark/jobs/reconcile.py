@@ -27,9 +27,9 @@ from ..noted import MOST, Noted
 from ..runs import Run
 from ..spec import JobSpec
 from ..tally import Line
+from ..transforms import MICROSECOND, timestamp
 from ..transforms import reconcile as judging
 from ..transforms.journeys import EXPECTED, is_topic
-from ..transforms.normalise import MICROSECOND, timestamp
 from ..transforms.reconcile import FINDINGS, LOST, STUCK, Judgement
 from .counted import as_outcome, received_by_all, usable
 from .findings import known_findings, standing_findings

@@ -14,8 +14,8 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
 from ..schemas import struct_of
+from . import timestamp
 from .journeys import due_at
-from .normalise import timestamp
 
 LATENCY = struct_of(
     "receiver string, stage string, destination string, hour timestamp, "

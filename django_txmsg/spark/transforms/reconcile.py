@@ -18,8 +18,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
 from ..schemas import struct_of
+from . import timestamp
 from .journeys import RESOLUTIONS, is_topic, merged
-from .normalise import timestamp
 
 #: What the steps say of each destination, and of each listener of a topic.
 PLACE = struct_of(

@@ -21,7 +21,7 @@ import pytest
 from django.db import connection
 
 from django_txmsg import wire
-from django_txmsg.http_outbox import control_message, control_send, database_identity
+from django_txmsg.http_outbox import control_message, database_identity
 from django_txmsg.models import DatabaseIdentity
 from tests.acceptance.crash_play import Manage
 from tests.faults import ManageProcess, wait_until
@@ -126,12 +126,12 @@ def test_each_database_gets_its_control_messages_though_the_other_takes_them_fir
 def test_a_control_message_names_its_database_and_an_old_one_does_not() -> None:
     identity = database_identity.current("default")
     assert str(connection.settings_dict["NAME"]) in identity
-    new = control_send.control_message(
+    new = control_message.compose(
         "default", uuid.uuid4(), "delay", database=identity
     ).outgoing()
     assert new.headers[control_message.DATABASE] == identity
     assert control_message.DATABASE in json.loads(new.headers[control_message.SIGNED])
-    old = control_send.control_message("default", uuid.uuid4(), "delay").outgoing()
+    old = control_message.compose("default", uuid.uuid4(), "delay").outgoing()
     assert control_message.DATABASE not in old.headers
     assert wire.MESSAGE_ID in old.headers
 
