@@ -22,9 +22,8 @@ from benchmarks.pipeline_ways import peak, turns
 from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
 from django_txmsg.spark.jobs.spark_process import SparkProcess
-from django_txmsg.spark.lake import Lake
+from django_txmsg.spark.lake import Lake, app_name
 from django_txmsg.spark.lakefile import LakeFile, directory_of
-from django_txmsg.spark.laketable import app_name
 from django_txmsg.spark.marks import Marks
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from .errors import Redeliver, Refuse
     from .http_outbox.session import outbox_session
     from .middleware import no_outbox
-    from .scheduling.made import make_recurring, remove_recurring
-    from .scheduling.timetable import every
+    from .scheduling.timetable import every, make_recurring, remove_recurring
     from .sending.destination import Destination
     from .sending.outbox import send_message, send_messages
     from .sending.pending import cancel_message, reschedule_message
@@ -56,11 +55,11 @@ __getattr__, __dir__ = lazy_names(
         "Refuse": ".errors",
         "cancel_message": ".sending.pending",
         "every": ".scheduling.timetable",
-        "make_recurring": ".scheduling.made",
+        "make_recurring": ".scheduling.timetable",
         "message_type": ".envelope.message_type",
         "no_outbox": ".middleware",
         "outbox_session": ".http_outbox.session",
-        "remove_recurring": ".scheduling.made",
+        "remove_recurring": ".scheduling.timetable",
         "reschedule_message": ".sending.pending",
         "send_message": ".sending.outbox",
         "send_messages": ".sending.outbox",

@@ -24,7 +24,7 @@ from ..errors import ConfigurationError, TxmsgError
 from ..models import Schedule, StageState
 from ..models.monitoring import Deed
 from ..monitoring import pausing, schedule, status
-from ..scheduling import made
+from ..scheduling import timetable
 from ..stages import all_stages
 from . import display
 from .audit import audit, audited
@@ -299,9 +299,11 @@ class ScheduleAdmin(PausableAdmin):
 
         def change() -> None:
             value = serializers.loads(body or "null")
-            made.make_recurring(name, expression, destination, value, tz=tz or None)
+            timetable.make_recurring(
+                name, expression, destination, value, tz=tz or None
+            )
 
-        said = made.said(name, expression, destination)
+        said = timetable.said_made(name, expression, destination)
         return self._change(request, name, Deed.MAKE, said, change)
 
     def remove(self, request: HttpRequest) -> HttpResponse:
@@ -309,7 +311,7 @@ class ScheduleAdmin(PausableAdmin):
         name = given(request, "name")
 
         def change() -> None:
-            if not made.remove_recurring(name):
+            if not timetable.remove_recurring(name):
                 raise ConfigurationError(f"{name!r} was not made here.")
 
         said = f"Removed recurring message {name}."

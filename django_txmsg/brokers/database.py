@@ -29,9 +29,9 @@ from .. import conf, wire
 from ..envelope.broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DeliveryLost, DispatchRejected
 from ..models import claiming
+from ..models.claiming import Share
 from ..models.queue import QueueMessage, QueueSubscription, due_in, queue_name
 from ..runtime import database_health, notifications
-from ..runtime.claimed_bytes import Share
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
 from ..runtime.notifications import notify

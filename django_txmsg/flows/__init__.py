@@ -74,7 +74,7 @@ __getattr__, __dir__ = lazy_names(
         "Dead": ".values",
         "Fail": ".values",
         "Flow": ".flow",
-        "FlowView": ".view",
+        "FlowView": ".asking",
         "Gather": ".values",
         "HandOver": ".values",
         "Later": ".values",

@@ -21,7 +21,7 @@ from ..models.monitoring import Deed
 from ..monitoring import pausing, schedule, status
 from ..monitoring.schedule import Timing
 from ..monitoring.waiting import capped
-from ..scheduling import made
+from ..scheduling import timetable
 from ..stages import all_stages
 from . import operator
 from .terminal import printable, read_age, require_tables
@@ -245,10 +245,10 @@ class Schedules(PausingCommand):
     def _make(self, options: dict[str, Any]) -> None:
         name, expression = options["name"], options["expression"]
         using = router.db_for_write(Schedule)
-        said = made.said(name, expression, options["destination"])
+        said = timetable.said_made(name, expression, options["destination"])
         try:
             with transaction.atomic(using=using):
-                made.make_recurring(
+                timetable.make_recurring(
                     name,
                     expression,
                     options["destination"],
@@ -263,7 +263,7 @@ class Schedules(PausingCommand):
     def _remove(self, name: str) -> None:
         using = router.db_for_write(Schedule)
         with transaction.atomic(using=using):
-            if not made.remove_recurring(name):
+            if not timetable.remove_recurring(name):
                 raise CommandError(f"No recurring message {name!r} was made here.")
             said = f"Removed recurring message {name}."
             operator.record(using, Deed.REMOVE, said)

@@ -17,9 +17,8 @@ from django.db import connections
 
 from .. import rules
 from ..rules.outbox import PENDING, PENDING_OTHERWISE
-from ..runtime.claimed_bytes import UNLIMITED
 from ..wire import format_instant
-from .claiming import bounds, claim_sql
+from .claiming import UNLIMITED, bounds, claim_sql
 from .fields import (
     SqlManager,
     began_sql,

@@ -11,9 +11,8 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from ..runtime.claimed_bytes import UNLIMITED, Room
 from . import claiming
-from .claiming import bounds, claim_sql
+from .claiming import UNLIMITED, Room, bounds, claim_sql
 from .fields import (
     Later,
     SqlManager,

@@ -11,7 +11,7 @@ from django.db import router
 from .. import conf
 from ..models import Schedule
 from ..models.fields import clock
-from ..scheduling import made
+from ..scheduling import timetable
 from ..scheduling.timetable import Recurring, recurring
 from .waiting import OVERDUE
 
@@ -60,7 +60,7 @@ def in_database(using: str, now: dt.datetime) -> list[Timing]:
     rows = {
         row.name: row for row in Schedule.objects.using(using).filter(service=service)
     }
-    own |= made.read(rows.values())
+    own |= timetable.read_made(rows.values())
     unknown = rows.keys() - declared.keys() if using == home else set()
     return [
         _timing(name, own.get(name), rows.get(name), now)

@@ -22,7 +22,7 @@ from ..errors import DuplicateMessage
 from ..models import Schedule
 from ..models.fields import clock
 from ..sending.outbox import send_message
-from . import made
+from . import timetable
 from .time_loop import TimeLoop
 from .timetable import Recurring, recurring
 
@@ -75,7 +75,7 @@ class Timekeeper(TimeLoop):
             Q(name__in=own) | Q(made__isnull=False), service=service
         )
         found = {row.name: row for row in rows}
-        own |= made.read(found.values())
+        own |= timetable.read_made(found.values())
         if not own:
             return LONGEST_WAIT
         now = self._now(using)  # read after the rows: not before their ticks

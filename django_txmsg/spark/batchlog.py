@@ -17,9 +17,8 @@ from typing import Any
 
 from .connection import connect_plain
 from .errors import EnvironmentFault
-from .lake import Lake, NoLake
+from .lake import CommitFailedError, Lake, NoLake, app_name
 from .lakefile import LakeFile
-from .laketable import CommitFailedError, app_name
 from .ledger import Ledger
 from .marks import Mark, Marks
 from .schemas import TABLES, Table

@@ -13,9 +13,8 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
-from .lake import Lake
+from .lake import Lake, LakeTable
 from .lakefile import FILE, DayFiles, LakeFile
-from .laketable import LakeTable
 from .schemas import arrow_schema, struct_of
 from .spec import LakeSpec
 from .storage import place_of

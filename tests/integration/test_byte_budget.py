@@ -20,7 +20,6 @@ from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.limits import Budget, Turn
 from django_txmsg.relaying.relay import Relay
-from django_txmsg.runtime import claimed_bytes
 from django_txmsg.sending.outbox import send_messages
 from tests.running import committing, ship, txmsg
 
@@ -130,7 +129,7 @@ def test_prefetch_is_limited_in_bytes() -> None:
 def sessions() -> Iterator[Callable[[], DatabaseSession]]:
     """Return a function that opens a session on one queue, as each thread of a stage
     does."""
-    claimed_bytes._claims.clear()  # sessions that another test has not closed
+    claiming._claims.clear()  # sessions that another test has not closed
     broker = DatabaseBroker("default", "database://?poll=0.01")
     with ExitStack() as stack:
 
@@ -183,7 +182,7 @@ def test_a_body_above_the_limit_is_claimed_although_there_are_always_others(
     one, other = first.receive(0), second.receive(0)
     assert one is not None
     assert other is not None
-    monkeypatch.setattr(claimed_bytes, "PATIENCE", 0.0)
+    monkeypatch.setattr(claiming, "PATIENCE", 0.0)
     second.ack([other])
     assert third.receive(0) is None
 

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 
 from ..errors import EnvironmentFault
+from ..lake import LakeTable
 from ..lakefile import LakeFile
-from ..laketable import LakeTable
 from ..tally import Line, Tally, tally_in
 from ..transforms import instant, micros
 from ..transforms.reconcile import OUTCOME

@@ -27,9 +27,8 @@ from ...rules import inbox
 from ..connection import Connection, connect_plain
 from ..engine import spread
 from ..errors import UsageError
-from ..lake import Lake, NoLake
+from ..lake import Lake, LakeTable, NoLake, touched
 from ..lakefile import FILE, LakeFile, rows_of
-from ..laketable import LakeTable, touched
 from ..ledger import Ledger
 from ..lock import erasure, keeping
 from ..runs import Run, erasing

@@ -31,8 +31,8 @@ from pyspark.storagelevel import StorageLevel
 
 from ..connection import connect_plain
 from ..errors import EnvironmentFault
+from ..lake import CommitFailedError, app_name
 from ..lakefile import LakeFile
-from ..laketable import CommitFailedError, app_name
 from ..lock import Taken, keeping
 from ..progress import Step, no_step
 from ..runs import Run

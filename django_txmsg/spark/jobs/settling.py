@@ -24,8 +24,8 @@ import pyarrow.compute as pc
 
 from ..batchlog import BatchLog
 from ..errors import VerificationRefused
+from ..lake import LakeTable
 from ..lakefile import DayFiles, LakeFile, rows_of
-from ..laketable import LakeTable
 from ..ledger import Ledger, Row, whose
 from ..rowhash import row_hashes
 from ..schemas import TABLES, Column, Table

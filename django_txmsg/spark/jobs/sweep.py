@@ -16,9 +16,8 @@ from pyspark.sql import types as t
 
 from ..connection import connect_plain
 from ..errors import EnvironmentFault, VerificationRefused, spoilt
-from ..lake import Lake
+from ..lake import CommitFailedError, Lake, LakeTable, touched
 from ..lakefile import LakeFile
-from ..laketable import CommitFailedError, LakeTable, touched
 from ..ledger import Ledger
 from ..lock import Taken, keeping
 from ..progress import Progress

@@ -21,9 +21,8 @@ from pyspark.sql import SparkSession
 
 from ..engine import spread
 from ..errors import SpoiltFile
-from ..lake import Lake
+from ..lake import Lake, LakeTable
 from ..lakefile import LakeFile, rows_of
-from ..laketable import LakeTable
 from ..runs import Run
 from ..schemas import TABLES, Table, arrow_schema, struct_of
 from ..spec import JobSpec, LakeSpec

@@ -23,9 +23,8 @@ from pyspark.sql.types import StructType
 
 from ..databases import Database, open_database
 from ..errors import UsageError
-from ..lake import Lake
+from ..lake import Lake, LakeTable
 from ..lakefile import LakeFile, rows_as
-from ..laketable import LakeTable
 from ..schemas import Table, arrow_schema
 from ..spec import LakeSpec, SourceSpec
 
