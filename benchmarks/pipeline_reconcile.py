@@ -21,12 +21,12 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks.pipeline_ways import peak, turns
 from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
-from django_txmsg.spark.jobs.spark_process import SparkProcess
 from django_txmsg.spark.lake import Lake, app_name
 from django_txmsg.spark.lakefile import LakeFile, directory_of
 from django_txmsg.spark.marks import Marks
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
+from django_txmsg.spark.session import SparkProcess
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 
 #: When the first message was sent, in microseconds: at noon, so that each day that is

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from django_txmsg.spark.jobs.spark_process import SparkProcess
+from django_txmsg.spark.session import SparkProcess
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.log import Log

@@ -9,15 +9,14 @@ from django.core.management import get_commands, load_command_class
 from django.core.management.base import BaseCommand
 
 from ... import __name__ as package
-from ..contracts import Command as Contracts
 from ..doctor import Command as Doctor
 from ..flows import Command as Flows
-from ..init import Command as Init
 from ..monitoring import Alerts as Alerts
 from ..monitoring import Alive as Alive
 from ..monitoring import Audit as Audit
 from ..pending import Bulk as Bulk
 from ..pending import Cancel, Reschedule, Stop
+from ..project import Contracts, Init
 from ..stages import Rate, Schedules, Stages
 from ..verb_parser import VerbParser
 from ._run import Command as Run

@@ -31,11 +31,11 @@ from ..lock import Archiving, Taken, following, storing
 from ..progress import Step, no_step
 from ..runs import Run, next_request, progressed, recorded
 from ..schemas import TABLES
+from ..session import SparkProcess
 from ..spec import JobSpec, hidden
 from ..transforms.reconcile import LOST, STUCK
 from .archive import ArchiveOptions, Archiver, ages, waiting
 from .outcome import Outcome, options_of
-from .spark_process import SparkProcess
 from .sweep import SweepOptions, run_sweep
 
 

@@ -1,20 +1,29 @@
-"""`manage.py txmsg init` prints what this project still has to add."""
+"""`manage.py txmsg init` prints what this project still has to add. `manage.py txmsg
+contracts export|check|bury` writes the project's contract, compares the contract with
+the code, and buries messages that a rolled-back release cannot read."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from django.apps import apps
 from django.conf import settings
-from django.core.management.base import BaseCommand
+from django.core.management.base import BaseCommand, CommandError
 from django.db import connections, router
 from django.urls import NoReverseMatch, reverse
 from django.utils.module_loading import module_has_submodule
 
+from .. import contracts
+from ..dead_letters.burial import bury_unread
 from ..django_internals import settings_of
+from ..errors import ConfigurationError
 from ..models import OutboxMessage
+from ..models.monitoring import Deed
+from . import operator
 
 MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
 
@@ -40,7 +49,7 @@ from django.urls import include, path
 urlpatterns += [path("txmsg/", include("django_txmsg.urls"))]"""
 
 
-class Command(BaseCommand):
+class Init(BaseCommand):
     """Print what to add to this project, and why."""
 
     help = "Prints what to add to this project, by its settings. Changes nothing."
@@ -146,3 +155,82 @@ def _is_yours(config: Any) -> bool:
 
 def _path(module: str | None) -> str:
     return f"{module.replace('.', '/')}.py" if module else "your settings"
+
+
+class Contracts(BaseCommand):
+    """Write the contract of this service, or report its breaking changes."""
+
+    help = "AsyncAPI 3.0 of what is sent and received; what a change of it breaks."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        export = actions.add_parser("export", help="Write the contract's file.")
+        check = actions.add_parser(
+            "check", help="Exit 1 if a change breaks a sender or receiver."
+        )
+        bury = actions.add_parser("bury", help="Bury messages that need newer code.")
+        bury.add_argument("--stage", default="", help="Of this stage alone.")
+        bury.add_argument("--database", metavar="ALIAS", default="default")
+        for action in (export, check):
+            action.add_argument(
+                "file",
+                nargs="?",
+                help='Default: TXMSG["CONTRACT"]; "-": standard output',
+            )
+        check.add_argument("--json", action="store_true")
+        check.add_argument(
+            "--database", metavar="ALIAS", nargs="?", const="default",
+            help="Also look for messages that wait for something removed.",
+        )  # fmt: skip
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            if options["action"] == "export":
+                self._export(options["file"])
+            elif options["action"] == "bury":
+                using, stage = options["database"], options["stage"]
+                # First: it is done in many transactions, each of which may be the last.
+                of = f"stage {stage}" if stage else "all stages"
+                said = f"Bury messages of {of} that need newer code."
+                operator.record(using, Deed.BURY, said, count=None)
+                buried = bury_unread(using, stage)
+                self.stdout.write(f"Buried {buried} messages that need newer code.")
+            else:
+                self._check(options)
+        except ConfigurationError as error:
+            raise CommandError(str(error)) from error
+
+    def _export(self, given: str | None) -> None:
+        file = contracts.path(None if given == "-" else given)
+        before = contracts.read(file) if file.exists() else {}
+        contract = contracts.build(before)
+        if given == "-":
+            self.stdout.write(contracts.text(contract), ending="")
+        elif contracts.write(file, contract):
+            self.stdout.write(f"Wrote {file}.")
+        else:
+            self.stdout.write(f"{file} matches the code.")
+
+    def _check(self, options: dict[str, Any]) -> None:
+        file = contracts.path(options["file"])
+        before = contracts.read(file)
+        now = contracts.build(before)
+        broken = contracts.breaking(before, now)
+        if options["database"]:
+            broken += contracts.waiting(before, now, options["database"])
+        if options["json"]:
+            changes = [one._asdict() for one in broken]
+            self.stdout.write(json.dumps({"breaking": changes}, indent=2))
+        else:
+            for one in broken:
+                self.stdout.write(self.style.ERROR(str(one)))
+            if not broken:
+                same = contracts.text(now) == contracts.text(before)
+                self.stdout.write(
+                    "The contract matches the code."
+                    if same
+                    else "The changes break nothing. Record them with: manage.py "
+                    "txmsg contracts export"
+                )
+        if broken:
+            sys.exit(1)
