@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from django.core.checks import CheckMessage, Error, Tags, register
 
 from .. import conf
-from . import celery, deployment, settings, stages
+from . import settings, stages
 from .databases import check_notifications, check_pools, check_runs
 
 TAG = "txmsg"
@@ -32,7 +32,7 @@ def check(**_: object) -> list[CheckMessage]:
             stages.check_contract,
             stages.check_schedule,
             check_pools,
-            celery.check,
+            settings.check_celery,
         ):
             found += look()
     return found
@@ -41,7 +41,7 @@ def check(**_: object) -> list[CheckMessage]:
 @register(TAG, deploy=True)
 def check_deployment(**_: object) -> list[CheckMessage]:
     """Return the settings that are unsafe in production: `manage.py check --deploy`."""
-    return [] if conf.problems() else deployment.check()
+    return [] if conf.problems() else settings.check_deployment()
 
 
 @register(Tags.database)

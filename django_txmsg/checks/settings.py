@@ -1,18 +1,26 @@
-"""Checks of the TXMSG setting: its values, its brokers, its functions."""
+"""Checks of settings: of TXMSG, its values, its brokers and its functions; of settings
+that are unsafe in production (`manage.py check --deploy`); and of settings of Celery
+with which a task can be lost or executed twice."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
 
 from django.apps import apps
 from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Warning
+from django.db import connections
 from django.utils.module_loading import import_string
 
 from .. import brokers, conf
+from ..django_internals import settings_of
+from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
-from .deployment import MIDDLEWARE
+from ..stages import all_stages
 
 _HOW_A_BROKER_LOOKS = (
     f"A URL looks like {', '.join(one.example for one in brokers.BUILT_IN)}; options "
@@ -28,6 +36,13 @@ PORTS = {
 }
 #: Errors after which no further check is possible.
 UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
+
+MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
+#: Well-known credentials.
+GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manager"})
+
+#: Transports that keep messages in the memory of one process.
+_NOWHERE = ("memory", "memory+socket")
 
 
 def check() -> list[CheckMessage]:
@@ -185,3 +200,211 @@ def _is_ours(path: str) -> bool:
     except ImportError:
         return False  # Django says so at the first request
     return MIDDLEWARE in {f"{one.__module__}.{one.__qualname__}" for one in bases}
+
+
+def check_deployment() -> list[CheckMessage]:
+    """Return the risks in the settings of brokers, names and databases."""
+    found: list[CheckMessage] = []
+    for alias, entry in conf.get().BROKERS.items():
+        broker = brokers.find_broker(alias)
+        if broker is not None:  # or another check says why not
+            found += _exposed(broker, entry.get("URL", ""))
+    for look in (_default_service, _deferred_sqlite, _no_receiver, _for_tests, _twice):
+        found += look()
+    return found
+
+
+def _exposed(broker: brokers.Broker, url: str) -> Iterator[CheckMessage]:
+    where = f'TXMSG["BROKERS"]["{broker.alias}"]'
+    try:
+        credentials, _, hosts = split_url(url).netloc.rpartition("@")
+    except ValueError:
+        return  # a custom broker's URL, which only it can read
+    user, _, password = credentials.partition(":")
+    safe = broker.tls_scheme
+    if safe and not all(map(_local, hosts.split(","))):
+        yield Warning(
+            f"{where} sends messages and its password over the network in the clear.",
+            hint=f"Use a URL with {safe}://, and ca= for your own certificate "
+            "authority.",
+            id="txmsg.W101",
+        )
+    if (password or user).lower() in GUESSED or password == user != "":
+        yield Warning(
+            f"{where} logs in as {user!r} with a password that is easy to guess.",
+            hint="Make a user for this service on the broker, with a password.",
+            id="txmsg.W102",
+        )
+
+
+def _default_service() -> Iterator[CheckMessage]:
+    if conf.get().SERVICE == conf.Settings().SERVICE:
+        yield Warning(
+            'TXMSG["SERVICE"] is not set: two services of the same name on one broker '
+            "take each other's control messages.",
+            hint='Set TXMSG["SERVICE"] to this service\'s own name.',
+            id="txmsg.W103",
+        )
+
+
+def _deferred_sqlite() -> Iterator[CheckMessage]:
+    for alias in connections:
+        connection: Any = connections[alias]
+        if connection.vendor != "sqlite":
+            continue
+        mode = settings_of(connection).get("OPTIONS", {}).get("transaction_mode")
+        if str(mode).upper() not in ("IMMEDIATE", "EXCLUSIVE"):
+            yield Warning(
+                f"SQLite database {alias!r} begins transactions without a lock: with "
+                f'several processes, one that reads first can fail with "database is '
+                f'locked" when it writes.',
+                hint='Set OPTIONS = {"transaction_mode": "IMMEDIATE", "timeout": 20}.',
+                id="txmsg.W104",
+            )
+
+
+def _for_tests() -> Iterator[CheckMessage]:
+    if conf.get().DISPATCH_ON_COMMIT == "inline":
+        yield Warning(
+            'TXMSG["DISPATCH_ON_COMMIT"] is "inline": each request waits for the '
+            "broker, and for its time-outs while the broker is down.",
+            hint='Leave it out ("thread"), or set "off" and let the relay send.',
+            id="txmsg.W106",
+        )
+    if not conf.get().REQUIRE_ATOMIC:
+        yield Warning(
+            'TXMSG["REQUIRE_ATOMIC"] is False: a message that is stored outside a '
+            "transaction is sent even if the work around it fails.",
+            hint="Leave it out, and send inside transaction.atomic(), a request or a "
+            "stage.",
+            id="txmsg.W107",
+        )
+
+
+def _twice() -> Iterator[CheckMessage]:
+    if list(django_settings.MIDDLEWARE).count(MIDDLEWARE) > 1:
+        yield Warning(
+            f"{MIDDLEWARE!r} is in MIDDLEWARE more than once: each request would open "
+            f"a session inside another one.",
+            hint="Keep the last one.",
+            id="txmsg.W108",
+        )
+
+
+def _no_receiver() -> Iterator[CheckMessage]:
+    sends = conf.get().HTTP.CONTROL_MESSAGE != "off"
+    if sends and MIDDLEWARE in django_settings.MIDDLEWARE and not all_stages():
+        yield Warning(
+            "Requests send control messages to this service, which has no stage and so "
+            "perhaps no `manage.py consume` to receive them: they would pile up on the "
+            "broker, each for a day.",
+            hint='Run `manage.py txmsg run`, or set TXMSG["HTTP"]'
+            '["CONTROL_MESSAGE"] = "off": then the relay alone stands in for a web '
+            "process that dies.",
+            id="txmsg.W105",
+        )
+
+
+def _local(host: str) -> bool:
+    name = urlsplit(f"//{host}").hostname or ""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def check_celery() -> Iterator[CheckMessage]:
+    """Check each app that a celery:// URL names."""
+    celerys = brokers.of_kind("celery")
+    for alias, broker in celerys.items():
+        where, app = f'TXMSG["BROKERS"]["{alias}"]', broker.app
+        for message, hint in (*_lossy(app), *_once(app)):
+            yield Error(f"{where}: {message}", hint=hint, id="txmsg.E020")
+        yield from _plain(where, app)
+    yield from _consumed(celerys)
+
+
+def _lossy(app: Any) -> Iterator[tuple[str, str]]:
+    settings = app.conf
+    backend = str(settings.result_backend or "")
+    if backend.startswith(("rpc", "amqp")):
+        yield (
+            f"the result backend {backend.partition('://')[0]}:// sends results to "
+            "the process that sent the task, and that is the relay.",
+            "Use a backend that stores results, such as Redis or a database, or none.",
+        )
+    if settings.task_protocol != 2:
+        yield (
+            f"task_protocol is {settings.task_protocol}, but messages are stored in "
+            f"the form of protocol 2.",
+            "Leave task_protocol at 2.",
+        )
+    transport = str(settings.broker_url or "").partition("://")[0]
+    if transport in _NOWHERE and not settings.task_always_eager:
+        yield (
+            f"the transport {transport}:// keeps tasks in the memory of one process.",
+            "Set broker_url to a broker that the workers share.",
+        )
+    if settings.task_default_delivery_mode in ("transient", 1):
+        yield (
+            "task_default_delivery_mode is transient: the broker forgets tasks when it "
+            "is restarted, after the relay has its confirm for them.",
+            'Leave task_default_delivery_mode at "persistent".',
+        )
+
+
+def _once(app: Any) -> Iterator[tuple[str, str]]:
+    from ..celery import OnceTask
+
+    # Tasks found by autodiscovery log the same in their worker.
+    for _, task in sorted(app.tasks.items()):
+        if isinstance(task, OnceTask):
+            for careless in task.careless():
+                yield careless, "Leave it to OnceTask."
+
+
+def _plain(where: str, app: Any) -> Iterator[CheckMessage]:
+    from ..celery import Celery, TransactionalTask
+
+    lossy = [
+        name
+        for name, task in sorted(app.tasks.items())
+        if hasattr(task, "delay_on_commit") and not isinstance(task, TransactionalTask)
+    ]
+    if isinstance(app, Celery) and lossy:
+        yield Warning(
+            f"{where}: delay_on_commit() of {', '.join(lossy[:5])} is Celery's own, "
+            f"and loses the task if the process dies right after its commit.",
+            hint="Give the task, or its class, django_txmsg.celery.TransactionalTask "
+            "as its base.",
+            id="txmsg.W020",
+        )
+    if not isinstance(app, Celery) and not issubclass(app.Task, TransactionalTask):
+        yield Warning(
+            f"{where}: the app is a plain Celery app, and so are its tasks: a call "
+            f"inside a transaction goes to the broker at once, not through the outbox.",
+            hint="Write `from django_txmsg.celery import Celery`, or give the app "
+            'task_cls="django_txmsg.celery:TransactionalTask".',
+            id="txmsg.W020",
+        )
+
+
+def _consumed(celerys: Collection[str]) -> Iterator[CheckMessage]:
+    for stage in all_stages():
+        if stage.broker in celerys:
+            yield Error(
+                f"Stage {stage.name!r} consumes from the broker {stage.broker!r}, "
+                f"whose messages are tasks for Celery's workers.",
+                hint="Give the stage another broker, or make it a Celery task.",
+                id="txmsg.E021",
+            )
+    if "default" in celerys:
+        yield Error(
+            'TXMSG["BROKERS"]["default"] is a Celery app\'s broker, which carries '
+            "tasks only: messages and control messages have nowhere to go.",
+            hint='Name it "celery", and leave "default" at database:// if there is no '
+            "other broker.",
+            id="txmsg.E021",
+        )
