@@ -13,10 +13,9 @@ from ..lazy_names import lazy_names
 if TYPE_CHECKING:
     from ..errors import AlreadyResumed, AlreadyRunning
     from ..sending.answering import Dead
-    from .asking import FlowView, aask, ask, start
-    from .batching import batch
     from .flow import Flow, signal, step
     from .sending import cancel, resume
+    from .starting import FlowView, aask, ask, batch, start
     from .values import (
         Answers,
         Ask,
@@ -74,7 +73,7 @@ __getattr__, __dir__ = lazy_names(
         "Dead": ".values",
         "Fail": ".values",
         "Flow": ".flow",
-        "FlowView": ".asking",
+        "FlowView": ".starting",
         "Gather": ".values",
         "HandOver": ".values",
         "Later": ".values",
@@ -83,13 +82,13 @@ __getattr__, __dir__ = lazy_names(
         "Sleep": ".values",
         "TimedOut": ".values",
         "Wait": ".values",
-        "aask": ".asking",
-        "ask": ".asking",
-        "batch": ".batching",
+        "aask": ".starting",
+        "ask": ".starting",
+        "batch": ".starting",
         "cancel": ".sending",
         "resume": ".sending",
         "signal": ".flow",
-        "start": ".asking",
+        "start": ".starting",
         "step": ".flow",
     },
 )
