@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from . import completion, pool
+from . import completion
 from .closing import Closing
 from .completion import CompletionFuture, CompletionListener
 from .consumer import AckMode, MessageConsumer
@@ -306,4 +306,6 @@ def _abandon_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
-pool.drain_at_exit(lambda: [connection.wait_for_sends for connection in list(_open)])
+completion.drain_at_exit(
+    lambda: [connection.wait_for_sends for connection in list(_open)]
+)

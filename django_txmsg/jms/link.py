@@ -20,6 +20,7 @@ from weakref import WeakMethod
 
 from . import frames
 from .closing import Whole
+from .completion import CompletionPool
 from .dialect import BY_NAME, recognize
 from .errors import (
     ConnectionFailedError,
@@ -29,7 +30,6 @@ from .errors import (
 )
 from .ledger import Ledger, Owner, Pending
 from .options import Options
-from .pool import CompletionPool
 from .transport import Transport
 from .writer import Writer
 

@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from . import completion, pool
+from . import completion
 from .completion import CompletionListener
 from .errors import WindowFullError
 from .ledger import ACKED, CANCELLED, QUEUED, Pending
@@ -341,7 +341,7 @@ class Sends(Window):
 
     def _wait(self, number: int, seconds: float) -> int:
         give_up = time.monotonic() + seconds
-        with pool.waiting():
+        with completion.waiting():
             self._awaited.append(number)
             try:
                 while self.finished < number:

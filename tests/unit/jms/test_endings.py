@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from django_txmsg import jms
+from django_txmsg.jms.completion import CompletionPool
 from django_txmsg.jms.ledger import Pending
-from django_txmsg.jms.pool import CompletionPool
 from django_txmsg.testing import ScriptedBroker
 from tests.faults import wait_until
 
@@ -205,7 +205,7 @@ def test_callbacks_run_as_soon_as_there_are_threads_again(
 
 
 def test_a_pool_whose_tasks_wait_for_each_other_has_a_thread_for_each() -> None:
-    from django_txmsg.jms.pool import waiting
+    from django_txmsg.jms.completion import waiting
 
     pool, done = CompletionPool(max_workers=1), threading.Event()
     ended: list[bool] = []

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from django_txmsg import jms
-from django_txmsg.jms import pool
+from django_txmsg.jms import completion
 from django_txmsg.testing import ScriptedBroker
 from tests.faults import wait_until
 
@@ -128,8 +128,8 @@ PROGRAM = """
 import logging, sys
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 from django_txmsg import jms
-from django_txmsg.jms import pool
-pool.EXIT_BUDGET = 0.3
+from django_txmsg.jms import completion
+completion.EXIT_BUDGET = 0.3
 connection = jms.ConnectionFactory(sys.argv[1]).create_connection()
 producer = connection.create_session().create_producer("orders.place")
 producer.send_async(jms.Message("x"), (lambda m: print("told", flush=True), print))
@@ -183,7 +183,7 @@ def test_close_tells_the_callbacks_itself_when_no_thread_can_be_started_any_more
 
 
 def test_pool_threads_leave_when_they_are_idle() -> None:
-    own = pool.CompletionPool(idle_seconds=0.05)
+    own = completion.CompletionPool(idle_seconds=0.05)
     ran: list[threading.Thread] = []
 
     own.submit(lambda: ran.append(threading.current_thread()))
