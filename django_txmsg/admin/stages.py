@@ -275,6 +275,7 @@ class ScheduleAdmin(PausableAdmin):
     kind, noun = "schedule", "recurring message"
     title = "Recurring messages"
     change_list_template = "admin/django_txmsg/schedule.html"
+    exclude = ("made",)  # it contains a body
     change = staticmethod(pausing.set_recurring)
     database = staticmethod(schedule.database_of)
 

@@ -85,6 +85,17 @@ def test_body_of_many_nested_arrays_is_refused(admin_client: Client) -> None:
 
 
 @pytest.mark.django_db
+def test_row_of_a_made_message_shows_no_body(operator: Client) -> None:
+    told("make", "made", "0 1 * * *", "reports.made", "--body", '"s3cr3t"')
+    row = Schedule.objects.get(name="made")
+
+    page = operator.get(f"{URL}{row.pk}/change/").content.decode()
+
+    assert "made" in page
+    assert "s3cr3t" not in page
+
+
+@pytest.mark.django_db
 def test_the_page_is_not_offered_where_nothing_recurs(operator: Client) -> None:
     assert "Recurring</a>" in operator.get(OVERVIEW).content.decode()
     forget("reports.nightly")
