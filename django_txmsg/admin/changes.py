@@ -50,8 +50,9 @@ WIDTH = 960
 
 @dataclass
 class Change:
-    """One change. `who` is the operator, the service of a version, or the stage of an
-    error."""
+    """One change. `who` depends on the kind of the change: the operator of an action,
+    the service that has a new version, or the stage or relay at which a message
+    died."""
 
     at: dt.datetime
     kind: str
@@ -81,8 +82,9 @@ def read(using: str, kinds: Collection[str]) -> list[Change]:
 
 
 def explain(changes: Collection[Change]) -> None:
-    """For each error that began within an hour after a version of the code, set `after`
-    to a text that names the version."""
+    """Find the errors that began within an hour after a version of the code was
+    started. Set `after` of each such error to a text that names the latest of these
+    versions."""
     versions = [one for one in changes if one.kind == VERSION]
     for error in changes:
         gaps = [(error.at - one.at, one.what) for one in versions]

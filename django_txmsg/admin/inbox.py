@@ -22,8 +22,8 @@ from .filters import AgeFilter, BetweenFilter, PlaceFilter, StateFilter, filter_
 
 
 def is_overdue(due: Rule = inbox.DUE) -> Holds:
-    """Return the condition that a row is overdue. A row is overdue if the rule `due`
-    was already true two minutes ago."""
+    """Return a condition that is true for an overdue row. A row is overdue if the rule
+    `due` was already true two minutes ago."""
     return Holds(due, now=Later(-OVERDUE.total_seconds()))
 
 

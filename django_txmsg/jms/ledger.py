@@ -185,15 +185,16 @@ class Ledger:
         An ERROR with a receipt id rejects the frame that asked for this receipt. An
         ERROR with an unknown receipt id is ignored.
 
-        With ``names_receipts``, an ERROR has no id only if the rejected frame asked for
-        no receipt. It is unknown which of these frames was rejected, so every
-        transaction that may have written the frame fails.
+        Pass ``names_receipts`` if the broker omits the receipt id only when the
+        rejected frame asked for no receipt. An ERROR without an id then does not show
+        which of the frames without a receipt was rejected. So every transaction that
+        may have sent the rejected frame fails.
 
-        Without ``names_receipts``, the broker may leave out the id for any frame. If
-        only one frame is unanswered, the ERROR rejects this frame. If all unanswered
-        frames belong to one transaction, the ERROR makes this transaction fail.
-        Otherwise it is unknown which frame was rejected. Pass ``blames=False`` if the
-        ERROR is not about a frame.
+        Without ``names_receipts``, the broker may omit the id for any frame. If only
+        one frame is unanswered, the ERROR rejects this frame. If all unanswered frames
+        belong to one transaction, the ERROR makes this transaction fail. Otherwise it
+        is unknown which frame was rejected. Pass ``blames=False`` if the ERROR is not
+        about a frame.
         """
         if receipt:
             entry = self.open.get(receipt.encode())

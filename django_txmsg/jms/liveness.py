@@ -1,4 +1,4 @@
-"""Whether a connection still works, and to which kind of broker.
+"""Tells whether a connection still works, and which kind of broker it is connected to.
 
 Hops 4 and 6 of a message. A connection that has lost its link never works again. The
 connection then notifies its failure listeners, and the application opens a new
@@ -21,8 +21,9 @@ FailureListener = Callable[[MessagingError], object]
 
 
 class Liveness(Closing):
-    """The part of a connection that its sessions use: its link, its failure and its
-    end."""
+    """The base class of a connection. It owns the link to the broker, and knows whether
+    the connection has failed or was closed. A session uses only this part of its
+    connection."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
         """Connect. Raises ``ConnectionFailedError`` or ``OSError`` within the

@@ -125,8 +125,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         self._socket = connected
 
     def _connect(self, give_up: float) -> socket.socket:
-        """Connect to the first IP address of the host that answers. ``give_up`` is the
-        common deadline for all addresses."""
+        """Try the host's IP addresses in turn, and connect to the first address that
+        answers. Return the connected socket. All attempts share the deadline
+        ``give_up``."""
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(
             *self.address, type=socket.SOCK_STREAM

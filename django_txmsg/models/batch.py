@@ -147,12 +147,14 @@ class Batch(models.Model):
         return branch.values_list("request_id", flat=True).get() if written else None
 
     def may_have_ended(self) -> bool:
-        """Return whether the batch will have ended once every transaction that is now
-        writing an answer has committed.
+        """Return whether the batch has ended, or will end when the transactions that
+        are now writing answers commit.
 
-        A row that another transaction has locked counts as answered, because that
-        transaction either writes the answer or makes this check itself. So at least the
-        last transaction to make the check sees all branches as answered.
+        On PostgreSQL, a branch counts as answered if another transaction has locked its
+        row. That transaction is writing the branch's answer, or is making this check
+        too. So if two transactions write the last answers at the same time, the later
+        check returns True. A check may also return True too early, so the caller must
+        confirm this result with `has_ended()` in a later transaction.
         """
         failed = self.enough < self.total and self.rows().filter(_FAILED).count()
         spare = max(self.total - failed - self.enough, 0)

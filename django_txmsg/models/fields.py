@@ -133,12 +133,12 @@ def text_sql(connection: Any, column: str) -> str:
 
 
 def no_wait_sql(connection: Any) -> tuple[str, str]:
-    """Return a CTE and a condition. The commit of a statement that contains them does
-    not wait for the disk. Inside a transaction, and on SQLite, the CTE is empty and the
+    """Return a CTE and a condition. If a statement contains both, its commit does not
+    wait for the disk. Inside a transaction, and on SQLite, the CTE is empty and the
     condition is true.
 
-    A crash of the server may lose a change that was made this way. Use this only for
-    changes whose loss causes at most a repetition, and never loses a message.
+    A crash of the server may lose a change that was made this way. Use this only for a
+    change that can be lost without losing a message. At worst, work may be repeated.
     """
     if connection.vendor != "postgresql" or in_block(connection):
         return "", "TRUE"
@@ -158,8 +158,8 @@ def ids_sql(
     column: str,
     ids: Collection[int] | Collection[str] | Collection[uuid.UUID],
 ) -> tuple[str, list[Any]]:
-    """Return the condition that `column` is one of `ids`, and the condition's
-    parameters."""
+    """Return an SQL condition and its parameters. The condition is true if `column` is
+    one of `ids`."""
     if connection.vendor == "postgresql":
         return f"{column} = ANY(%s)", [list(ids)]
     condition = f"{column} IN (SELECT value FROM json_each(%s))"  # noqa: S608 - a column of ours

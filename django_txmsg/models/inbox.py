@@ -196,10 +196,11 @@ class InboxManager(SqlManager):
             return record, bool(cursor.rowcount)
 
     def recorded(self, stage: str, message: Message, mark: str) -> InboxRecord | None:
-        """Return the record that `record_and_begin()` committed before it failed, or
-        None if it committed nothing. Pass the same `mark` to both: the first
-        transaction stores `mark` in a session setting, which keeps that value only if
-        the transaction commits."""
+        """Find out whether `record_and_begin()` committed the record of a message
+        before it failed. Return the record, or None if nothing was committed. Pass the
+        same `mark` as to `record_and_begin()`: the transaction that stores the record
+        also stores the mark in a session setting. If this transaction is rolled back,
+        so is the setting."""
         return self._find(
             f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
             [message.id, stage, mark],
@@ -563,9 +564,9 @@ def read_record(row: Sequence[Any]) -> InboxRecord:
 
 
 def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
-    """Return the condition that this code can read a row, and the condition's
-    parameters. `reads` lists the types and versions that the code reads. If `reads` is
-    None, the code reads every message and the condition is empty."""
+    """Return an SQL condition and its parameters. The condition is true if this code
+    can read a row. `reads` lists the types and versions that the code reads. If `reads`
+    is None, the code reads every message and the condition is empty."""
     if reads is None:
         return "", []
     one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"

@@ -79,9 +79,10 @@ class Turn:
 
 
 def passed_sql(message: str, stage: str, *, skips: bool) -> str:
-    """Return the condition that the followers of a message at a stage need not wait for
-    the message any more. `message` is SQL for the message's id. `stage` is SQL for the
-    stage's name, which appears in the condition only once."""
+    """Return an SQL condition for one message at one stage. It is true if the message's
+    followers need not wait for the message any more at this stage. `message` is SQL for
+    the message's id. `stage` is SQL for the stage's name, which appears in the
+    condition only once."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
         f" AND p.stage = {stage} AND {passes_sql(skips=skips)})"
@@ -89,8 +90,8 @@ def passed_sql(message: str, stage: str, *, skips: bool) -> str:
 
 
 def passes_sql(*, skips: bool) -> str:
-    """Return the condition that the followers of the message in the inbox row `p` need
-    not wait for it any more."""
+    """Return an SQL condition. It is true if the followers of the message in the inbox
+    row `p` need not wait for that message any more."""
     return (
         "CASE WHEN p.processed_at IS NOT NULL THEN TRUE"
         f" WHEN p.dead_at IS NULL THEN FALSE ELSE {_dead_sql(skips)} END"
@@ -113,7 +114,8 @@ def size_sql(connection: Any) -> str:
 
 
 def behind_sql(row: str) -> str:
-    """Return the condition that the predecessor of a row is itself waiting."""
+    """Return an SQL condition. It is true if the predecessor of a row is itself
+    waiting."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} w WHERE w.message_id = {row}.waits_for"  # noqa: S608 - constants only
         f" AND w.stage = {row}.stage AND {waits_sql('w')})"
@@ -170,7 +172,8 @@ def turn_sql(
 
 
 def _dead_sql(skips: bool) -> str:
-    """Return the condition that the dead message `p` does not block its followers."""
+    """Return an SQL condition. It is true if the dead message `p` does not block its
+    followers."""
     if skips:
         return "TRUE"
     held = _HOLDS.format(letter="l", message="p")
@@ -202,8 +205,8 @@ _REPLACED = f"""
 def held_sql(
     model: type[models.Model], connection: Any, token: uuid.UUID | None
 ) -> tuple[str, list[Any]]:
-    """Return the condition that a parked message is still claimed under `token`, and
-    the condition's parameters. The condition is empty for a message from the broker,
+    """Return an SQL condition and its parameters. The condition is true if a parked
+    message is still claimed under `token`. It is empty for a message from the broker,
     which has no token."""
     if token is None:
         return "", []
@@ -227,8 +230,8 @@ class OrderManager(SqlManager):
     def let_go_by(
         self, predecessors: Collection[uuid.UUID], turn: Turn
     ) -> set[uuid.UUID]:
-        """Return those of the `predecessors` for which no follower needs to wait any
-        more at the stage of `turn`."""
+        """Return the `predecessors` that no longer block their followers at the stage
+        of `turn`."""
         if not predecessors:
             return set()
         connection = connections[self.db]

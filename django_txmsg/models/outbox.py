@@ -84,9 +84,14 @@ class PendingManager(SqlManager):
         needs its key in any of these cases:
 
         - The message has expired.
-        - The row holds the key until the message is processed, and the message was
-          processed or buried here, or is the `cause` that this transaction processes.
-        - The message was sent so long ago that the inbox may have deleted its record.
+        - The message was dispatched so long ago that the inbox may have deleted its
+          record.
+        - The row was to keep its key until the message is processed, and that has
+          happened. The message was processed or buried here, or this transaction is
+          processing it (`cause`).
+
+        In the first two cases, a row that keeps its key until the message is processed
+        still needs the key while the message waits in the inbox.
         """
         connection, table = connections[self.db], self._table
         inbox_table = InboxMessage._meta.db_table

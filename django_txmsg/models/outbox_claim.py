@@ -90,7 +90,8 @@ class ClaimingManager(SqlManager):
           claim. If the first row alone is larger than `max_bytes`, it is claimed only
           if `larger` is set.
         - `services` selects the rows that these services stored, and the rows of
-          releases that did not record the service. None selects all rows.
+          releases that did not record the service. If `services` is None, the rows of
+          all services are selected.
         - `ids`, `session_id` and the destination `only` narrow the selection.
         - `but` excludes destinations, and rows that must follow an excluded row.
         - `floor` excludes rows that were due before this time, so that a busy relay
@@ -303,8 +304,8 @@ _by_id = itemgetter(0)
 
 
 def _ours_sql(services: Sequence[str] | None) -> tuple[str, list[str]]:
-    """Return the condition that one of the services stored a row `{0}`, and the
-    condition's parameters."""
+    """Return an SQL condition and its parameters. The condition is true if one of the
+    services stored the row `{0}`."""
     if services is None:
         return "TRUE", []
     stored_by = ["", *services]
@@ -312,9 +313,9 @@ def _ours_sql(services: Sequence[str] | None) -> tuple[str, list[str]]:
 
 
 def _leads_sql(table: str, row: str, ours: str, stays: str) -> str:
-    """Return the condition that a row may be sent: the row has no key, or no other row
-    must be sent before it. An earlier pending row `e` of the same key must be sent
-    before it if `e` meets the condition `stays`."""
+    """Return the SQL condition under which a row may be sent: the row has no key, or it
+    does not have to wait for another row. It has to wait for every earlier pending row
+    `e` of the same key that meets the condition `stays`."""
     return f"""
         ({row}.key = '' OR NOT EXISTS (
             SELECT 1 FROM {table} e

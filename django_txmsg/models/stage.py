@@ -224,9 +224,10 @@ class RateLineManager(SqlManager):
         waiting.update(due_at=Now(), slot=None, key="")
 
     def move_overdue(self, stage: str, key: str) -> None:
-        """Reschedule parked messages of a line whose rows are due although their slots
-        are not due. Such messages exist after the slots of the line have become later.
-        Changes at most MOVED messages."""
+        """Set the due times of a line's parked messages to the times of their slots
+        again. Only messages that are due now are changed, at most MOVED of them. A
+        message can be due before its slot if the line's slots moved to later times
+        after the message was parked."""
         connection = connections[self.db]
         table, now = InboxMessage._meta.db_table, began_sql(connection)
         with connection.cursor() as cursor:

@@ -20,8 +20,8 @@ def silent_after(heartbeat: float) -> dt.timedelta:
 
 
 def living() -> Q:
-    """Return the condition that a worker is alive, according to the database's
-    clock."""
+    """Return a condition that is true for a worker that is alive, according to the
+    database's clock."""
     until = ExpressionWrapper(
         F("heartbeat_at") + F("silent_after"), output_field=DateTimeField()
     )

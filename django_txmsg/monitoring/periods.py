@@ -69,8 +69,9 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
 def _not_remembered(
     using: str, since: dt.datetime, now: dt.datetime
 ) -> Counter[tuple[dt.datetime, str]]:
-    """Count the rows of the periods from `since` on, which have no stored counts. Cache
-    the counts of finished periods in this process."""
+    """Count the messages of all periods that begin at or after `since`, and return the
+    counts by period and series. (The counts of earlier periods are stored in the
+    database.) The counts of finished periods are cached in this process."""
     known: Counter[tuple[dt.datetime, str]] = Counter()
     begin, end, counts = _unstored.get(using, (now, now, known))
     if begin <= since < end:
@@ -93,8 +94,8 @@ def forget() -> None:
 
 
 def remember(using: str, now: dt.datetime) -> None:
-    """Count the rows of finished periods of the last 24 hours that have no
-    `PeriodCount` row yet, and store these counts."""
+    """Find the finished periods of the last 24 hours that have no `PeriodCount` rows
+    yet. Count the messages of each such period, and store the counts."""
     _, start = _remembered(using, _first_hour(now))
     if start + PERIOD + GRACE > now:
         return

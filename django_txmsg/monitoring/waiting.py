@@ -195,8 +195,8 @@ def places_sql(
 
 
 def array_sql(connection: Any, *values: str) -> str:
-    """Return SQL for a JSON array of values. It allows a subquery to return several
-    values."""
+    """Return SQL that combines values into a JSON array. A subquery can return only one
+    value, and such an array lets it return several values as one."""
     build = "json_build_array" if connection.vendor == "postgresql" else "json_array"
     return f"{build}({', '.join(values)})"
 

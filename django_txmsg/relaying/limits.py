@@ -78,7 +78,8 @@ class Part:
 
 
 class Budget:
-    """The memory for bodies that the lanes of one database and broker share.
+    """The memory budget for message bodies. All lanes of one database and broker share
+    the budget.
 
     A body that is larger than a lane's share is sent only while no other lane holds
     bodies. Until then, a lane that finds such a body claims nothing. The last lane that

@@ -61,8 +61,9 @@ class Receipts:
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Sort the rows by their outcomes. `apart` means that the rows were sent one by
-    one. Then, if the broker hung up, the row that was being sent is at fault."""
+    """Group the rows by outcome, and return the groups. `apart` means that the rows
+    were sent one by one. In that case, if the broker hung up, the row that was being
+    sent at that moment is at fault."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
@@ -144,9 +145,9 @@ class Settlement:
         return OutboxMessage.objects.db_manager(self.using)
 
     def still_held(self, rows: list[Claimed]) -> list[Claimed]:
-        """Return the rows that still belong to this claim. If the lease has ever ended,
-        other relays may have claimed some rows since, and others may be cancelled:
-        these rows are omitted."""
+        """Return the rows that still belong to this claim. If the lease has ended at
+        any time, other relays may have claimed some of the rows since, and some rows
+        may have been cancelled. These rows are omitted."""
         if not (rows and self._lease.lapsed):
             return rows
         ids = [row.id for row in rows]

@@ -17,8 +17,9 @@ SETTLED = ~OPEN & Rule("{resolved_at} < {cutoff}")
 
 
 def is_open(stage: str) -> Rule:
-    """Return the rule that a row's message has an open dead letter of `stage`. The row
-    may be of any table with a column `message_id`."""
+    """Return a rule for the rows of any table with a column `message_id`. The rule is
+    true if the row's message has an open dead letter at a stage. `stage` is SQL for the
+    stage's name."""
     return Rule(
         "EXISTS (SELECT 1 FROM django_txmsg_deadletter d WHERE"  # noqa: S608 - constants only
         f" d.message_id = {{message_id}} AND d.stage = {stage} AND {OPEN.sql('d')})"

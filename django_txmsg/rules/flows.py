@@ -25,7 +25,7 @@ OF_AN_ENDED_RUN = Rule(
 
 
 def _none_in(relation: str) -> Rule:
-    """Return the rule that no row of the table `relation` belongs to the run."""
+    """Return a rule that is true if the table `relation` has no rows of the run."""
     return Rule(
         f"NOT EXISTS (SELECT 1 FROM {relation} x WHERE x.run_id = {{id}})"  # noqa: S608 - constants only
     )

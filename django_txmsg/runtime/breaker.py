@@ -95,13 +95,14 @@ class Breaker:
         return Outage(self.kind, self.name, seconds, str(error)[:LONGEST])
 
     def failed(self, error: BaseException, *, progress: bool = False) -> None:
-        """Record that the server is down. Only the first failure of an outage is
-        logged. With `progress`, the pauses start again with the shortest pause.
+        """Record that the server is down. Usually only the first failure of an outage
+        is logged. With `progress`, the pauses start again with the shortest pause.
 
-        If the server has worked for a shorter time than the last pause, this failure
-        belongs to the same outage. (On a full disk, for example, some writes succeed.)
-        The log has then reported the end of the outage too early. When the pauses have
-        become long, another log line corrects this.
+        If the server had worked again for a shorter time than the last pause, this
+        failure continues the earlier outage. (On a full disk, for example, some writes
+        succeed.) In this case, the log has already reported the end of the outage,
+        which was too early. If the pauses have become long, another log line then
+        reports that the outage continues.
         """
         with self._lock:
             self.error, self._failed_at = error, time.monotonic()
@@ -135,10 +136,11 @@ class Breaker:
     def worked(self, *, opened: float = math.inf) -> None:
         """Record that the server has answered, which ends an outage.
 
-        If a session only waited, without sending or receiving a message, pass as
-        `opened` when it was opened. A waiting session proves nothing if it is older
-        than the last failure: it may not have asked the server since then. But if no
-        session has failed for a minute after the pause, the outage ends.
+        If a session only waited, and neither sent nor received a message, `opened` must
+        be the time at which the session was opened. A session that was opened before
+        the last failure and only waited proves nothing: it may not have asked the
+        server since then. But if no session has failed for a minute after the pause,
+        the outage ends.
         """
         if not self._failures:
             return

@@ -2,8 +2,9 @@
 
 A lease is short, so that other workers can soon claim the rows of a killed process. But
 the lease must not expire because a broker or a handler is slow. So a thread renews each
-lease when half of its time has passed. Each database has its own thread, because
-another database may not answer. The thread ends when it has no more leases.
+lease when half of its time has passed. Each database has its own thread, so that a
+database that does not answer cannot delay the renewals in the others. A thread ends
+when it has no more leases.
 """
 
 from __future__ import annotations

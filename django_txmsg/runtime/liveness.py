@@ -108,7 +108,8 @@ class Activity:
 
     @property
     def calm(self) -> bool:
-        """Whether there has been no work for long enough to poll less often."""
+        """Whether the process has had no work for so long that it may poll less
+        often."""
         return self.idle > CALM
 
 

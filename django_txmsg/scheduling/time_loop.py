@@ -74,8 +74,9 @@ class TimeLoop(ABC):
 
 @contextmanager
 def ticked(loops: Sequence[TimeLoop]) -> Iterator[None]:
-    """Store all messages that are due now, and then run the block. If a database raises
-    an error meanwhile, raise the first error after the block."""
+    """Store all messages that are due now, and then run the block. If databases raise
+    errors while the messages are stored, still run the block, and then raise the first
+    of these errors."""
     errors: list[AnyDatabaseError] = []
     for loop, using in [(one, using) for one in loops for using in one.using]:
         try:

@@ -61,9 +61,9 @@ class Timekeeper(TimeLoop):
         self.stored = 0
 
     def is_idle(self, using: str) -> bool:
-        """Return whether the database has no declared recurring message, and none can
-        be created there at run time, which is possible only in the outbox's
-        database."""
+        """Return whether the database can have no recurring messages. None is declared
+        for an idle database, and none can be created there at run time: that is
+        possible only in the outbox's database."""
         aliases = {one.alias for one in recurring()} | {router.db_for_write(Schedule)}
         return using not in aliases
 

@@ -40,9 +40,10 @@ def reschedule_message(
     at: dt.datetime | None = None,
     using: str | None = None,
 ) -> bool:
-    """Change when a pending message is sent: `delay` from now, by the database's clock,
-    or at the aware datetime `at`. A time in the past means now. The message's expiry
-    does not change. Later messages of the same key are still sent after this message.
+    """Change the time at which a pending message will be sent. Pass `delay`, which
+    starts now by the database's clock, or the aware datetime `at`. A time in the past
+    means now. The message's expiry does not change. Later messages of the same key are
+    still sent after this message.
 
     Returns False, and changes nothing, if the message does not exist, is dispatched or
     dead, or if a relay is sending it now.

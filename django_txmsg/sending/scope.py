@@ -123,15 +123,15 @@ class Scope:
     - `cause` is the message that a stage processes. The ids of the stage's messages are
       derived from the id of `cause`. `worker` is the process that runs the stage.
     - `ordinals` number the messages. `separate` means that the messages do not commit
-      together with the stage's work. The same holds for another thread than `thread`,
-      because it has its own connection.
+      together with the stage's work. Messages that are sent in any thread other than
+      `thread` also commit separately, because such a thread has its own connection.
     - `enlist`, if set, adds messages to the broker's transaction instead of the outbox.
     - `stored` counts the stored messages by database alias.
     - `join`, if set, is called before each INSERT on `using`. The function returns the
       session id of the rows, and the lock that the INSERT takes, if any. `newest` is
       the database's clock at the last INSERT with such a lock.
-    - `transactions` maps each connection to the ids of the transactions that stored
-      rows without such a lock, if the database reports these ids.
+    - `transactions` maps each connection to the id of the last transaction that stored
+      rows without such a lock, if the database reports this id.
     - `ended` means that messages sent from now on do not belong to the scope. Code that
       runs longer, such as a task of an async view, still has the scope in its context.
     """
@@ -216,8 +216,9 @@ def in_scope(entered: Scope) -> Iterator[Scope]:
 
 @contextmanager
 def separately() -> Iterator[None]:
-    """Let messages that are sent inside the block commit in the transactions of their
-    senders, even if the stage's messages belong to the broker's transaction."""
+    """Store each message that is sent inside the block in the outbox, in the
+    transaction of the code that sends it. This applies even if the stage otherwise adds
+    its messages to the broker's transaction."""
     scope = current_scope()
     if scope is None or scope.enlist is None:
         yield

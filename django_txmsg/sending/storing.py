@@ -19,13 +19,17 @@ from .scope import current_scope
 
 
 def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
-    """Insert rows into the outbox and return the creation time of each row.
+    """Insert rows into the outbox. Return the creation time of each row, or the current
+    time for a row that is skipped.
 
     Raises DuplicateMessage, and stores nothing, if one of the ids is stored already.
-    There is one exception: a row without a unique key whose id was derived from the
-    message that a stage is processing. If the same message is stored under this id, the
-    row is skipped. If another message is stored under this id, the row is stored under
-    a new id, unless its id comes from its content.
+    There are two exceptions, both for rows without a unique key:
+
+    - The id was derived from the row's content. Then the same message is stored under
+      this id, so the row is skipped.
+    - The id was derived from the message that a stage is processing. If the same
+      message is stored under this id, the row is skipped. If a different message is
+      stored under this id, the row is stored under a new id.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.

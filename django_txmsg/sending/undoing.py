@@ -1,5 +1,5 @@
-"""Runs an undo only after the request that it undoes was processed. If the request was
-not processed, neither the request nor the undo ever takes effect."""
+"""Runs an undo only if the request that it reverses has already been processed.
+Otherwise the undo does nothing, and no stage processes the request later."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
 
 
 def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
-    """Confirm an undo in doubt, after an operator has checked whether its request was
-    done. The run continues. From now on, no stage processes the undo, and no stage in
-    `doing` processes the request that the undo reverses. Runs inside the caller's
-    transaction.
+    """Confirm an undo whose dead letter has the reason IN_DOUBT: it was unknown whether
+    the request that the undo reverses was processed. Call this after an operator has
+    checked that. The run continues. From now on, no stage processes the undo, and no
+    stage in `doing` processes the request. Runs inside the caller's transaction.
 
     Raises DecodeError if no answer can be sent to the run.
     """
@@ -101,9 +101,9 @@ def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
 
 
 def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
-    """Close the dead letters among the requests and answers for which the run waited
-    under `turn`, so that no redelivery processes them. Call this in the transaction
-    that continues the run."""
+    """Close the dead letters of requests and answers for which the run waited in its
+    turn `turn`. From now on, no stage processes these messages. Call this in the
+    transaction that continues the run."""
     ticket = wire.ticket(run.run_id, turn)
     letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
     same = letters.filter(

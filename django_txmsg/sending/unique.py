@@ -2,16 +2,18 @@
 
 A partial unique index of the outbox reserves the key from the row's INSERT until a
 relay claims the row, or until the message is cancelled or expires. With
-`unique_until="processed"` a dispatched row keeps its key. When another transaction
-wants to use the key, that transaction looks in the inbox to see whether the message was
-processed, so relays and consumers do no extra work.
+`unique_until="processed"`, a row keeps its key even after dispatch. The next
+transaction that wants the key then looks in the inbox to see whether the dispatched
+message was processed. So relays and consumers do no extra work.
 
-Suppose that transaction A has stored a message with the key and is still open. If
-transaction B wants to use the same key, B waits for the end of A. If B then skips its
-own message, B locks A's pending message until B ends. So A's message is not cancelled
-before B ends, and its receiver sees the changes of both transactions. A's message also
-expires no sooner than B's message would have expired. A message that replaces a pending
-message cancels the pending message in the same transaction.
+Suppose that transaction A has stored a message with the key and is still open.
+Transaction B, which wants the same key, waits until A ends. If B then skips its own
+message, B locks A's pending message until B ends. Before B ends, A's message can be
+neither sent nor cancelled, so its receiver sees the changes of both transactions. A's
+message also expires no sooner than B's message would have expired.
+
+If B's message replaces A's pending message instead, B cancels A's message in the
+transaction that stores B's message.
 """
 
 from __future__ import annotations
@@ -111,9 +113,12 @@ def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
 
 
 def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, Message]:
-    """Return, for each skipped row, the pending message that holds its key. A row is
-    omitted if that message has been sent meanwhile. Also cancels the messages that a
-    row replaces."""
+    """Return the message that stands for each skipped row: the pending message that
+    holds the row's key, or the same message, stored earlier under the row's id. A row
+    is missing from the result if it can be stored at the next try. This function also
+    cancels each pending message that a row with `on_conflict="replace"` replaces.
+    Raises AlreadyPending or DuplicateMessage if a row can be neither stored nor
+    skipped."""
     known = OutboxMessage.objects.using(alias)
     pending = OutboxMessage.objects.db_manager(alias)
     current = current_scope()

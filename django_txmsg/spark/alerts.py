@@ -241,8 +241,9 @@ def lost(
     findings with one of `verdicts` count, and acknowledged findings do not. Returns
     None at the first check.
 
-    A run may end after a check that has counted its findings. So the starts of the
-    counted runs are added to `counted`, and their findings do not count again.
+    The next check may find the same findings again, if their run ends after this check.
+    So the start times of the runs whose findings were counted are added to `counted`.
+    Findings of runs that are already in `counted` do not count again.
     """
     # A run's findings have the instant of its start. It may end while `follow` is not
     # running, or after a check that was later than its start.

@@ -171,7 +171,8 @@ def _read_rows(
 
 
 def _converted(values: pa.Array, column: Column) -> pa.Array:
-    """Return an array of the driver with the type of the column."""
+    """Convert an array that the driver returned to the type of the column, and return
+    it."""
     if column.kind == "uuid":
         return _uuid_texts(values)
     if column.kind == "xid":
@@ -270,8 +271,9 @@ def connect_reading(path: str) -> sqlite3.Connection:
 
 
 def instant_text(value: dt.datetime, *, upper: bool) -> str:
-    """Return an instant in Django's format. With `upper`, the text has all trailing
-    zeros, otherwise none."""
+    """Return an instant as text, in the format in which Django stores it in SQLite.
+    With `upper`, the text has all six digits of the fraction of a second. Otherwise
+    trailing zeros of the fraction are omitted."""
     naive = utc(value).replace(tzinfo=None)
     text = naive.isoformat(sep=" ", timespec="microseconds")
     return text if upper else text.rstrip("0").rstrip(".")

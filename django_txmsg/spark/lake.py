@@ -280,9 +280,9 @@ class LakeTable:
 
     @contextmanager
     def discarding(self, service: str, names: Sequence[str]) -> Iterator[None]:
-        """If the block fails, delete the files that it has written, so that a full disk
-        has room again. The deleted files are those of the service whose names begin
-        with one of `names`, except files that the log names."""
+        """If the block fails, delete the files that the block has written, so that a
+        full disk has room again. The service's files are deleted if their names begin
+        with one of `names`, except for files that are listed in the log."""
         try:
             yield
         except BaseException:

@@ -66,7 +66,8 @@ class LakeFile:
     def reported(
         cls, row: Row, service: str, batches: tuple[int, int] | None = None
     ) -> LakeFile:
-        """Return the file that a task has reported with the columns of FILE."""
+        """Return the file that a task has reported. `row` is the task's report, with
+        the columns of FILE."""
         return cls(
             row.path, service, row.day, row.size, row.rows, row.modified_ms, batches
         )

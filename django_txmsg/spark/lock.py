@@ -57,7 +57,7 @@ def storing(connection: Connection, spec: SourceSpec) -> AbstractContextManager[
 
 def erasure(connection: Connection, spec: SourceSpec) -> AbstractContextManager[None]:
     """Prevent replays while the block erases messages. Raises Taken, without waiting,
-    if another process is storing messages again."""
+    if a replay is running."""
     taken = Taken(
         f"A replay of messages of {spec.service!r} is running: wait for its end."
     )

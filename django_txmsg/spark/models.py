@@ -14,8 +14,10 @@ class ArchiveMark(models.Model):
     `purged_through` are only in the lake. The transaction that deletes a batch's rows
     advances this number.
 
-    The batches are numbered entries of the lake's log. If the two numbers disagree, the
-    database or the lake was restored from a backup.
+    Batch n is entry n of the lake's log. If the log ends before `purged_through`, the
+    lake has lost batches, for example because an old backup of it was restored. If the
+    log has later batches, an archive run was interrupted or the database was restored
+    from a backup. The next archive run settles these batches.
     """
 
     id = models.BigAutoField(primary_key=True)

@@ -216,10 +216,11 @@ def next_request(connection: Connection, source: SourceSpec) -> str:
 def erasing(
     services: Sequence[SourceSpec], run: Run, found: set[str]
 ) -> Iterator[set[str]]:
-    """Record the ids of the messages to erase, until the block succeeds. Yield these
-    ids, and also the ids that earlier runs with the same options have recorded before
-    they failed or were killed. Such a run may have deleted the rows that contain the
-    key, so the messages cannot be found by their key any more."""
+    """Store the ids of the messages to erase in the record of this run, and remove them
+    from there when the block has succeeded. Yield these ids, and also the ids that
+    earlier runs with the same options have stored before they failed or were killed.
+    Such a run may have deleted the rows that contain the key, so the messages cannot be
+    found by their key any more. A dry run stores no ids."""
     with ExitStack() as stack:
         databases = [
             stack.enter_context(closing(connect_plain(source))) for source in services
@@ -298,8 +299,8 @@ def _note(
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
     """Store the record in the lake, and create the lake if there is none. A dry run or
-    a failed run does not create the lake, and then its record is not stored. Nor is the
-    record stored if archived batches are missing from the lake."""
+    a failed run does not create the lake: if there is no lake, its record is not
+    stored. Nor is a record stored if archived batches are missing from the lake."""
     changes = "dry_run" not in run.options and not run.error
     try:
         run.makes_lake = not is_mounted(spec)

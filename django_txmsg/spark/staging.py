@@ -6,8 +6,8 @@ of the run, and clears the staging table. COPY directly into the outbox could no
 messages that are already stored.
 
 Dead letters are not stored in this way. The app redelivers them, because only the app
-has the stage of each dead letter and the inbox. It also limits the rate, can be paused,
-and records who requested the redelivery.
+knows each dead letter's stage and can give the message to this stage through the inbox.
+The app also limits the rate, can pause the redelivery, and records who requested it.
 """
 
 from __future__ import annotations

@@ -154,9 +154,9 @@ def heartbeat(
     presence: Presence, busy: Busy, databases: Sequence[str] = ()
 ) -> Iterator[None]:
     """Send heartbeats while the block runs. Also aggregate the counts in `databases`
-    for the admin's charts, in a thread for each database, because another database may
-    not answer. If one of these threads fails, the process stops, and the error is
-    raised."""
+    for the admin's charts. Each database has its own thread, so that a database that
+    does not answer does not delay the others. If one of these threads fails, the
+    process stops, and the error is raised."""
     done = threading.Event()
 
     def count(using: str) -> None:

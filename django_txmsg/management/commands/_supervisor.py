@@ -244,8 +244,8 @@ class Supervisor:
         log.error("%s ended with %d after %.0f s%s", slot, code, lived, then)
 
     def _replace(self) -> None:
-        """During a rolling restart, end the next old child, but only if all children
-        work."""
+        """During a rolling restart, end the next old child, but only if every child has
+        started to work and none is stopping."""
         if not self._replacing:
             return
         if any(slot.failures for slot in self.slots):

@@ -165,8 +165,9 @@ def job_spec(alias: str) -> Any:
 
 
 def _read_by(source: Any, reader: str) -> Any:
-    """Return the specification of a service's database, extended by the replica from
-    which jobs read the rows."""
+    """Return the specification of a service's database, with a replica added to it.
+    Jobs read the rows from this replica. `reader` is the replica's URL or its alias in
+    the settings."""
     if "://" in reader:
         return replace(source, reader_url=reader)
     there = source_spec(reader, f"{source.service}_reader")

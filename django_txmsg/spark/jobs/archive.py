@@ -349,7 +349,8 @@ class Archiver:
     ) -> bool:
         """Delete a batch's rows in one transaction, and return True. Return False
         without deleting if a row has changed, or if the previous batch was not deleted.
-        On SQLite, always return False: the rows are then deleted in small slices."""
+        On SQLite, delete nothing and always return False, so that the caller deletes
+        the rows in small slices instead."""
         if self.source.vendor == "sqlite":
             return False  # in slices: every other writer waits for us
         mark = self.mark.purged_through if through is None else through
@@ -484,8 +485,8 @@ def _tell_held(
 def waiting(
     source: SourceSpec, table: Table, older_than: dt.timedelta
 ) -> tuple[int, Held]:
-    """Return the number of rows that can be archived now, and the rows that must wait
-    for an open transaction."""
+    """Return two values: the number of rows that can be archived now, and a description
+    of the rows that must wait for an open transaction."""
     with closing(Ledger(source, table)) as ledger:
         now, horizon = ledger.clock()
         cutoff = now - older_than

@@ -31,8 +31,9 @@ def tallies(
     place: LakeTable, named: Sequence[LakeFile]
 ) -> Iterator[tuple[LakeFile, Tally]]:
     """Yield each file whose footer counts all of its rows, with these counts. The
-    largest files come first. The yielded counts have at most LINES lines in total.
-    Raises EnvironmentFault if a file is missing or damaged."""
+    largest files come first. All yielded counts together have at most LINES lines. A
+    file whose counts would exceed this limit is omitted. Raises EnvironmentFault if a
+    file is missing or damaged."""
 
     def read(one: LakeFile) -> Tally | None:
         path = f"{place.root}/{one.path}"

@@ -100,9 +100,9 @@ def batches(tables: Tables) -> dict[str, list[int]]:
 
 
 def looked_at(log: WholeLog, name: str) -> Looked:
-    """Return the current state of an archived table. The number of a service's last
-    batch is 0 if the log lists a file of the service without batch numbers, or if the
-    service's marks cannot be read."""
+    """Return the current state of an archived table, with the number of each service's
+    last settled batch. This number is 0 if the log has no batch numbers for one of the
+    service's files, or if the service's marks cannot be read."""
     delta, named = log.files_of(name)
     services = [one.service for one in log.live]
     if delta is None:
@@ -283,9 +283,9 @@ class Journeys:
         self._count(())
 
     def _count(self, fresh: Sequence[LakeFile]) -> None:
-        """Read the counts from the footers of the files. `fresh` are the files that
-        were added since the last call: if earlier counts are known, only these are
-        read."""
+        """Read the counts from the footers of the files. `fresh` lists the files that
+        were added since the last call. If earlier counts are known, only the fresh
+        files are read."""
         if self.large:
             known, named = self.known, set(self.named)
             looked = fresh if known else self.named

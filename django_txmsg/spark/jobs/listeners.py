@@ -79,8 +79,9 @@ def read_places(steps: DataFrame) -> list[Place]:
 
 
 def counted_places(lines: Iterable[Line]) -> list[Place]:
-    """Return the places of messages to topics, from the counts in the footers of
-    files."""
+    """Return the consumers that received messages of topics, as Place objects. `lines`
+    are counts from the footers of files. The counts contain no senders and no transit
+    times."""
     return [
         Place(
             line.destination, consumer, "", consumer.partition("/")[0],
@@ -111,16 +112,18 @@ def listeners(
     now: dt.datetime,
 ) -> Listeners:
     """Return the stages that are expected to receive from topics, each with the
-    interval in which it listens. `known` are the listeners that earlier runs recorded,
-    `found` the receivers in the logs, `declared` the stages that services declare now.
+    interval in which it listens. `known` are the listeners that earlier runs recorded.
+    `found` are the receivers in the logs. `declared` are the stages that services
+    declare now.
 
     A stage in the logs listens from its first message. A newly declared stage listens
-    from now. But if no run has recorded a listener of its service before, the stage
-    listens from the beginning, or from the end of the stage that it replaces.
+    from now if an earlier run has recorded a listener of its service. If no run has,
+    and the stage replaces another stage, it listens from the time when that other stage
+    stopped. If it replaces none, it listens from the beginning.
 
     A stage that is no longer declared stops listening now, or when the stage that
-    replaces it receives its first message. If no run has recorded the old stage, it
-    stopped at its last message.
+    replaces it receives its first message. But if no run has recorded the undeclared
+    stage, it stopped at its last message.
     """
     intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
     for one in known_listeners(known):

@@ -162,8 +162,8 @@ class Reconciliation:
 
     @property
     def not_received(self) -> list[str]:
-        """The destinations with lost messages from which no service of this run has
-        received any message."""
+        """The destinations that have lost messages, and from which no service of this
+        run has received any message."""
         silent = {"never_received", "in_flight", "not_sent"}
         return sorted(
             name
@@ -314,8 +314,8 @@ def _parts(
     rest: DataFrame, settled: DataFrame, marks: Marks
 ) -> tuple[DataFrame, DataFrame]:
     """Return two frames. The first has the steps and journeys to merge. The second has
-    the journeys that stay unchanged: those of messages to queues, if there are no new
-    steps of the message."""
+    the journeys that stay unchanged. A journey stays unchanged if its message was sent
+    to a queue and has no new steps."""
     topics = is_topic(sf.col("destination"))
     queues = settled.where(~sf.coalesce(topics, sf.lit(False)))
     concerned, whole = parted(queues, marks)
@@ -324,8 +324,9 @@ def _parts(
 
 
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
-    """Count the unacknowledged findings, and how many of them are new. Add examples:
-    the new findings first, and the worst first among the new and among the old ones."""
+    """Count the unacknowledged findings, and how many of them are new. Store the counts
+    in `found`. Also store examples: first new findings, then old ones. In each of the
+    two groups, the worst findings come first."""
     new = sf.col("found_at") >= timestamp(now)
     unseen = findings.where("acknowledged_at IS NULL")
     counts = unseen.groupBy("verdict", new.alias("new")).count().collect()

@@ -105,8 +105,8 @@ class SweepOptions:
 
 @dataclass
 class Swept:
-    """The numbers of removed and merged files of one table. In a dry run, no file is
-    changed, and these are the numbers of a real run."""
+    """The numbers of removed and merged files of one table. A dry run changes no file,
+    and returns the numbers that a real run would return."""
 
     orphans: int = 0
     replaced: int = 0

@@ -53,8 +53,8 @@ _PREFIX, _COPY = "txmsg-snapshot-", "snapshot.sqlite3"
 
 
 def remove_left_copies() -> None:
-    """Remove the copies of databases that killed processes of this user did not remove.
-    (A process that makes a copy first locks the directory of the copy.)"""
+    """Remove the copies of databases that processes of this user left behind when they
+    were killed. (A process that makes a copy first locks the directory of the copy.)"""
     for copy in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_COPY}"):
         with suppress(OSError), _locked(copy.parent):
             shutil.rmtree(copy.parent)
