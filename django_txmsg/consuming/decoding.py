@@ -1,19 +1,28 @@
 """Hop 6's decoding: reads the message from a delivery's headers and bytes.
 
 Every fault of a message raises DecodeError with a reason code. The bytes are never
-changed.
+changed. CloudEvents 1.0, in structured or binary mode, become messages: the attributes
+of the event become headers, and its data the body. Headers that the sender has set take
+precedence.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
+import re
 import uuid
 from collections.abc import Mapping
+from typing import Any
 
 from .. import wire
 from ..brokers.base import Delivery, Session
-from ..envelope import cloudevents, serializers
+from ..envelope import serializers
+from ..envelope.codec import from_json, to_json
 from ..envelope.message import Message, new_id
+from ..envelope.message_type import is_name
+from ..envelope.serializers import is_json
 from ..errors import DecodeError
 from ..models.inbox import Parked
 from ..stages import Stage
@@ -22,13 +31,24 @@ from ..stages import Stage
 MAX_HEADER_BLOCK = 128 * 1024
 MAX_HEADERS = 1000
 
+_CLOUDEVENTS = "application/cloudevents"
+#: Prefixes of attributes as headers: that of HTTP, of Kafka and of AMQP, and the latter
+#: as JMS property names.
+_PREFIXES = ("ce-", "ce_", "cloudEvents:", "cloudEvents_")
+_MARKS = frozenset(f"{prefix}specversion" for prefix in _PREFIXES)
+_NEEDED = ("id", "source", "type")
+_DATA = ("data", "data_base64")
+#: Control characters and lone surrogates: neither an attribute nor one of our headers
+#: may contain them.
+_NO_TEXT = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
+
 
 def read(delivery: Delivery, stage: Stage) -> Message:
     """Return the message of a delivery, with the body as the stage's handler expects
     it. Raises DecodeError, or its subclass NewerCodeNeeded."""
     given, content_type = delivery.body, checked(delivery, stage)
-    if cloudevents.is_structured(content_type):
-        given, content_type = cloudevents.data(given)
+    if is_event(content_type):
+        given, content_type = event_data(given)
     reader = stage.reader
     if reader is None:
         body = serializers.decode(given, content_type)
@@ -42,7 +62,7 @@ def recognised(delivery: Delivery) -> Delivery:
     another convention, such as Celery's."""
     if wire.MESSAGE_ID in delivery.headers:
         return delivery
-    found = cloudevents.headers_of(delivery.headers, delivery.body)
+    found = event_headers(delivery.headers, delivery.body)
     if not found:
         return delivery
     return dataclasses.replace(delivery, headers={**found, **delivery.headers})
@@ -197,3 +217,80 @@ def _uuid(text: str) -> uuid.UUID | None:
         return uuid.UUID(text)
     except ValueError:
         return None
+
+
+def event_headers(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
+    """Return our headers for an event's attributes, or an empty dict if the message is
+    not an event. The message id is derived from the attributes `source` and `id`, which
+    together are unique."""
+    try:
+        event = _attributes(headers, body)
+    except DecodeError:
+        return {}  # reported when the body is read
+    if event is None or not all(event.get(name) for name in _NEEDED):
+        return {}
+    found = {
+        wire.MESSAGE_ID: str(wire.event_id(event["source"], event["id"])),
+        wire.SERVICE: event["source"],
+    }
+    if is_name(event["type"]):
+        found[wire.TYPE] = event["type"]
+    for ours, theirs in (
+        (wire.CREATED, "time"),
+        (wire.KEY, "partitionkey"),
+        (wire.TRACEPARENT, "traceparent"),
+    ):
+        if event.get(theirs):
+            found[ours] = event[theirs]
+    return found
+
+
+def is_event(content_type: str) -> bool:
+    """Return whether the content type is that of a structured event, whose body
+    contains attributes and data."""
+    return content_type.strip().lower().startswith(_CLOUDEVENTS)
+
+
+def event_data(body: bytes) -> tuple[bytes, str]:
+    """Return the data of a structured event as bytes, and its content type.
+
+    Raises DecodeError if the body is not an event, or is a batch of events.
+    """
+    event = _event(body)
+    content_type = str(event.get("datacontenttype") or wire.JSON)
+    if "data_base64" in event:
+        try:
+            return base64.b64decode(event["data_base64"], validate=True), content_type
+        except (TypeError, ValueError, binascii.Error) as error:
+            raise DecodeError("undecodable_body", f"data_base64: {error}") from error
+    value = event.get("data")
+    try:
+        if isinstance(value, str) and not is_json(content_type):
+            return value.encode(), content_type
+        return to_json(value), wire.JSON
+    except (ValueError, RecursionError) as error:
+        raise DecodeError("undecodable_body", f"data: {error}") from error
+
+
+def _attributes(headers: Mapping[str, str], body: bytes) -> dict[str, str] | None:
+    if is_event(headers.get(wire.CONTENT_TYPE, "")):
+        event = _event(body)
+        return {name: one for name, one in event.items() if isinstance(one, str)}
+    if _MARKS.isdisjoint(headers):
+        return None
+    return {
+        name.removeprefix(prefix).lower(): value
+        for name, value in headers.items()
+        for prefix in _PREFIXES
+        if name.startswith(prefix)
+    }
+
+
+def _event(body: bytes) -> dict[str, Any]:
+    event = from_json(body)
+    if not isinstance(event, dict) or not str(event.get("specversion")).startswith("1"):
+        raise DecodeError("undecodable_body", "not a single CloudEvent of version 1")
+    for name, value in event.items():
+        if name not in _DATA and isinstance(value, str) and _NO_TEXT.search(value):
+            raise DecodeError("undecodable_body", f"{name[:80]!r} is no text")
+    return event
