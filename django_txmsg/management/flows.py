@@ -20,8 +20,7 @@ from ..models.fields import Later, clock
 from ..models.monitoring import Deed
 from ..monitoring import runs
 from ..monitoring.lengths import duration
-from . import operator
-from .terminal import chosen_database, local, printable, read_age
+from .terminal import chosen_database, local, printable, read_age, record
 
 
 class Command(BaseCommand):
@@ -129,7 +128,7 @@ class Command(BaseCommand):
             try:
                 with transaction.atomic(using=using):
                     text = acts.act(action, Run.objects.using(using).get(pk=pk), given)
-                    operator.record(using, Deed.RUN, text)
+                    record(using, Deed.RUN, text)
             except TxmsgError as error:
                 left.append(str(error))
                 continue

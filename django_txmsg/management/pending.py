@@ -19,8 +19,7 @@ from ..errors import InvalidMessage
 from ..models import BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
 from ..sending.pending import cancel_message, reschedule_message
-from . import operator
-from .terminal import chosen_database, local, printable
+from .terminal import chosen_database, local, operator, printable, record
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -46,9 +45,9 @@ class _PerMessage(BaseCommand):
                     entry = f"{self.done.capitalize()} message {message_id}"
                     why = options.get("why")
                     entry += f": {why}" if why else "."
-                    operator.record(using, self.deed, entry)
+                    record(using, self.deed, entry)
             if done:
-                log.info("message %s: %s by %s", message_id, self.done, operator.name())
+                log.info("message %s: %s by %s", message_id, self.done, operator())
                 self.stdout.write(f"{self.done.capitalize()} {message_id}.")
             else:
                 left.append(str(message_id))
@@ -104,7 +103,7 @@ class Stop(_PerMessage):
 
 def _why(options: dict[str, Any]) -> str:
     given = f": {options['why']}" if options["why"] else ""
-    return f"by {operator.name()}{given}"
+    return f"by {operator()}{given}"
 
 
 class Reschedule(_PerMessage):
@@ -191,7 +190,7 @@ class Bulk(BaseCommand):
             if moved:
                 operation = operations.get(pk=pk)
                 said = f"{verb.capitalize()}: {operation}."
-                operator.record(using, Deed.OPERATION, said, operation=operation)
+                record(using, Deed.OPERATION, said, operation=operation)
         if not moved:
             raise CommandError(
                 f"Bulk operation {pk} does not exist, has ended, or was {verb}d before."

@@ -23,7 +23,7 @@ from ..django_internals import settings_of
 from ..errors import ConfigurationError
 from ..models import OutboxMessage
 from ..models.monitoring import Deed
-from . import operator
+from .terminal import record
 
 MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
 
@@ -192,7 +192,7 @@ class Contracts(BaseCommand):
                 # First: it is done in many transactions, each of which may be the last.
                 of = f"stage {stage}" if stage else "all stages"
                 said = f"Bury messages of {of} that need newer code."
-                operator.record(using, Deed.BURY, said, count=None)
+                record(using, Deed.BURY, said, count=None)
                 buried = bury_unread(using, stage)
                 self.stdout.write(f"Buried {buried} messages that need newer code.")
             else:

@@ -23,8 +23,7 @@ from ..monitoring.schedule import Timing
 from ..monitoring.waiting import capped
 from ..scheduling import timetable
 from ..stages import all_stages
-from . import operator
-from .terminal import printable, read_age, require_tables
+from .terminal import operator, printable, read_age, record, require_tables
 
 
 class PausingCommand(BaseCommand):
@@ -49,7 +48,7 @@ class PausingCommand(BaseCommand):
     def set_paused(self, options: dict[str, Any]) -> None:
         """Pause or resume each named object, and record each change in the audit."""
         paused, why = options["action"] == "pause", options.get("why", "")
-        verb, by = "Paused" if paused else "Resumed", f"command: {operator.name()}"
+        verb, by = "Paused" if paused else "Resumed", f"command: {operator()}"
         for name in options["name"]:
             kind = type(self)
             try:
@@ -60,7 +59,7 @@ class PausingCommand(BaseCommand):
                         what = f"{self.noun} {name}"
                         said = pausing.said(what, paused=paused, why=why)
                         deed = Deed.PAUSE if paused else Deed.RESUME
-                        operator.record(using, deed, said)
+                        record(using, deed, said)
             except LookupError as error:
                 raise CommandError(f"There is no {self.noun} {name!r} here.") from error
             shown = printable(name)
@@ -163,13 +162,11 @@ class Rate(BaseCommand):
             else:
                 age = options["age"]
                 try:
-                    rates.limit(
-                        name, options["rate"], read_age(age), by=operator.name()
-                    )
+                    rates.limit(name, options["rate"], read_age(age), by=operator())
                 except ConfigurationError as error:
                     raise CommandError(str(error)) from error
                 said = f"Stage {name} has a rate of {options['rate']} for {age}."
-            operator.record(states.db, Deed.LIMIT, said)
+            record(states.db, Deed.LIMIT, said)
         self.stdout.write(printable(said))
 
     def _list(self) -> None:
@@ -255,7 +252,7 @@ class Schedules(PausingCommand):
                     serializers.loads(options["body"]),
                     tz=options["tz"],
                 )
-                operator.record(using, Deed.MAKE, said)
+                record(using, Deed.MAKE, said)
         except (TxmsgError, ValueError) as error:
             raise CommandError(f"Nothing was changed: {error}") from error
         self.stdout.write(said)
@@ -266,7 +263,7 @@ class Schedules(PausingCommand):
             if not timetable.remove_recurring(name):
                 raise CommandError(f"No recurring message {name!r} was made here.")
             said = f"Removed recurring message {name}."
-            operator.record(using, Deed.REMOVE, said)
+            record(using, Deed.REMOVE, said)
         self.stdout.write(f"Removed {name}.")
 
 

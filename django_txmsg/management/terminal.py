@@ -1,8 +1,11 @@
-"""Prepares texts and instants for a terminal, and checks options of commands."""
+"""The operator's terminal: the operator's name and the audit entry of a command's
+action, texts and instants as a terminal shows them, and checks of a command's
+options."""
 
 from __future__ import annotations
 
 import datetime as dt
+import getpass
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +15,8 @@ from django.db import DatabaseError, InterfaceError, connections, router
 from django.db.models import Model
 from django.utils import timezone
 
-from ..models import OutboxMessage
+from ..models import AuditEntry, BulkOperation, OutboxMessage
+from ..models.monitoring import Deed
 
 
 def printable(text: str) -> str:
@@ -93,3 +97,30 @@ def read_age(text: str) -> dt.timedelta:
         raise CommandError(f"{text!r} is not an age: write one like 30m, 12h or 7d.")
     units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
     return dt.timedelta(**{units[match[2]]: float(match[1])})
+
+
+# The operator, and the audit entry of the operator's action.
+
+
+def operator() -> str:
+    """Return the name of the operating system's user. Return "unknown" if the user id
+    has no name, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
+
+
+def record(
+    using: str,
+    deed: Deed,
+    text: str,
+    *,
+    count: int | None = 1,
+    operation: BulkOperation | None = None,
+) -> None:
+    """Record an operator's action in the audit. Call this in the transaction that makes
+    the change."""
+    entries = AuditEntry.objects.db_manager(using)
+    by = f"command: {operator()}"
+    entries.record(by, text, deed=deed, count=count, operation=operation)

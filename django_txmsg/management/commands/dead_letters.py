@@ -28,8 +28,15 @@ from ...models.dead_letter import Resolution
 from ...models.monitoring import Deed
 from ...monitoring import dead, turns
 from ...stages import all_stages
-from .. import operator
-from ..terminal import chosen_database, local, printable, printable_lines, read_age
+from ..terminal import (
+    chosen_database,
+    local,
+    operator,
+    printable,
+    printable_lines,
+    read_age,
+    record,
+)
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
@@ -344,11 +351,11 @@ class Command(BaseCommand):
                 muted=None if action == "note" else action == "mute",
                 duration=read_age(options["duration"]) if options["duration"] else None,
                 above=options["above"],
-                by=f"command: {operator.name()}",
+                by=f"command: {operator()}",
             )
             verb = {"note": "Noted on", "mute": "Muted", "unmute": "Unmuted"}[action]
             said = f"{verb} failures {note.fingerprint}: {note.note}"
-            operator.record(using, Deed.NOTE, said)
+            record(using, Deed.NOTE, said)
         until = f" until {note.muted_until:%Y-%m-%d %H:%M}" if note.muted_until else ""
         if note.muted_above is not None:
             until += f" up to {note.muted_above:,} open"
@@ -387,14 +394,14 @@ class Command(BaseCommand):
                 BulkKind(action),
                 filters,
                 using=using,
-                by=f"command: {operator.name()}",
+                by=f"command: {operator()}",
                 why=why,
                 force=options["force"],
                 rate=options["rate"],
                 shown=Shown.parse(token) if token else None,
                 tolerates=options["tolerate"] if options["one_first"] else None,
             )
-            operator.record(
+            record(
                 using,
                 Deed(action),
                 f"{action.capitalize()} {operation.subject}"

@@ -17,8 +17,7 @@ from ...monitoring import turns
 from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
 from ...runtime import database_health
-from .. import operator
-from ..terminal import chosen_database
+from ..terminal import chosen_database, record
 
 
 class Command(BaseCommand):
@@ -55,7 +54,7 @@ class Command(BaseCommand):
                     entry = (
                         f"Let go of the first message of key {key} at stage {stage}."
                     )
-                    operator.record(using, Deed.LET_GO, entry)
+                    record(using, Deed.LET_GO, entry)
             if gone:
                 self.stdout.write("It is due now, whatever it has waited for.")
                 return

@@ -20,8 +20,7 @@ from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
-from .. import operator
-from ..terminal import require_tables
+from ..terminal import record, require_tables
 from ..verb_parser import VerbParser
 
 
@@ -123,7 +122,7 @@ class Command(BaseCommand):
             return
         # First: the messages are deleted in many transactions.
         home = using or router.db_for_write(AuditEntry)
-        operator.record(home, Deed.UNSUBSCRIBE, f"Remove {which}")
+        record(home, Deed.UNSUBSCRIBE, f"Remove {which}")
         try:
             broker.unsubscribe(topic, subscriber)
         except BrokerError as error:
