@@ -60,7 +60,14 @@ _local = threading.local()
 
 
 def place(request: HttpRequest) -> HttpResponse:
-    """Store one row, and send two messages in the way of the chosen contender."""
+    """Store one row. Then do what the measured contender does in addition:
+
+    - "outbox", "bulk": store two messages in the outbox.
+    - "direct": send two messages with stomp.py.
+    - "rows": store two more rows.
+    - "hand": store two more rows, and send one message with stomp.py.
+    - "atomic": nothing.
+    """
     Order.objects.create(number=request.GET["number"])
     sends = KIND in ("outbox", "direct")
     for destination in ("bench.pay", "bench.ship") if sends else ():

@@ -106,8 +106,8 @@ def main() -> None:
 
 
 def store(alias: str, count: int) -> str:
-    """Create the queue of a new destination, and store messages to it for a broker.
-    Returns the destination."""
+    """Create a new queue at the broker `alias`, and store `count` messages to this
+    queue in the outbox. Returns the queue's destination."""
     from django.db import connection, transaction
 
     from django_txmsg import send_messages

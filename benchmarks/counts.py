@@ -98,8 +98,9 @@ def _off(work: Callable[[], float]) -> float:
 def _kept(
     work: Callable[[], float], beside: Callable[[], AbstractContextManager[None]]
 ) -> float:
-    """Return the rate of the work. The time for counting is added to the time of the
-    work. The context manager `beside` is entered during the work."""
+    """Return the number of messages per second, for the work and the counting together.
+    First the work runs, inside the context manager that `beside()` returns. Then its
+    messages are counted."""
     from django.db import connection
 
     from django_txmsg.models.fields import clock

@@ -158,7 +158,8 @@ def consume(
 
 
 def done(stage: str) -> int:
-    """Return the number of processed messages, by their effects."""
+    """Return the number of processed messages. For each message, the handler stores one
+    row (`Effect`), and these rows are counted."""
     from tests.app.models import Effect
 
     return Effect.objects.count()

@@ -7,8 +7,9 @@ JDBC is measured only if Debian's `libpostgresql-jdbc-java` is installed. The st
 time of the JVM is printed, but no figure includes it. Each way runs once to warm up.
 With `--database URL`, the message log stays in that database for the next run.
 `reconcile` creates a lake with `--messages` messages from each of two services to the
-other, and then adds days of `--day` messages. `--only instead` needs DuckDB (`pip
-install duckdb`); use `--rows 400000` for it.
+other, and then adds days of `--day` messages. The option `--only instead` compares
+`archive` with a script written by hand. It needs DuckDB (`pip install duckdb`); also
+pass `--rows 400000`.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def measure_archive(bench: Bench) -> None:
 
 
 def measure_instead(bench: Bench, count: int) -> None:
-    """Compare a whole archive, in one process and with Spark, with a script written by
-    hand. The script uses COPY, writes Parquet with DuckDB, and ends with DELETE."""
+    """Measure how long it takes to archive all rows. Compare `archive` in one process,
+    and `archive` with Spark, with a script written by hand. The script reads the rows
+    by COPY, writes Parquet files with DuckDB, and ends with DELETE."""
     found = turns(
         {
             "archive": lambda: bench.archive_step(None),

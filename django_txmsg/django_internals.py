@@ -61,9 +61,10 @@ def must_roll_back(connection: Any) -> bool:
 
 
 def is_broken(connection: Any) -> bool:
-    """Return whether the transaction of an open block cannot commit, because its
-    connection was closed or the database has ended it. If the error was caught, Django
-    has not noticed that."""
+    """Return True if the open block's transaction can no longer commit. Either the
+    connection was closed, or the database has aborted the transaction or rolled it
+    back. Django does not notice this if the application caught the database's
+    error."""
     raw, spoiled = connection.connection, bool(connection.closed_in_transaction)
     if connection.vendor == "postgresql" and raw is not None:
         spoiled |= raw.info.transaction_status in _SPOILED
@@ -163,9 +164,9 @@ def under_savepoint(connection: Any, name: str) -> Iterator[None]:
 
 
 def last_hook(connection: Any) -> Callable[[], object] | None:
-    """Return the last registered hook if it was registered under the currently open
-    savepoints, else None. Any rollback that would drop a hook registered now also drops
-    the returned hook."""
+    """Return the last hook of the transaction, if it was registered under the same
+    savepoints that are open now; else None. A new hook would be dropped by the same
+    rollbacks as the returned hook. So the caller can use the returned hook instead."""
     for savepoints, hook, *_ in connection.run_on_commit[-1:]:
         if connection.in_atomic_block and savepoints == set(connection.savepoint_ids):
             return hook  # type: ignore[no-any-return]  # Django has no types here
@@ -190,14 +191,15 @@ def raw(connection: Any) -> Any:
 
 
 def can_listen(connection: Any) -> bool:
-    """Return whether the open connection belongs to psycopg 3, which may bind
-    parameters on the client or on the server."""
+    """Return True if the connection is open, and its driver is psycopg 3. With this
+    driver, the package can listen for PostgreSQL's notifications."""
     return hasattr(connection.connection, "pgconn")
 
 
 def begins_early(connection: Any) -> bool:
-    """Return whether one round trip can contain a statement and the BEGIN after it.
-    psycopg 3 permits that if it binds parameters itself. Does not connect."""
+    """Return True if one round trip to the server can contain a statement and then a
+    BEGIN. This requires an open connection of psycopg 3 that binds parameters on the
+    client. No transaction may be open, and autocommit must be on."""
     return bool(
         can_listen(connection)
         and not connection.in_atomic_block
@@ -281,8 +283,9 @@ class LateAtomic:
         self.begun = True
 
     def enter(self, *, begun: bool = False) -> None:
-        """Open the block. `begun` means that a statement has begun the transaction
-        already, on a connection outside any block (`begins_early()`)."""
+        """Open the block. Pass `begun=True` if a transaction is already open on the
+        server, because a statement outside any block has begun it (`begins_early()`).
+        The block then takes over this transaction."""
         connection = self._connection
         manual = connection.connection is not None and not connection.autocommit
         if connection.in_atomic_block or manual:
@@ -318,8 +321,9 @@ class LateAtomic:
             connection.run_and_clear_commit_hooks()
 
     def forget(self) -> None:
-        """Exit the block in a child process that was forked inside it, before the
-        transaction began. In the child, no other code exits the block."""
+        """Exit the block in a child process. The parent forked the child inside the
+        block, and before the transaction began. In the child, no other code exits the
+        block."""
         connection = self._connection
         self._wait_no_more()
         connection.in_atomic_block = connection.needs_rollback = False
@@ -403,9 +407,12 @@ def wrap_views(
     ATOMIC_REQUESTS, and a function that returns the view inside all but one of these
     blocks. The argument of that function is the database whose block is omitted.
 
-    `hear` is called with each exception of a view or of its template, before any
-    process_exception(). No other methods of Django run before every process_exception()
-    and surround only the view.
+    `hear` is called with the request and each exception of a view or of its template.
+    This happens before the process_exception() of any middleware.
+
+    `wrap` and `hear` are called by two methods of Django's BaseHandler, which this
+    function replaces. A middleware could not do the same: it surrounds more than the
+    view, and the process_exception() of another middleware may run first.
     """
     usual = BaseHandler.make_view_atomic
     usual_handler = BaseHandler.process_exception_by_middleware

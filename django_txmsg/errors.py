@@ -26,7 +26,7 @@ TxmsgError
     ├── SwallowedDatabaseError  the handler hid an error that spoiled its transaction
     ├── DurableInStage          atomic(durable=True) inside a stage
     ├── BlockLeftOpen           the handler entered an atomic() and did not leave it
-    ├── MiddlewareMisused       a stage's middleware did not call the next one once
+    ├── MiddlewareMisused       a middleware called the next one wrongly, or not at all
     ├── StageTimedOut           the handler took longer than its timeout
     └── CommitTimedOut          a tombstone forbids this late commit
 

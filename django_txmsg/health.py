@@ -88,8 +88,10 @@ def health(request: HttpRequest) -> JsonResponse:
     """Answer with the overall state, the age of the oldest due message of each kind
     (outbox, redelivery, queue, deadline), and the number of live processes.
 
-    With `?fail=late` or `?fail=degraded`, that state already gives a 503. With
-    `?fail=never` no state gives a 503, for monitoring that reads the answer.
+    By default, the response has the status 503 only in the state `stuck`. With
+    `?fail=degraded`, it has the status 503 in the states `degraded` and `stuck`; with
+    `?fail=late`, in every state except `ok`. With `?fail=never`, the status is always
+    200. This is useful for monitoring that reads the state from the response.
     """
     least = request.GET.get("fail", "stuck")
     failing = 503 if least != "never" else 200

@@ -23,8 +23,10 @@ OLDER = "older"
 
 
 class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
-    """Divides a list into pages, and counts rows only up to CAP. A single query finds
-    the rows' ids, because a filter without an index may read most of the table."""
+    """Divides a list into pages, and counts rows only up to CAP. The list's filters are
+    queried only once: one query returns the ids of the rows, and both the count and the
+    pages use these ids. A filter without an index may have to read most of the
+    table."""
 
     @property
     def cap(self) -> int:
@@ -87,8 +89,9 @@ class CappedList(ChangeList):
         return rows.filter(pk__lt=int(begins))
 
     def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
-        """Return the query string of a link. The parameter `older` is kept only in
-        links to other pages, so a changed filter shows the newest rows first."""
+        """Return the query string of a link. A link to another page of the list keeps
+        the parameter `older`. Any other link drops `older`: after the user has changed
+        a filter or the order, the list begins with the newest rows."""
         if not new_params or not new_params.keys() & {OLDER, PAGE_VAR}:
             remove = [*(remove or ()), OLDER]
         return super().get_query_string(new_params, remove)

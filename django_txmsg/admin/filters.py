@@ -36,9 +36,9 @@ class CountingFilter(admin.SimpleListFilter):
         raise NotImplementedError
 
     def has_output(self) -> bool:
-        """Return True if the filter is shown. It is shown even with a single choice,
-        because of the number of rows. It is also shown if it has a value, even if the
-        value is not one of the choices."""
+        """Return True if the filter is shown. The filter is shown if it has at least
+        one choice, because each choice also shows its number of rows. A filter that has
+        a value is shown even if it has no choices."""
         return bool(self.lookup_choices) or self.value() is not None
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:

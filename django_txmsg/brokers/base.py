@@ -156,7 +156,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def ping(self) -> None:
-        """Send a request and return when the broker has answered."""
+        """Send a request to the broker, and wait for the answer."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -25,8 +25,8 @@ _PAIR = re.compile(rb"\xed[\xa0-\xaf][\x80-\xbf]\xed[\xb0-\xbf][\x80-\xbf]")
 
 
 def for_java(headers: dict[str, str], body: bytes) -> bytes:
-    """Add the headers that a JMS client needs to `headers`, and return the body for
-    that client."""
+    """Prepare a message for a JMS client. Adds to `headers` the headers that the client
+    needs, and returns the body for the client."""
     for name, twin in wire.TWINS.items():
         if name in headers:
             headers[twin] = headers[name]

@@ -42,7 +42,8 @@ _ids: ContextVar[_Ids | None] = ContextVar("django_txmsg_canvas", default=None)
 
 
 def is_derived(task_id: str) -> bool:
-    """Return whether the canvas that is called now gave this id to a task."""
+    """Return True if this id was derived for a task of the canvas whose call is in
+    progress."""
     ids = _ids.get()
     return ids is not None and task_id in ids.given
 

@@ -1,8 +1,10 @@
-"""Sends messages after the commit of a OnceTask: calls that continue the task, its
-links, and the rest of its chain.
+"""Sends the messages that follow the transaction of a OnceTask. These are the message
+of the task's retry or replacement, the calls of the task's links, and the call of the
+next task of its chain.
 
-If these messages cannot be sent, the task's message goes back to its queue. The next
-delivery of the task sends them, without running the task again.
+If the task has committed, but these messages cannot be sent, the task's own message
+goes back to its queue. The next delivery of the task then sends these messages, without
+running the task again.
 """
 
 from __future__ import annotations
@@ -175,7 +177,8 @@ def go_on(task: Any, result: Any) -> None:
 
 
 def identify_errbacks(request: Any) -> None:
-    """Give the errbacks of a failed task ids that are the same at each delivery."""
+    """Assign an id to each errback of a task. The id is the same at each delivery of
+    the task."""
     if request.errbacks:
         request.errbacks = identified(request.errbacks, f"{cause_of(request)}/error")
 

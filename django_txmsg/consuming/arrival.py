@@ -277,9 +277,9 @@ class Mode(ABC):
         )
 
     def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
-        """If the message's turn has not come, park the message, subtract `attempts`
-        from its number of attempts, and return the outcome. Otherwise, and if the stage
-        is not ordered, return None."""
+        """Return None if the message may be processed now: its turn has come, or the
+        stage is not ordered. Otherwise park the message, subtract `attempts` from the
+        message's number of attempts, and return the outcome."""
         return None
 
     def lost(self, arrival: Arrival) -> Outcome:

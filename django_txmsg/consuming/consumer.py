@@ -397,8 +397,9 @@ class Consumer:
 
 
 def _record_options(stage: Stage) -> bool:
-    """Record whether a stage is ordered, and its rate. Always returns True: if the
-    database refuses a statement, `Retry.run()` returns None instead."""
+    """Record a stage's rate, and whether the stage is ordered. Always returns True, so
+    that the result of `Retry.run(_record_options)` shows whether the stage was
+    recorded. `Retry.run()` returns None if the database refuses a statement."""
     ordering.begin([stage])
     lines = RateLine.objects.db_manager(stage.definition.using)
     if stage.rate is None:

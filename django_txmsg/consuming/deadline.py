@@ -262,9 +262,10 @@ class Watch:
 
 
 def _is_limited(connection: Any) -> bool:
-    """Return whether a setting that is made for the open transaction would end with the
-    handler's work. This is true inside a transaction of PostgreSQL. It is false in a
-    TestCase, because the test's own transaction keeps the setting."""
+    """Return whether to limit statements by PostgreSQL's `statement_timeout`. The limit
+    is set for the open transaction, and ends with this transaction. So the result is
+    False if no transaction is open. The result is also False in a TestCase: the test's
+    own transaction would keep the limit after the handler has ended."""
     transaction = in_block(connection) and not in_testcase(connection)
     return transaction and connection.vendor == "postgresql"
 

@@ -182,8 +182,8 @@ def run(arrival: Arrival, message: Message) -> Processed:
                 ended.append(lost)  # another worker processed it
 
         def final(error: BaseException) -> bool:
-            """Return whether an error bypasses the middlewares, because the message has
-            not caused it."""
+            """Return True if neither the message nor its handler has caused the error.
+            The middlewares must not decide about such an error."""
             faultless = lost_conflict(error) or is_outage(error, on)
             return faultless or not is_handlers(error)
 
@@ -379,8 +379,9 @@ def _foregone(arrival: Arrival, record: InboxRecord) -> Outcome | None:
 
 
 def _ship_what_is_left(arrival: Arrival) -> None:
-    """Wake the dispatcher for the messages that the first processing of this message
-    stored and that are still pending."""
+    """Announce that a message is a duplicate. When the stage processed the message for
+    the first time, the stage may have stored other messages. Wake the dispatcher for
+    those that are still pending."""
     message, stage = arrival.message, arrival.stage
     signals.announce(
         signals.message_duplicate,

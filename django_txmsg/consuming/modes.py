@@ -177,9 +177,9 @@ class BrokerOnly(Mode):
         arrival.session.rollback()
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """Return whether a destination to which the stage has sent currently accepts no
-        messages. The stage sends directly to the broker, so the failure is not the
-        message's fault."""
+        """Return True if the stage failed because it sent to a destination that accepts
+        no messages at present. A stage of this mode sends directly to the broker. So
+        neither the message nor its handler is at fault."""
         return isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:
@@ -269,7 +269,8 @@ class Ordered(Outbox):
     other."""
 
     def out_of_turn(self, arrival: Arrival, *, attempts: int = 1) -> Outcome | None:
-        """Park a message whose turn has not come."""
+        """If the message's turn has not come, park the message, and return the outcome.
+        Otherwise return None."""
         return ordering.out_of_turn(arrival, attempts=attempts)
 
     def lost(self, arrival: Arrival) -> Outcome:

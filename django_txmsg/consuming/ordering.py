@@ -77,8 +77,9 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
 
 
 def out_of_turn(arrival: Arrival, *, attempts: int = 1) -> Waiting | None:
-    """If the message's predecessor has not ended, park the message, subtract `attempts`
-    from its number of attempts, and return the outcome. Otherwise return None."""
+    """Return None if the message has no predecessor, or if its predecessor has ended.
+    Otherwise park the message, subtract `attempts` from the message's number of
+    attempts, and return the outcome."""
     turn = arrival.turn
     if turn is None or arrival.order.has_come(turn):
         return None
@@ -168,9 +169,9 @@ class Admission:
 
 
 def grace() -> float:
-    """Return for how many seconds a stage must have been receiving before a predecessor
-    that has not arrived counts as lost. After a stop of the stage, the predecessor may
-    still be in the stage's queue."""
+    """Return the number of seconds after which a subscribed stage is assumed to have
+    received everything that was in its queue. Before that, a missing predecessor does
+    not count as lost: after a stop of the stage, it may still be in the queue."""
     return min(conf.get().ORDER_PATIENCE, ON_ITS_WAY)
 
 
@@ -193,8 +194,9 @@ def ask(stage: Stage, received: bool = True) -> None:
 
 
 def begin(stages: Collection[Stage]) -> None:
-    """Record the stages that are ordered from now on. If a stage is no longer ordered,
-    release its waiting messages. If it has no order or no limit, it is not full."""
+    """Record which of these stages are ordered from now on. If a stage is not ordered,
+    release its waiting messages. If a stage is not ordered, or if the settings do not
+    limit its waiting messages, also record that the stage is not full."""
     limited = conf.get().ORDER_MAX_WAITING or conf.get().ORDER_MAX_BYTES
     for stage in stages:
         using = stage.definition.using

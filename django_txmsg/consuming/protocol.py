@@ -253,9 +253,10 @@ class Undecided(Exception):
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """Surround statements of the package in a stage's transaction. Raises Undecided if
-    the database refuses a statement that may succeed later. Conflicts are raised
-    unchanged, because the caller repeats the work immediately."""
+    """A context manager around SQL statements that the package itself executes in a
+    stage's transaction. Raises Undecided if the database refuses a statement that may
+    succeed later. The error of a lost conflict is raised unchanged, because the caller
+    then repeats the work immediately."""
     try:
         yield
     except AnyDatabaseError as error:

@@ -98,8 +98,8 @@ class Held:
     """The slots of one line that a thread has taken and not used yet.
 
     A busy thread takes several slots with one statement, but at most a quarter of the
-    slots that are due. So many due slots mean that the stage is far below its rate, and
-    it does not matter if the thread leaves some slots unused.
+    slots that are already due. If many slots are due, the stage is far below its rate.
+    So it does not matter if the thread leaves some of its slots unused.
     """
 
     def __init__(self) -> None:

@@ -102,8 +102,8 @@ class Parking:
         self._since = min(self._since, self._share - 1)
 
     def waited_for(self, deliveries: int) -> None:
-        """Add to the number of deliveries that the thread has processed since it last
-        parked a message."""
+        """Add `deliveries` to the number of deliveries that the thread has taken since
+        it last processed a parked message."""
         self._since += deliveries
 
     def claim(self) -> Parked | None:

@@ -106,14 +106,16 @@ class Subscription:
         self._breaker.failed(error)
 
     def cannot_send(self, error: DestinationUnavailable) -> None:
-        """Close the session and pause, because a destination to which the stage sends
-        currently accepts no messages."""
+        """Close the session and pause, because the stage has sent to a destination that
+        accepts no messages at present."""
         self.close()
         self.turned_away.failed(error)
 
     def rest(self) -> None:
-        """Forget errors after a while, because the stage is paused and does not try
-        again. Others that use the broker may still do so."""
+        """End the outages of this stage and of its broker in which no error has
+        occurred for a minute. Call this while the stage is paused: a paused stage does
+        not contact the broker, so no success can end an outage. Other stages may still
+        contact the broker and fail."""
         for one in (self._breaker, self.refused, self.turned_away):
             one.worked(opened=-math.inf)
 

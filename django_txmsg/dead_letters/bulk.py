@@ -50,8 +50,8 @@ PAUSE = 0.5
 
 
 def died_again(operation: BulkOperation, using: str) -> int:
-    """Return how many of the messages that the operation redelivered have died again,
-    with the same error or with another error."""
+    """Return the number of messages that the operation has redelivered and that have
+    died again. It does not matter whether a message died of the same error again."""
     filters = {name: operation.filter[name] for name in operation.filter.keys() & _KEPT}
     letters = selection.filtered(filters, using=using).filter(
         pk__lte=operation.cursor,
@@ -83,9 +83,10 @@ def unsettled(operation: BulkOperation, using: str) -> bool:
 
 
 def most(operation: BulkOperation, back: int) -> int:
-    """Return the largest size of the operation's next batch. `back` is how many
-    messages have died again. As long as no message has succeeded, the batch is only so
-    large that the operation stops if the whole batch dies."""
+    """Return the maximum size of the operation's next batch. `back` is the number of
+    redelivered messages that have died again. The operation stops when more than
+    `operation.tolerates` messages have died again. Until a message has succeeded, the
+    next batch is just large enough to reach that limit if all its messages die."""
     assert operation.tolerates is not None
     if operation.done > back:
         return STEPS[-1] * 10

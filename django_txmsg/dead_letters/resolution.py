@@ -47,10 +47,9 @@ def redeliver(
     """Redeliver open dead letters that the caller's transaction has locked.
 
     A stage's dead letter is parked in the stage's inbox again, and is due immediately.
-    So only that stage gets the message, and no broker is needed. A relay's dead letter
-    is sent again through the outbox. A stage's dead letter is also sent through the
-    outbox if no live process runs the stage and this service does not declare the stage
-    for this database.
+    So only that stage gets the message, and no broker is needed. But if the stage does
+    not park its messages in this database (`_stages_here()`), the dead letter is stored
+    in the outbox instead. A relay's dead letter is always stored in the outbox.
     """
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)
@@ -139,8 +138,9 @@ def _known(
 
 def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
     """Return the names of the stages that park their messages in this database. These
-    are the stages that this service declares for the database, and undeclared stages
-    that live processes run."""
+    are the stages that this service declares for this database, and the stages that
+    live workers run although this service does not declare them. If this service
+    declares every stage of `batch`, the workers are not queried."""
     declared = {one.name: one.definition.using for one in all_stages()}
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):
@@ -153,8 +153,8 @@ def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
 
 
 def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
-    """Discard open dead letters that the caller's transaction has locked. If the dead
-    letter is an undo in doubt, this confirms the undo."""
+    """Discard open dead letters that the caller's transaction has locked. An undo in
+    doubt that is discarded counts as done: its flow continues."""
     tally.done += _resolve(batch, using, Resolution.DISCARDED, by)
     for one in batch:
         if one.reason == undoing.IN_DOUBT:

@@ -121,7 +121,8 @@ class Summary:
     `forgotten` counts dead letters that are older than the inbox's retention. A stage
     may have processed such a message in the meantime, and the inbox may have deleted
     its record of the message. Then a redelivery would process the message again.
-    `in_doubt` counts undos of flows; discarding such an undo confirms it.
+    `in_doubt` counts undos of flows for which it is unknown whether there is work to
+    undo. Such an undo counts as done when an operator discards it.
     """
 
     count: int = 0
@@ -167,8 +168,9 @@ class Shown:
         return f"{self.count}.{self.up_to}.{self.as_of}"
 
     def before(self, filters: Mapping[str, Any]) -> str:
-        """Return the filter `before` for the shown dead letters: all of them died
-        earlier than this time."""
+        """Return the value of the filter `before` that selects no dead letters newer
+        than the page: the time of the page, or the `before` of `filters` if that is
+        earlier."""
         given = filters.get("before", self.as_of)
         return min((self.as_of, str(given)), key=_instant)
 
@@ -189,7 +191,8 @@ class Shown:
 
 
 class Changed(TxmsgError):
-    """The rows that an operator was shown no longer match."""
+    """Some of the rows on the operator's confirmation page no longer match the
+    filter."""
 
 
 def summary(letters: QuerySet[DeadLetter]) -> Summary:

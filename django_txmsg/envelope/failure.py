@@ -116,9 +116,9 @@ def _bare_name(kind: type[BaseException]) -> str:
 
 
 def _from_the_application(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package before the first frame of
-    the application. If a frame of another library comes before that frame, return the
-    whole traceback."""
+    """Remove the frames of this package from the beginning of a traceback, if the next
+    frame after them belongs to the application. Otherwise return the whole
+    traceback."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OURS):
         rest = rest.tb_next

@@ -248,8 +248,10 @@ class PydanticCodec(Codec):
         return self._exactly(annotation, value, None)
 
     def _exactly(self, annotation: Any, value: Any, body: bytes | None) -> Any:
-        """Validate a parsed body with exact Decimals. If the body has no numbers for
-        Decimals, validate its bytes."""
+        """Validate a body, and return the result. `value` is the parsed body. First the
+        numbers of Decimal fields are replaced by their texts, so that no digit is lost.
+        If there are no such numbers, or if the texts are not valid, the original body
+        is validated."""
         marks = self._marks(annotation)
         exact = with_exact_numbers(value, marks.schema) if marks.decimals else value
         if exact is not value:
@@ -290,8 +292,9 @@ class PydanticCodec(Codec):
         from pydantic.json_schema import GenerateJsonSchema
 
         class Telling(GenerateJsonSchema):
-            """Generates schemas that also contain what distinguishes two types for
-            which pydantic alone would generate the same schema."""
+            """Generates JSON schemas with additional details. Pydantic alone generates
+            the same schema for some different types, such as Decimals with different
+            numbers of digits. The details make these schemas differ."""
 
             def decimal_schema(self, schema: Any) -> Any:
                 found = super().decimal_schema(schema)

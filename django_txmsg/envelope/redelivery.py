@@ -99,8 +99,9 @@ class RedeliveryPolicy:
 
     @property
     def max_begun(self) -> int:
-        """The maximum number of started attempts, including the `lost_workers` attempts
-        that do not count."""
+        """The maximum number of attempts that may begin: `max_attempts`, and
+        `lost_workers` additional attempts, because the first `lost_workers` attempts
+        whose worker died do not count as failed."""
         return self.max_attempts + self.lost_workers
 
     def delay(self, attempt: int, rand: Callable[[], float] = random.random) -> float:

@@ -98,8 +98,9 @@ class Declaration:
 
     @property
     def reads(self) -> Sequence[tuple[str, int]]:
-        """The names and versions that this code can read: of the state, of each step,
-        and of the types that the steps accept."""
+        """The name and version of everything that this code can read: the state, each
+        step, each signal method, and each type that a step or a signal method
+        accepts."""
         known = {(self.name, self.version): None}
         for name, one in (self.steps | self.signals).items():
             known[self._address(name), 1] = None

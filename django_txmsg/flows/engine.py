@@ -442,10 +442,14 @@ class Going:
         return given
 
     def _answered(self) -> None:
-        """Record that the run's request was executed. If the request went to a flow,
-        that flow may have answered before it has undone its own work. If this run
-        cancels that flow later, the cancellation waits until that flow's undos are
-        confirmed."""
+        """Record that the run's request was executed. The answer to the request proves
+        this.
+
+        If the request has started a run of another flow, the undo of the request
+        cancels that other run. This undo is kept even after the answer: the other run
+        may have answered before it has undone its own work. If this run later fails,
+        it waits until the undos of the other run are confirmed.
+        """
         if self.run.undos:
             rows = self._open_undos().filter(request_id=self.run.request_id)
             rows.update(answered=True)

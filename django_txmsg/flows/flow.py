@@ -76,8 +76,9 @@ def signal(
     method: Any = None, /, *, was: str | tuple[str, ...] = ()
 ) -> Callable[[Any], Any] | Any:
     """Make a method handle the signals of one type. The method runs between two steps,
-    whenever a signal of this type arrives. If the method returns a continuation, the
-    run waits for that one instead. If it returns None, the run waits as before."""
+    whenever a signal of this type arrives. If the method returns None, the run
+    continues to wait as before. If the method returns a continuation, the run stops
+    waiting for the previous continuation, and waits for the returned one."""
     return _marked(method, is_signal=True, was=was)
 
 
@@ -196,12 +197,17 @@ class Flow(Generic[In, Out]):
     ) -> Ask:
         """Send a request to a stage or a flow, and continue with the answer.
 
-        If the run fails and the request was executed, one message with the same body is
-        sent to the destination `undo`. The step `otherwise` gets TimedOut if the
-        deadline is committed before the answer, and Dead if the request is given up.
-        Without `otherwise`, the run fails in these cases. Raises ConfigurationError if
-        `then` is not a step, if no deadline is declared, or if the stage of `undo` is
-        declared to undo other requests.
+        If the run fails, one message with the same body is sent to the destination
+        `undo`. A stage that is declared with `undoes=` handles this message only if the
+        request was executed.
+
+        The step `otherwise` gets TimedOut if the deadline passes before the answer is
+        processed. It gets Dead if the request is given up. Without `otherwise`, the run
+        fails in these cases.
+
+        Raises ConfigurationError if `then` is not a step, or if no deadline is
+        declared. Also raises ConfigurationError if the stage that consumes `undo` is
+        declared to undo the requests to another destination.
         """
         request = self.branch(destination, body, undo=undo, key=key)
         return self._note(
@@ -226,8 +232,8 @@ class Flow(Generic[In, Out]):
         key: str | None = None,
     ) -> Request[Reply]:
         """Return a request for gather(). The arguments are the same as for ask().
-        Raises ConfigurationError if the stage of `undo` is declared to undo other
-        requests."""
+        Raises ConfigurationError if the stage that consumes `undo` is declared to undo
+        the requests to another destination."""
         of_flow = isinstance(destination, type) and issubclass(destination, Flow)
         asked: Any = destination
         if of_flow:

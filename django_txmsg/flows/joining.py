@@ -182,11 +182,12 @@ def ended(
     *,
     timed_out: bool,
 ) -> Answers[Any] | None:
-    """End the join for which a run waits, undo its unanswered requests, and return the
-    answers. The run does not wait for these undos.
+    """Close the join for which a run waits, send the undos of the requests without an
+    answer, and return the answers. The run does not wait for these undos.
 
-    Returns None if the join has not ended: then the transaction of an answer was rolled
-    back, and the answer will be redelivered.
+    Changes nothing and returns None if the join must still wait for an answer. This
+    happens if the transaction that stored an answer was rolled back. That answer will
+    be redelivered.
     """
     using = declared.using
     assert run.turn is not None  # it waits

@@ -87,10 +87,15 @@ def start_run(
 def identify(
     using: str, content: Callable[[], tuple[object, ...]], messages: int = 1
 ) -> tuple[uuid.UUID, Run | None]:
-    """Return the id of a run that is to be started. Also return the run if an earlier
-    attempt of the stage has committed it. Each attempt derives the same id from the
-    content. The stage's next messages are numbered as if the run's `messages` were sent
-    again."""
+    """Return the id of a run that is to be started, and the run itself if it already
+    exists. Otherwise the second value is None.
+
+    Outside a stage, the id is new. Inside a stage, each attempt derives the same id
+    from the content. So the run exists if an earlier attempt has committed it. The
+    caller then does not send the run's first messages again. `messages` is the number
+    of these messages. Their numbers are skipped, so that the stage's later messages get
+    the same ids as in the earlier attempt.
+    """
     current = current_scope()
     if current is None or current.cause is None:
         return new_id(), None
@@ -187,8 +192,9 @@ _RESUMED = (
 def cancel(run: Run, why: str = "") -> None:
     """Cancel a run, in the caller's transaction. The flow's signal method for
     `Cancelled` decides how the run continues. Without such a method the run fails, and
-    undoes its work. A run that has ended does not change. After a hand-over, the other
-    flow must answer the caller, so cancel the run of the other flow."""
+    undoes its work. A run that has ended does not change. A run that has handed over to
+    another flow has ended: to stop the work, call `cancel()` with the run of the other
+    flow."""
     declared = declaration_of(run)
     send_part(
         declared.steps_name,

@@ -68,9 +68,9 @@ class Verdict(enum.Enum):
 
 
 def has_ended(using: str, group: uuid.UUID, joined_until: dt.datetime) -> Verdict:
-    """Return whether a group that can be joined until `joined_until` has ended. Call
-    this outside any transaction, so that the lock is released immediately. Query the
-    group's rows only after this call."""
+    """Return whether a group has ended. Sessions could join the group until the time
+    `joined_until`. Call this function outside any transaction, so that the group's lock
+    is released immediately. Query the group's rows only after this call."""
     bound = joined_until + dt.timedelta(seconds=MARGIN)
     with connections[using].cursor() as cursor:
         cursor.execute(_ASK, [bound, lock_of(group)])

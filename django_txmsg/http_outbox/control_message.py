@@ -58,13 +58,15 @@ class ControlMessage:
 
     - "transaction": query the database for the id `transaction`.
     - "delay": wait for the session's record.
-    - "arrival": it has. The message was committed together with the session.
+    - "arrival": the session has committed. The transaction of the session also stored
+      this control message.
     - "group": find out whether the whole group has ended. Its sessions share
       `session_id`, and further sessions may join until `joined_until`.
     - "": unknown. The message is not `signed`, so its other fields cannot be trusted.
 
-    `database` identifies the session's database. It is "" in messages of an earlier
-    release.
+    `database` identifies the session's database, or is "". If it is "", the receiver
+    does not check the database. `database` is "" for the oracles "arrival" and "", on
+    SQLite, and in messages of an earlier release.
     """
 
     id: str

@@ -57,8 +57,8 @@ def wanted(request: HttpRequest) -> bool:
 
 
 def impossible() -> HttpResponse:
-    """Return the error response to a request with an Idempotency-Key whose view has no
-    outbox session."""
+    """Return the error response to a request that has an Idempotency-Key, but whose
+    view runs without an outbox session."""
     return _problem(
         400,
         "Idempotency-Key is not supported here",
@@ -192,8 +192,9 @@ def _alone(using: str, caller: str, key: str) -> bool:
 
 
 def _is_taken(error: Exception) -> bool:
-    """Return whether this error means that another request has the key: it comes from
-    the unique constraint, from SQLite's lock, or from PostgreSQL's isolation."""
+    """Return True if this error means that another request has reserved the key. Such
+    an error is a violation of the unique constraint, a locked SQLite database, or a
+    serialization failure of PostgreSQL."""
     if isinstance(error, IntegrityError) or "database is locked" in str(error):
         return True
     return database_health.sqlstate(error) == "40001"
