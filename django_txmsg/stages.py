@@ -92,13 +92,13 @@ class Stage:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the stage's redelivery policy and transaction are fixed, as a
-        consumer needs them."""
+        """Whether `resolved()` returned this stage. Such a stage stores its redelivery
+        policy and transaction. A consumer processes messages only for such stages."""
         return self._definition is not None
 
     def resolved(self) -> Stage:
-        """Return a copy of the stage with a fixed redelivery policy and transaction, so
-        that all steps of a message's processing use the same values."""
+        """Return a copy of the stage that stores its redelivery policy and transaction,
+        so that all steps of a message's processing use the same values."""
         assert self.reader is None or self.reader  # a missing codec is an error at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
 

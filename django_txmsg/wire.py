@@ -130,7 +130,8 @@ OF_TASKS = ".tasks."
 
 
 def control_destination(service: str) -> str:
-    """Return the destination of a service's control messages to itself."""
+    """Return the destination to which a service sends control messages. The same
+    service receives them from there."""
     return f"{service}{_CONTROL}"
 
 
@@ -196,8 +197,9 @@ def derived_id(
 
 
 def other_id(derived: uuid.UUID, destination: str, key: str, body: bytes) -> uuid.UUID:
-    """Return the id of a message whose derived id belongs to another message. A copy of
-    the message gets the same id."""
+    """Return a new id for a message, because a stored message with other content has
+    the id `derived` already. The new id depends only on the arguments, so a copy of the
+    message gets the same new id."""
     digest = hashlib.sha256(body).hexdigest()
     return _named("another", str(derived), destination, key, digest)
 
@@ -217,8 +219,9 @@ def foreign_id(service: str, broker_message_id: str) -> uuid.UUID:
 
 
 def event_id(source: str, event: str) -> uuid.UUID:
-    """Return the id of a CloudEvent, derived from its source and id, which are unique
-    together."""
+    """Return the message id for a CloudEvent. It is derived from two attributes of the
+    CloudEvent, `source` and `id`, which are unique together. `event` is the value of
+    `id`."""
     return _named("cloudevent", source, event)
 
 

@@ -124,7 +124,8 @@ def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
 def places(
     run: dict[str, Any], test: str, used: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each place in the table where this test counts, as a row and a version."""
+    """Yield the name of a row and a version for each cell of the table that counts this
+    test."""
     yield "Python with Django", f"{run['python']} with {run['django']}"
     for server in used:
         # A worker that crashed has not recorded its servers' versions.

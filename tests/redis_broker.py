@@ -1,5 +1,5 @@
-"""A broker for Redis Streams with redis-py. It is written like the broker of a user of
-the package.
+"""A broker for Redis Streams with redis-py. It is an example of a broker that a user of
+the package writes.
 
 A destination is a stream, and a consumer group shares its messages. A queue has one
 group, and a topic has one group for each subscriber. A received message is pending for

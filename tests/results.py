@@ -83,8 +83,8 @@ class _Results:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Add the servers of a worker that has ended. A worker that crashed does not
-        report them."""
+        """Add the servers that a pytest-xdist worker has reported at its end. A worker
+        that crashed has reported no servers."""
         self._servers |= getattr(node, "workeroutput", {}).get("servers", {})
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:

@@ -228,9 +228,9 @@ def put(
 
 @contextmanager
 def record_lost_at(statement: str) -> Iterator[None]:
-    """Delete the only inbox row right before the first statement that begins with
-    `statement`. This simulates a crash of the server that loses the row, behind a
-    pooler that hides the crash from the client."""
+    """Simulate that the database server crashes and loses the only inbox row, and that
+    a pooler hides the crash from the client. For this, the block deletes the row right
+    before the first statement that begins with `statement`."""
     lost: list[str] = []
 
     def execute(run: Any, sql: str, *rest: Any) -> Any:

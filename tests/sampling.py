@@ -1,4 +1,5 @@
-"""Chooses the cases of a test that `make test` runs. The matrix runs all cases."""
+"""Chooses some cases of a parametrized test. `make test` runs only these cases. The
+matrix runs all cases."""
 
 from __future__ import annotations
 

@@ -242,8 +242,9 @@ class Record:
         self.changed.notify_all()
 
     def check(self) -> None:
-        """Raise the first exception of a test's function in the broker's thread. Later
-        calls do not raise it again."""
+        """If a function of the test has raised an exception in the broker's thread,
+        raise this exception in the caller's thread. Each call raises the oldest
+        exception that no earlier call has raised."""
         with self.changed:
             if self.errors:
                 raise self.errors.pop(0)

@@ -1,10 +1,11 @@
 """A test's instructions for the frames that the scripted broker receives.
 
 A rule selects frames (``broker.on("SEND", nth=3)``), and its verb says how the broker
-treats these frames (``.reject("quota")``). If several rules select a frame, the oldest
-rule decides. A rule that has decided about ``times`` frames decides no more. Every rule
-counts all matching frames, even if another rule decides about them. If no rule selects
-a frame, the profile decides.
+treats these frames (``.reject("quota")``). If several rules select a frame, the broker
+applies the oldest rule. A rule with ``times=2`` is used up after the broker has applied
+it to two frames. Every rule counts all matching frames, even if the broker applies
+another rule to them. If no rule selects a frame, the profile says how the broker treats
+the frame.
 """
 
 from __future__ import annotations
@@ -116,9 +117,9 @@ class Rule:
         return self._nth is None or self._seen == self._nth
 
     def decides(self) -> bool:
-        """Return True if the rule decides about a frame that it has selected, and count
-        the frame towards ``times``. Return False if the rule has no verb, or if
-        ``times`` is used up."""
+        """Return True if the broker must apply the rule to a frame that the rule has
+        selected, and count the frame towards ``times``. Return False if the rule has no
+        verb, or if ``times`` is used up."""
         if self.verb is Verb.HANDLE or self._left == 0:
             return False
         if self._left is not None:

@@ -405,8 +405,8 @@ class Chaos:
         report.dead = [str(one) for one in DeadLetter.objects.all()]
 
     def _not_done(self) -> tuple[set[str], list[str]]:
-        """Return the numbers of all placed orders, and the names of the effects that
-        these orders lack."""
+        """Return the set of the order numbers of all placed orders, and a list of the
+        effects that are still missing. Each order must have several effects."""
         placed = set(Order.objects.values_list("number", flat=True))
         effects = set(Effect.objects.values_list("name", flat=True))
         return placed, sorted(set(_effects(placed)) - effects)

@@ -77,8 +77,9 @@ class Play:
         )
 
     def bring_to(self, step: str, url: str = "") -> None:
-        """Put a message into the queue of `step`. Start a consumer that processes the
-        message, and wait until it has reached `step`."""
+        """Put a message into the queue of the stage for `step`, and start a consumer of
+        this stage. The consumer waits when it reaches `step`. This method does not
+        wait."""
         self.ids[step] = put(self.stages[step])
         self.workers.append(self.consume([step], point=step, url=url))
 

@@ -55,9 +55,9 @@ def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path, wheel: Path, lent: Sequence[str]) -> Path:
-    """Create an environment that contains the wheel and the packages in `lent`. These
-    packages are links to the packages of this environment. Return the new environment's
-    interpreter."""
+    """Create an environment, and install the wheel there. For each package in `lent`,
+    the new environment contains a link to the package that is installed in the
+    environment of the tests. Return the path of the new environment's interpreter."""
     venv.create(home, symlinks=True)
     purelib = sysconfig.get_path("purelib", vars={"base": str(home)})
     for name in lent:

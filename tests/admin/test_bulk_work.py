@@ -18,7 +18,8 @@ from tests.faults import ManageProcess, wait_until
 
 
 def each_once(count: int) -> None:
-    """Check that every dead letter is in the outbox once, and resolved."""
+    """Check that the outbox contains the message of every dead letter once, that these
+    are `count` messages, and that every dead letter is marked as redelivered."""
     stored = OutboxMessage.objects.values_list("message_id", flat=True)
     assert len(stored) == count
     assert set(stored) == set(DeadLetter.objects.values_list("message_id", flat=True))

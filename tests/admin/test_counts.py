@@ -106,8 +106,9 @@ def among(places: dict[str, Any], read: Callable[[Any], int]) -> Counts:
 
 
 def in_facts(section: str, number: str) -> Counts:
-    """Return the value `number` of each place in a section of the command's output, by
-    database and place. Zeros are left out."""
+    """Read a section of the `message_status --json` output, which has several numbers
+    for each place. Return the number that is named `number`, by database and place.
+    Zeros are left out."""
     facts, _ = told()
     return {
         (one["database"], one["name"]): one[number]

@@ -312,7 +312,7 @@ class Suite(BrokerSuite):
 
 
 def held(entry: bytes) -> Delivery:
-    """Return a delivery with this entry, which a session can acknowledge."""
+    """Return a delivery that a session can acknowledge. Its handle is `entry`."""
     return Delivery("", {}, b"", False, "", entry)
 
 

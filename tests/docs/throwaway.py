@@ -1,8 +1,10 @@
 """Turns a page into a project: its blocks, in order, become a user's files.
 
-Settings go to `settings.py`, declarations to `shop/stages.py`, test cases to
-`test_page.py`, and other code to a test there. A first line such as `# shop/tasks.py`
-names another file. Nothing else is configured, stubbed or overridden.
+Settings go to `settings.py`, URL patterns to `shop/urls.py`, declarations to
+`shop/stages.py`, and test cases to `test_page.py`. All other code becomes the body of
+one test in `test_page.py`. But if a block begins with the name of a file, such as
+`# shop/tasks.py`, the block goes to that file. Nothing else is configured, stubbed or
+overridden.
 """
 
 from __future__ import annotations

@@ -331,9 +331,9 @@ def test_activemq_lets_later_receipts_overtake_those_of_a_full_queue(
 def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """A SEND requests a receipt, and waits for a full queue. ActiveMQ sends the receipt
-    of COMMIT nevertheless, and then refuses the SEND. So a client must wait for the
-    receipt of every SEND before it commits."""
+    """A SEND of a transaction requests a receipt. Its queue is full, so ActiveMQ holds
+    the SEND back. ActiveMQ sends the receipt of COMMIT nevertheless, and then refuses
+    the SEND. So a client must wait for the receipt of every SEND before it commits."""
     filler, producer = client(activemq), client(activemq)
     full, roomy, other = queue(CRAMPED), queue(), queue()
     for _ in range(TOO_MANY):

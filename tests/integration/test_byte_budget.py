@@ -68,8 +68,8 @@ def test_large_messages_leave_in_order(key: str | None) -> None:
 
 
 class Counted(DatabaseBroker):
-    """The embedded broker, which measures the bytes that all sessions send at the same
-    time."""
+    """The embedded broker. It also measures how many bytes all sessions together are
+    sending: `now` at this moment, and `most` at any moment so far."""
 
     lock, now, most = threading.Lock(), 0, 0
 

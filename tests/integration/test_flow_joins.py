@@ -706,7 +706,8 @@ def test_a_batch_encodes_each_body_once(
 def test_no_batch_is_taken_for_a_batch_that_an_attempt_has_skipped(
     mailing: list[dict[str, Any]],
 ) -> None:
-    """The batches differ only in the headers of their messages."""
+    """The first attempt commits a batch. The later attempts skip that batch, and create
+    a batch that differs from it only in the headers of its messages."""
     batches: list[Batch] = []
 
     def handler(message: Message) -> None:

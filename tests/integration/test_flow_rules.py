@@ -1,5 +1,6 @@
-"""The rules of flows, each with its tests. Tests with a name are in `test_flows.py`.
-"Here" means in this file.
+"""The rules of flows. After each rule, the list gives the tests that check the rule.
+The named tests are in `test_flows.py`. "Two here" means two more tests, which are in
+this file.
 
 - Of all messages that could continue a run, exactly one does:
   `test_one_of_a_concurrent_answer_deadline_and_copies_continues_the_run`,

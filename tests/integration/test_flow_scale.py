@@ -1,5 +1,5 @@
-"""A turn of a run takes as long with many waiting runs, sleeps and branches as with
-few."""
+"""A turn of a run does not take longer if many runs are waiting, or if the run has
+slept many times before. A run can wait for many branches."""
 
 from __future__ import annotations
 

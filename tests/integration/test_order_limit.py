@@ -89,9 +89,9 @@ def test_full_stage_stops_receiving_and_resumes_when_there_is_room(
 def test_a_full_stage_takes_one_message_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stage has too many blocked messages. It still receives one message now and
-    then, because their predecessor may be in the queue, behind messages that would be
-    blocked too."""
+    """A stage has too many blocked messages. The predecessor of these messages may
+    still be in the queue, behind messages that would be blocked too. To reach the
+    predecessor, the stage receives one message now and then."""
     monkeypatch.setattr(limits, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(limits, "LONGEST_PAUSE", 0.01)
     with txmsg(ORDER_MAX_WAITING=5), declared(effect, ordered="block") as stage:

@@ -481,9 +481,10 @@ def test_with_block_a_follower_waits_for_a_lost_predecessor() -> None:
 def test_block_does_not_wait_for_an_unseen_predecessor(
     because: str,
 ) -> None:
-    """The predecessor was sent before the stage was first ordered, or longer ago than
-    the inbox's retention, so the stage may not know it. In mode "block", the stage
-    waits for it only a short time."""
+    """The predecessor was sent before the stage became an ordered stage, or so long ago
+    that pruning may have deleted its inbox row. So the stage cannot know whether the
+    predecessor was processed. In mode "block", the stage waits only a short time for
+    such a predecessor."""
     with declared(effect, ordered="block") as stage:
         send_chain(stage.destination, [0, 1, 2])
         _, one, two = taken(stage.destination)

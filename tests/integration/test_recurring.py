@@ -1,4 +1,4 @@
-"""Recurring messages: each tick is stored once, by any number of processes."""
+"""Recurring messages: each tick is stored once, however many processes run."""
 
 from __future__ import annotations
 

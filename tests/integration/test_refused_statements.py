@@ -161,8 +161,8 @@ def handler(message: Message) -> None:
 
 
 def refused_often(threads: Any) -> Callable[[], bool]:
-    """Return a condition. It becomes true when the database has refused more statements
-    of a thread than a message may have attempts."""
+    """Return a condition. The condition becomes true when the database has refused MANY
+    statements of one thread in a row. A message may have fewer attempts than MANY."""
 
     def said() -> bool:
         return any(one._undecided._failures >= MANY for one in threads)

@@ -125,7 +125,9 @@ def test_the_refusal_of_a_paused_stage_is_forgotten(
 def test_the_outage_of_a_broker_ends_even_if_nothing_can_be_received(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, user: str
 ) -> None:
-    """The broker is back, and all that uses it is refused or paused."""
+    """The broker can be reached again after an outage, but its only user receives
+    nothing: the broker refuses the subscription, or the stage is paused. The outage
+    ends nevertheless."""
     monkeypatch.setattr(breakers, "QUIET", 0.05)
     broker.on("SUBSCRIBE").reject()
     stop, shared = threading.Event(), Breaker("default", 1.0)

@@ -1,6 +1,6 @@
 """A worker's database connections obey CONN_MAX_AGE and CONN_HEALTH_CHECKS, as in a
-request. A worker uses no broken connection for a second message. The tests check this
-at the server."""
+request. A broken connection makes at most one attempt fail, because the worker opens a
+new connection for the next attempt. The tests check this at the server."""
 
 from __future__ import annotations
 

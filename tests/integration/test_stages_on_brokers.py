@@ -194,8 +194,9 @@ def test_message_relayed_later_is_unchanged(destination: str) -> None:
 
 
 class ClientDecidesIds:
-    """A handler that inserts a row under a key that the client chose, so it cannot run
-    twice. At its first commit, the connection to the broker is cut."""
+    """A handler that inserts a row under a key that the client chose. If the row exists
+    already, the handler fails. When the handler's first run commits, the connection to
+    the broker is cut."""
 
     def __init__(self, proxy: Proxy, target: str) -> None:
         self.runs = 0

@@ -194,8 +194,8 @@ def test_stored_messages_are_taken_over_once(theirs: Theirs) -> None:
 
 @pytest.fixture
 def published() -> Iterator[Callable[..., None]]:
-    """Return a function that stores a row of django-outbox-pattern, as an older
-    release, bulk_create() or plain SQL would."""
+    """Return a function that stores a row of django-outbox-pattern. `headers` may be
+    any value that an older release, bulk_create() or plain SQL can have stored."""
     models = (Published, Received)
     with connection.schema_editor() as editor:
         for model in models:

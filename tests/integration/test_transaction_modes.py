@@ -383,8 +383,10 @@ def test_no_message_gets_the_id_of_a_skipped_message(
     committed: Callable[[], AbstractContextManager[object]],
     own: bool,
 ) -> None:
-    """Pruning has deleted the skipped message. With `own`, the later attempts send the
-    next message together with the stage's work instead of separately."""
+    """The first attempt commits a message separately from the stage's work. The later
+    attempts skip that message, which pruning has deleted, and send another message.
+    With `own`, the other message is sent together with the stage's work. Without `own`,
+    it is committed separately."""
     ids: list[object] = []
 
     def handler(message: Message) -> None:
@@ -416,7 +418,9 @@ def test_no_message_gets_the_id_of_a_skipped_message(
 def test_an_attempt_that_skips_a_similar_message_sends_the_same_id(
     skipped: dict[str, Any],
 ) -> None:
-    """The skipped message differs only in its broker, or has an id of its own."""
+    """The first attempt sends two messages. The second attempt skips the first of these
+    messages. The skipped message differs from the other message only in its broker, or
+    only because the handler chose its id."""
     ids: list[object] = []
 
     def handler(message: Message) -> None:

@@ -32,8 +32,8 @@ class Keeper:
         self._tell(f"watch {group} {stop_signal}")
 
     def forget(self, group: int) -> None:
-        """Tell the keeper that this process group has ended, because another group may
-        get its id."""
+        """Tell the keeper that this process group has ended. Otherwise the keeper could
+        kill another group that gets the same id later."""
         self._tell(f"forget {group} 0")
 
     def remove(self, directory: Path) -> None:

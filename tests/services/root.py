@@ -63,7 +63,8 @@ class Root:
         return [*told, str(SCRIPT), "in", self.name, *as_user, *command], None
 
     def give(self, path: Path, user: str) -> None:
-        """Make a user of the root the owner of a file or directory."""
+        """Make `user` the owner of a file or directory. The ids of the user come from
+        `etc/passwd` in the root directory."""
         entries = (self.folder / "etc/passwd").read_text().splitlines()
         (found,) = (entry for entry in entries if entry.startswith(f"{user}:"))
         _, _, uid, gid, *_ = found.split(":")

@@ -67,8 +67,9 @@ def hashes_of_lake(lake: LakeSpec, table: Table = OUTBOX) -> list[tuple[int, int
 def assert_moved_once(
     before: dict[int, int], log: Log, lake: LakeSpec, expected: set[int]
 ) -> None:
-    """Check that the lake contains each expected row once and unchanged, and no other
-    row. The database must contain exactly the other rows, unchanged."""
+    """Check that an archive run has moved exactly the rows with the ids `expected`. The
+    lake must contain these rows, each once. The database must contain all other rows of
+    `before`. No row may have changed."""
     there = hashes_of_lake(lake)
     assert len(there) == len(dict(there)), "a row is in the lake twice"
     assert dict(there) == {one: before[one] for one in expected}

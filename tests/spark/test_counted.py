@@ -38,7 +38,8 @@ Counts = dict[str, dict[str, int]]
 
 def processed(log: Log, start: dt.datetime, count: int = 4) -> list[uuid.UUID]:
     """Store messages to a queue, one each second, and return their ids. The first
-    message is processed after two seconds, the second after three, and so on."""
+    message is processed two seconds after it was stored, the second message three
+    seconds after it was stored, and so on."""
     ids = [uuid.uuid4() for _ in range(count)]
     log.send(
         [
@@ -79,7 +80,8 @@ def without_journeys(spark: Any, spec: JobSpec, at: Path, **options: Any) -> Cou
 
 
 def files_of(lake: LakeSpec) -> dict[Path, int]:
-    """Return the files of the journeys, each with the number of rows in its footer."""
+    """Return the path of each file of journeys, and how many journeys the counts in the
+    file's footer cover. This number is 0 if the footer has no valid counts."""
     root = Path(lake.uri.removeprefix("file://")) / "journeys"
     table = DeltaTable(root)
     found = {}
@@ -367,9 +369,10 @@ def test_a_footer_of_too_many_lines_is_left_out(
 
 
 def test_lines_are_summed_up_while_a_file_is_written() -> None:
-    """Journeys to 20,000 destinations, such as those of answers, are counted. The
-    counts take little memory, and are left out of the footer. The counts of two
-    destinations are summed up in two lines, one for each."""
+    """A file with journeys to 20,000 destinations is written, for example to the
+    destinations of answers. The counts take little memory, and the footer does not
+    contain them. If a file has journeys to two destinations, its footer contains one
+    line for each destination."""
     counted, before = tally.Tallying(), pa.total_allocated_bytes()
     for number in range(20):
         counted.add(to(*(f"answers.{number}.{line}" for line in range(1_000))))

@@ -446,12 +446,13 @@ def rename(services: Services, stack: ExitStack) -> None:
 def come_again(
     services: Services, sent: dict[uuid.UUID, dt.datetime], ahead: dt.timedelta
 ) -> None:
-    """Deliver messages again whose inbox rows were pruned, as a broker may do.
+    """Deliver every message again that has no inbox row any more, because the row was
+    pruned. A broker may do this.
 
-    Then correct the instants in the new inbox rows. pass_time() moves instants in rows
-    but not in copies, so the sending time of each message is taken from `sent`. The
-    clock of `orders` is ahead by `ahead`, so the times of receipt and processing are
-    moved by `ahead`.
+    Then correct the instants in the new inbox rows. pass_time() does not move the
+    instants in the headers of the delivered messages, so the sending time of each
+    message is taken from `sent`. The clock of `orders` is ahead by `ahead`, so `ahead`
+    is added to the times of receipt and processing.
     """
     inbox = InboxMessage.objects.using("other")
     gone = services.arrived.keys() - set(inbox.values_list("message_id", flat=True))

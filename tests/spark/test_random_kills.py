@@ -57,8 +57,8 @@ def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def kill(
     process: subprocess.Popen[bytes], begun: Callable[[], bool], within: float
 ) -> bool:
-    """Kill a job and its children, up to `within` seconds after it has begun. Return
-    whether the job was still running."""
+    """Wait until a job has begun. If the job is still running `within` seconds later,
+    kill the job and its children. Return whether the job was killed."""
     wait_until(lambda: begun() or process.poll() is not None, deadline=250)
     try:
         process.wait(timeout=within)
@@ -133,9 +133,10 @@ def test_killed_erase_removes_all_of_a_person_and_nothing_else(
 
 
 def store_a_person(shop: Log, billing: Log, lake: LakeSpec, key: str) -> None:
-    """Store two messages with a person's data in both databases and in the lake. `shop`
-    sent one of them, and its row has the key. The key of the other message is only in a
-    queued copy."""
+    """Store two messages with a person's data in both databases and in the lake. Both
+    messages have the key `key`, which belongs to the person. `shop` sent one message,
+    and the outbox row of this message has the key. The key of the other message is only
+    in a queued copy of that message."""
     sent, foreign = uuid.uuid4(), uuid.uuid4()
     shop.send([{"message_id": sent, "key": key, "body": key.encode()}])
     billing.receive([{"message_id": one, "last_error": key} for one in (sent, foreign)])

@@ -66,7 +66,8 @@ def one(model: Any, condition: Any) -> Callable[[], bool]:
 
 
 def listed(model: Any, state: str) -> bool:
-    """Return whether the admin's list shows the only row in this state."""
+    """Return whether the admin's list shows `state` as the state of the table's only
+    row."""
     site = admin.site._registry[model]
     [row] = site.get_queryset(RequestFactory().get("/"))
     return f">{state}<" in str(site.state(row))

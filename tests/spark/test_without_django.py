@@ -1,4 +1,5 @@
-"""The pipeline runs without Django, with spark-submit, and on a cluster."""
+"""The pipeline does not need Django. It also runs on a Spark Connect server, and
+spark-submit can run it on a cluster."""
 
 from __future__ import annotations
 

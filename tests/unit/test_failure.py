@@ -24,7 +24,8 @@ def raised(error: BaseException) -> BaseException:
 
 
 def otherwise_raised(error: BaseException) -> BaseException:
-    """Raise and catch the error at another line than raised(), and return it."""
+    """Do the same as raised(). This is another function, so the error gets another
+    fingerprint."""
     try:
         raise error
     except BaseException as caught:

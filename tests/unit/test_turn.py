@@ -1,4 +1,5 @@
-"""Only some lanes use the database at the same time, and no lane waits for ever."""
+"""The number of lanes that use the database at the same time is limited. No lane waits
+for ever."""
 
 from __future__ import annotations
 

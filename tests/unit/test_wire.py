@@ -38,8 +38,8 @@ def test_what_a_stage_sends_begins_with_the_instant_of_its_cause(
     other: uuid.UUID, at: int, version: int
 ) -> None:
     """The id of a message that a stage sends begins with the time in the id of its
-    cause. In a table of millions of rows, random ids would each change another page of
-    the index."""
+    cause. So the index grows at one end. In a table of millions of rows, each random id
+    would change a different page of the index."""
     behind = other.int & ((1 << 76) - 1)
     cause = uuid.UUID(int=at << 80 | version << 76 | behind)
     sent = wire.derived_id("shop", cause, "orders", 0)

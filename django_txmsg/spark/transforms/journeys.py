@@ -194,8 +194,9 @@ def steps(
 
 
 def merged(journeys: DataFrame, *by: str) -> DataFrame:
-    """Merge steps and journeys that have the same key. If columns are given in `by`,
-    merge those with the same values in these columns."""
+    """Merge all rows that have the same values in the columns `by`, and return the
+    merged rows. Each row is a step or a journey. Without `by`, the columns of KEY
+    decide."""
     by = by or KEY
     # There are few steps of each, in separate files: nothing can be merged before the
     # shuffle, and trying takes longer than shuffling.

@@ -176,7 +176,8 @@ class Sending(Talk):
 
 
 class Transactions(Talk):
-    """Tests of transactions on the broker, which contain sends and acknowledgements."""
+    """Tests of transactions on the broker. A transaction contains sends and
+    acknowledgements."""
 
     def test_a_transaction_sends_and_acknowledges_together(
         self, destination: str

@@ -128,8 +128,10 @@ class Groups(RuleBasedStateMachine):
         end=st.sampled_from(["commit", "wait, commit", "rollback", "kill", ""]),
     )
     def request(self, which: int, beside: bool, steps: list[str], end: str) -> None:
-        """Let a long request continue, and perhaps finish it. With `beside`, a short
-        request is handled first, and the long one may join its group."""
+        """Let a long request perform `steps`. Then end the long request in the way that
+        `end` names. If `end` is "", the long request stays open, and a later call may
+        continue it. With `beside`, handle a short request first: the long request may
+        then join the control group of the short request."""
         actor = self.actors[which]
         if beside:
             self.store()

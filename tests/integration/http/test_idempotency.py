@@ -214,8 +214,9 @@ def by_api_key(request: HttpRequest) -> str | None:
 def test_stored_response_needs_a_certain_caller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The package cannot distinguish these callers, and could send one caller's
-    response to another. So it refuses their requests, and logs once which setting is
+    """Two requests have an Idempotency-Key, but nothing by which the package can
+    identify the caller. The package could send the stored response of one caller to
+    another caller. So it refuses both requests, and logs once which setting is
     needed."""
     idempotency._log_unknown_caller.cache_clear()
     for headers in ({"X-Api-Key": "alice"}, {"Cookie": "sessionid=" + "m" * 32}):

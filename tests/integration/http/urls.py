@@ -24,8 +24,9 @@ from tests.app.models import Order
 
 
 def orders() -> str:
-    """Return the orders' destination. Its name contains the service's, because brokers
-    keep queues from one test to the next."""
+    """Return the destination of the orders. The name of the service is a part of it.
+    Brokers keep queues after a test, so a test on a real broker has a service name of
+    its own."""
     return f"{conf.get().SERVICE}.orders"
 
 
