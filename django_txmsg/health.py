@@ -7,7 +7,8 @@ never contents.
 - `degraded`: a message has been due for 10 minutes, a run of a flow is stuck at an
   undo, a stage has no consumer or receives nothing, or a message has waited for newer
   code for longer than a deployment takes.
-- `stuck`: a message has been due for 30 minutes, or a database in use does not answer.
+- `stuck`: a message has been due for 30 minutes, or a database in use does not answer
+  or is read-only.
 
 By default only `stuck` gives a 503, because a process must stay in service while only a
 deployment or an operator holds messages back.
@@ -67,6 +68,8 @@ class Health:
     """How many recurring messages were not stored when they were due."""
     databases: dict[str, dt.timedelta | None] = field(default_factory=dict)
     """The age of the oldest due message in each database; None: it does not answer."""
+    read_only: list[str] = field(default_factory=list)
+    """The databases that refuse writes."""
 
     @property
     def state(self) -> str:
@@ -78,7 +81,7 @@ class Health:
         full = self.ordered["full_stages"]
         if behind or self.unattended or full or self.stuck_undos:
             words.append("degraded")
-        if None in self.databases.values():
+        if None in self.databases.values() or self.read_only:
             words.append("stuck")
         return max(words, key=STATES.index)
 
@@ -109,9 +112,9 @@ def health(request: HttpRequest) -> JsonResponse:
             name: "no answer" if age is None else _seconds(age)
             for name, age in found.databases.items()
         }
-    for name in ("outages", "stuck_undos", "late_ticks"):
-        if number := getattr(found, name):
-            answer[name] = number
+    for name in ("read_only", "outages", "stuck_undos", "late_ticks"):
+        if value := getattr(found, name):
+            answer[name] = value
     if any(found.ordered.values()) or any(one.ordered for one in all_stages()):
         answer["ordered"] = found.ordered
     if found.needs_newer_code is not None:
@@ -133,6 +136,7 @@ def look(*aliases: str) -> Health:
     newer: list[dt.timedelta] = []
     late_ticks = stuck_undos = 0
     ages: dict[str, dt.timedelta | None] = {}
+    read_only = []
     for using in aliases or databases.with_tables():
         try:
             found = _oldest(using, now, paused)
@@ -141,6 +145,8 @@ def look(*aliases: str) -> Health:
             needing = waiting.for_newer_code(using).values()
             ticks = schedule.late(using, now)
             stuck = runs.stuck(using)
+            if databases.is_read_only(using):
+                read_only.append(using)
         except (DatabaseError, InterfaceError):
             if using == home:
                 raise
@@ -164,6 +170,7 @@ def look(*aliases: str) -> Health:
         stuck_undos,
         late_ticks,
         ages,
+        read_only,
     )
 
 

@@ -67,6 +67,17 @@ def _unreadable(status: Status) -> Iterator[Alarm]:
         )  # fmt: skip
 
 
+def _read_only(status: Status) -> Iterator[Alarm]:
+    for name in status.read_only:
+        yield Alarm(
+            "bad", "worker", "", f"Database {name} is read-only",
+            ". Nothing can be stored, sent or processed until the connection leads to a"
+            " server that accepts writes. Workers cannot write their heartbeats, so"
+            " they may be missing here.",
+            about=name,
+        )  # fmt: skip
+
+
 def _unconsumed_stages(status: Status) -> Iterator[Alarm]:
     unattended = status.unattended
     if not unattended:
@@ -394,6 +405,7 @@ def _list(names: list[str]) -> str:
 #: alarms that are only counted.
 _FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]], str], ...] = (
     ("database", _unreadable, "databases do not answer"),
+    ("database", _read_only, "databases are read-only"),
     ("no-worker", _unconsumed_stages, ""),
     ("no-worker", _unrelayed, "services have no relay"),
     ("outage", _outages, "cannot be used"),

@@ -54,6 +54,19 @@ def left_out() -> list[str]:
     ]
 
 
+def is_read_only(alias: str) -> bool:
+    """Return whether the server of this alias refuses writes, as a standby does. Only
+    PostgreSQL is asked."""
+    if connections[alias].vendor != "postgresql":
+        return False
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_is_in_recovery()"
+            " OR current_setting('default_transaction_read_only')::boolean"
+        )
+        return bool(cursor.fetchone()[0])
+
+
 def of_stage(stage: Stage) -> str | None:
     """Return the database of a stage. Return None if the stage's definition raises an
     error."""

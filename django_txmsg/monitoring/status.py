@@ -144,6 +144,8 @@ class Status:
     databases: list[str]
     unreadable: dict[str, str] = field(default_factory=dict)
     """The databases in use that do not answer, each with the error."""
+    read_only: list[str] = field(default_factory=list)
+    """The databases in use that refuse writes."""
     destinations: dict[str, Place] = field(default_factory=dict)
     services: dict[str, Waiting] = field(default_factory=dict)
     """The pending messages by the service that stored them; "" for an earlier
@@ -278,6 +280,8 @@ def read(*aliases: str) -> Status:
 
 def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
     """Add the state of one database to `status`."""
+    if databases.is_read_only(using):
+        status.read_only.append(using)
     for waiting in in_outbox(using):
         place = _place(status.destinations, waiting.name, using)
         place.waiting = total([place.waiting, waiting])

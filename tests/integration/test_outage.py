@@ -19,7 +19,9 @@ from django.db import (
     transaction,
 )
 
+from django_txmsg import health
 from django_txmsg.consuming.protocol import lost_conflict
+from django_txmsg.monitoring import alarms, status
 from django_txmsg.runtime import database_health
 from tests import services
 from tests.app.models import Effect
@@ -221,11 +223,17 @@ def test_a_read_only_server_is_waited_for_until_it_takes_writes(
         thread.start()
         wait_until(lambda: database_health.error("default"))
         assert not done.is_set()
+        first, *_ = alarms.of(status.read())
+        assert str(first).startswith("Database default is read-only")
+        found = health.look()
+        assert (found.state, found.read_only) == ("stuck", ["default"])
     finally:
         ask("ALTER SYSTEM RESET default_transaction_read_only")
         ask("SELECT pg_reload_conf()")
     thread.join(60)
     assert Effect.objects.get().name == "written"
+    assert not status.read().read_only
+    assert not health.look().read_only
 
 
 def read_only_error() -> DatabaseError | None:

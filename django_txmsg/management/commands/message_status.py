@@ -151,6 +151,7 @@ def facts(picture: Status) -> dict[str, Any]:
         "at": now.isoformat(),
         "databases": picture.databases,
         "unreadable": picture.unreadable,
+        "read_only": picture.read_only,
         "well": alarms.well(picture),
         "overdue": picture.overdue,
         "alarms": [str(one) for one in alarms.of(picture)],
