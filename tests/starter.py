@@ -206,7 +206,7 @@ def serve(connection: socket.socket) -> bool:
 
 
 def _report(connection: socket.socket) -> None:
-    """Report to the test process which forks have ended or stopped."""
+    """Tell the test process which of its forks have ended or stopped."""
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)

@@ -102,8 +102,8 @@ LOOK_EVERY = 0.2
 #: Seconds after which a message for another database is dropped: a process of that
 #: database would have received it long before.
 FOREIGN_FOR = 300.0
-#: Seconds between checks of a group of sessions, and seconds that their own processes
-#: have to send what they stored.
+#: Seconds between checks of a group of sessions, and seconds that a process has to send
+#: what it stored.
 LOOK_AT_GROUPS_EVERY = 1.0
 
 
@@ -273,8 +273,8 @@ def _look_at_group(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
     """If the group has ended, send its messages that are still pending, and return the
-    outcome. If it has not ended, send the messages that their own processes should have
-    sent by now, and raise LookAgain."""
+    outcome. If it has not ended, send the messages that the processes that stored them
+    should have sent by now, and raise LookAgain."""
     using, group = control.using, control.session_id
     if control.joined_until is None:
         raise ValueError("a control group's message has no end")
@@ -288,8 +288,8 @@ def _look_at_group(
 
 
 def _left_behind(using: str, group: uuid.UUID) -> bool:
-    """Return whether the group has messages that their own processes should have sent
-    by now."""
+    """Return whether the group has messages that the processes that stored them should
+    have sent by now."""
     ago = Now() - dt.timedelta(seconds=LOOK_AT_GROUPS_EVERY)
     rows = OutboxMessage.objects.using(using).filter(PENDING, session_id=group)
     late = rows.filter(due_at__lte=Now(), created_at__lt=ago)

@@ -1,10 +1,10 @@
 """The errors of this client, as one hierarchy of exceptions.
 
-Hop 4 of a message: a broker stores the message, refuses the message, or does not
+In hop 4 of a message, a broker stores the message, refuses the message, or does not
 answer. ::
 
     MessagingError
-    ├── IllegalStateError            closed, inherited through a fork, own callback
+    ├── IllegalStateError            closed, forked, or called by its own callback
     ├── InvalidDestinationError      no such name can exist on this broker
     ├── MessageFormatError           a header or body that cannot be written or read
     ├── MessageNotAccessibleError    in flight: read it in the completion listener

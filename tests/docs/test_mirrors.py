@@ -1,4 +1,5 @@
-"""Lists in the docs that repeat the code are complete, and contain nothing else."""
+"""Every list in the docs that repeats a list of the code is complete, and has no entry
+more."""
 
 from __future__ import annotations
 

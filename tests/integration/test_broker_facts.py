@@ -94,8 +94,8 @@ def short(frame: Frame) -> str:
 
 
 def contents(client: RawClient, destination: str) -> list[bytes]:
-    """Receive all messages of a queue. A message that this function sends marks the
-    end."""
+    """Receive all messages of a queue. First send a message that marks the end, then
+    read until it arrives."""
     send(client, destination, b"end", receipt="end put")
     read_to(client, "end put")
     client.send("SUBSCRIBE", id="all", destination=destination, ack="auto")
