@@ -26,26 +26,11 @@ except ModuleNotFoundError as error:
 
 from celery.contrib.django.task import DjangoTask
 
-from .calling import (
-    call,
-    identify_canvas,
-    refuse_another_broker,
-    requires,
-    stands_in,
-    stores,
-)
-from .canvas import derive_ids
+from .calling import call, refuse_another_broker, requires, stands_in, stores
 
 __all__ = ["Celery", "OnceTask", "TransactionalTask"]
 
 log = logging.getLogger("django_txmsg.celery")
-
-
-# Task classes: one whose calls are stored, and one whose work takes effect once.
-
-log = logging.getLogger("django_txmsg.celery")
-
-derive_ids(identify_canvas)
 
 
 class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without type hints

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from ..brokers.celery_publication import HEADER, Publication
 from ..django_internals import in_block
 from ..envelope.message import new_id
 from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
-from . import canvas
 
 if TYPE_CHECKING:
     from ..models.outbox_store import NewMessage, Origin
@@ -225,20 +224,17 @@ def call(
         return send(task_id, producer, **masked)
     refuse_another_broker(app, name, producer, *leads)
     origin: Origin = "caller"
-    if task_id is not None:
-        if canvas.is_derived(task_id):
-            origin = "content"
-    elif current is not None and current.cause is not None:
+    if task_id is None and current is not None and current.cause is not None:
         origin = "derived"
         # A call never joins the broker's transaction or the rows of mode none.
         task_id = str(
             current.derived_id(
                 alias,
-                lambda: (name, canvas.content(arguments)),
+                lambda: (name, content(arguments)),
                 by_content=current.enlist is not None,
             )
         )
-    else:
+    elif task_id is None:
         origin, task_id = "new", str(new_id())
     stand_in = StoringProducer()
     without_asking(app)
@@ -247,26 +243,25 @@ def call(
     return result
 
 
-def identify_canvas(
-    called: tuple[object, ...], options: Mapping[str, Any]
-) -> uuid.UUID | None:
-    """Return the id of a canvas whose tasks a stage stores. Else return None: Celery
-    draws the ids."""
-    if not apps.models_ready:
-        return None
-    from ..sending.scope import current_scope
+class _Encoder(json.JSONEncoder):  # type: ignore[misc]  # published without type hints
+    """Encodes every value. Equal sets give equal text in every process."""
 
-    current, alias = current_scope(), _alias(options.get("using"))
-    if current is None or current.cause is None or not in_block(connections[alias]):
-        return None
-    told = {k: v for k, v in options.items() if k not in _CONNECTING}
-    return current.derived_id(
-        alias, lambda: (canvas.content((called, told)),), by_content=True
-    )
+    def default(self, o: Any) -> Any:
+        if isinstance(o, set | frozenset):
+            return {"set": sorted(map(self.encode, o))}
+        try:
+            return super().default(o)
+        except TypeError:
+            return repr(o)
 
 
-#: Options of a call that hold objects of this process.
-_CONNECTING = ("connection", "producer", "publisher")
+def content(value: object) -> object:
+    """Return a text that identifies the arguments of a call in every process, if they
+    are JSON values, sets, or values that kombu can write as JSON."""
+    try:
+        return json.dumps(value, cls=_Encoder)
+    except Exception:
+        return repr(value)  # a key of a dict is no text
 
 
 def stores(using: str | None) -> bool:

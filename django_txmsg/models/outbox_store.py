@@ -29,9 +29,8 @@ from .fields import (
 )
 
 #: The origin of a message id. If a "caller" id is stored already, that is an error. A
-#: "derived" id is stored already when its stage is run again by force. A "content" id
-#: identifies what is stored, so a row under this id is the same message.
-Origin = Literal["new", "caller", "derived", "content"]
+#: "derived" id is stored already when its stage is run again by force.
+Origin = Literal["new", "caller", "derived"]
 #: What follows if a pending message has the unique key of a new one.
 OnConflict = Literal["error", "skip", "replace"]
 #: How long a message holds its unique key.

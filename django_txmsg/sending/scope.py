@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import connections, transaction
@@ -212,24 +212,6 @@ def in_scope(entered: Scope) -> Iterator[Scope]:
         _inside.discard(threading.get_ident())
         _scope.reset(token)
         entered.ended = True
-
-
-@contextmanager
-def separately() -> Iterator[None]:
-    """Store each message that is sent inside the block in the outbox, in the
-    transaction of the code that sends it. This applies even if the stage otherwise adds
-    its messages to the broker's transaction."""
-    scope = current_scope()
-    if scope is None or scope.enlist is None:
-        yield
-        return
-    own = replace(scope, using=None, enlist=None, separate=True)
-    before = enter_scope(own)
-    try:
-        yield
-    finally:
-        enter_scope(before)
-        own.ended = True
 
 
 def handlers_running() -> int:

@@ -23,13 +23,10 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     time for a row that is skipped.
 
     Raises DuplicateMessage, and stores nothing, if one of the ids is stored already.
-    There are two exceptions, both for rows without a unique key:
-
-    - The id was derived from the row's content. Then the same message is stored under
-      this id, so the row is skipped.
-    - The id was derived from the message that a stage is processing. If the same
-      message is stored under this id, the row is skipped. If a different message is
-      stored under this id, the row is stored under a new id.
+    There is one exception: a row without a unique key whose id was derived from the
+    message that a stage is processing. If the same message is stored under this id, the
+    row is skipped. If a different message is stored under this id, the row is stored
+    under a new id.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
@@ -52,8 +49,7 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
         lock=lock,
     )
     missing = [row for row in rows if row.message_id not in created]
-    known = ("derived", "content")
-    refused = [row for row in missing if row.origin not in known or row.unique]
+    refused = [row for row in missing if row.origin != "derived" or row.unique]
     if refused or len(created) + len(missing) < len(rows):
         ids = [pk for pk, _ in created.values()]
         OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
@@ -90,8 +86,7 @@ def set_apart(rows: list[NewMessage], alias: str) -> list[NewMessage]:
     in a session of its own.
     """
     known = OutboxMessage.objects.using(alias).filter(
-        message_id__in=[row.message_id for row in rows if row.origin == "derived"],
-        replay_id="",
+        message_id__in=[row.message_id for row in rows], replay_id=""
     )
     stored = {
         message_id: (destination, key, bytes(body))

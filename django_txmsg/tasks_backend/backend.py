@@ -26,7 +26,7 @@ from ..models import OutboxMessage
 from ..models.fields import clock
 from ..monitoring import databases
 from ..sending.outbox import send_message
-from ..sending.scope import current_scope, separately
+from ..sending.scope import current_scope, enter_scope
 from ..stages import Stage
 from . import running
 from .framework import (
@@ -289,13 +289,17 @@ class TransactionalBackend(BaseTaskBackend):
         return wire.TASK in row.headers and _belongs(row.destination, self.alias)
 
     def _store(self, task: AnyTask, body: dict[str, Any]) -> Message:
-        with separately():
-            scope = current_scope()
-            inherited = None if scope is None else scope.using
-            alias = self._given.USING or inherited or router.db_for_write(OutboxMessage)
-            block: AbstractContextManager[Any] = nullcontext()
-            if not in_block(connections[alias]):
-                block = transaction.atomic(using=alias)
+        scope = current_scope()
+        enlists = scope is not None and scope.enlist is not None
+        inherited = scope.using if scope is not None and not enlists else None
+        alias = self._given.USING or inherited or router.db_for_write(OutboxMessage)
+        block: AbstractContextManager[Any] = nullcontext()
+        if not in_block(connections[alias]):
+            block = transaction.atomic(using=alias)
+        if scope is not None and enlists:
+            # The broker's transaction is not the one with the caller's data.
+            enter_scope(replace(scope, enlist=None, separate=True))
+        try:
             with block:
                 return send_message(
                     self.destination(task.queue_name),
@@ -305,6 +309,9 @@ class TransactionalBackend(BaseTaskBackend):
                     using=alias,
                     broker=self._given.BROKER,
                 )
+        finally:
+            if enlists:
+                enter_scope(scope)
 
 
 def _of_project() -> set[str]:

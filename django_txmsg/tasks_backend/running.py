@@ -21,7 +21,7 @@ from ..envelope.message import Message
 from ..errors import BrokerUnavailable, TxmsgError
 from ..models import TaskRun
 from ..runtime import database_health
-from ..sending.scope import current_scope, separately
+from ..sending.scope import current_scope, enter_scope
 from ..stages import Stage
 from .framework import (
     AnyResult,
@@ -59,8 +59,13 @@ class Handler:
             if self.transactional:
                 self._run(message, stage, worker)
             else:
-                with separately():
+                # What it sends in its own blocks belongs to those, not to the broker's
+                # transaction.
+                enter_scope(None)
+                try:
                     self._run_without(message, stage, worker)
+                finally:
+                    enter_scope(scope)
         except BaseException as error:
             _failed.last = message.id, error
             raise

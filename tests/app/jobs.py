@@ -133,17 +133,6 @@ def fail_until(context: Any, attempt: int, text: str) -> int:
     return int(context.attempt)
 
 
-@task(takes_context=True)
-def send_until(context: Any, attempt: int) -> None:
-    """Send a message, in a transaction, and enqueue a task. Fail at each attempt before
-    the one with the number `attempt`."""
-    with transaction.atomic():
-        send_message("tests.noted", {"attempts": attempt})
-    meaning_of_life.enqueue()
-    if context.attempt < attempt:
-        raise ValueError(f"attempt {context.attempt}")
-
-
 @task
 def refuse() -> None:
     """Refuse the task: another attempt is pointless."""

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import datetime as dt
 import io
-import itertools
 import json
 import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,7 +20,7 @@ from celery import Celery as PlainCelery
 from celery import chain, chord, group
 from celery.contrib.django.task import DjangoTask
 from django.core.management import call_command
-from django.db import connections, transaction
+from django.db import transaction
 from django.db.models.functions import Now
 from django.test import override_settings
 from kombu import Connection, pools
@@ -33,7 +31,7 @@ from django_txmsg.brokers import get_broker, make_broker
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.celery_publication import Publication
 from django_txmsg.celery import Celery, TransactionalTask
-from django_txmsg.celery.canvas import content
+from django_txmsg.celery.calling import content
 from django_txmsg.dead_letters import resolution
 from django_txmsg.errors import (
     BrokerError,
@@ -46,7 +44,6 @@ from django_txmsg.errors import (
 )
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.monitoring import status
-from django_txmsg.stages import Stage
 from django_txmsg.testing import drain, outbox_messages
 from tests.app.models import Effect
 from tests.celery_shop import add, app, charge, step
@@ -437,95 +434,10 @@ def test_an_attempt_that_skips_a_committed_call_calls_another_task(
     assert [str(row.message_id) for row in rows] == called[:2]
 
 
-CANVASES: dict[str, Callable[[int], Any]] = {
-    "chain": lambda x: chain(add.s(x, 1), add.s(2), group(add.s(3), add.s(4))),
-    "group": lambda x: group(add.s(x, 1), chain(add.s(x, 2), add.s(3))),
-    "chord": lambda x: chord([add.s(x, 1), add.s(x, 2)], chain(step.s(), step.s())),
-    "chunks": lambda x: add.chunks([(x, 1), (x, 2)], 1),
-}
-
-
-def attempt(stage: Stage) -> None:
-    """Let the stage process one delivery, in a thread of its own."""
-    try:
-        take(stage)
-    finally:
-        connections.close_all()
-
-
-def ids_of(result: Any) -> list[str]:
-    """Return the ids of a result, of its children and of its parents."""
-    found = [result.id]
-    for one in [*(getattr(result, "results", None) or ()), result.parent]:
-        found += ids_of(one) if one is not None else []
-    return found
-
-
-@pytest.mark.parametrize("mode", ["none", "outbox"])
-@pytest.mark.parametrize("kind", CANVASES)
-def test_an_attempt_stores_only_the_canvases_that_no_earlier_one_committed(
-    mode: Any, kind: str
-) -> None:
-    app.conf.result_backend = "cache+memory://"
-    forget_connections()
-    alias = "default" if mode == "none" else "other"
-    attempts: list[list[list[str]]] = []
-    counts = []
-
-    def handle(message: Message) -> None:
-        with outbox_session(using=alias):
-            numbers = (0, 0, 1) if len(attempts) < 2 else (1, 2)
-            results = [CANVASES[kind](x).apply_async(using=alias) for x in numbers]
-            attempts.append(list(map(ids_of, results)))
-        raise ValueError
-
-    with declared(handle, transaction=mode) as stage:
-        send(stage.destination)
-        for _ in range(3):
-            # Another thread has another `reply_to`, as another process has.
-            with ThreadPoolExecutor() as pool:
-                pool.submit(attempt, stage).result()
-            rows = OutboxMessage.objects.using(alias).filter(broker="celery")
-            counts.append(rows.count())
-
-    first, second, third = attempts
-    assert len({*itertools.chain(*first)}) == len([*itertools.chain(*first)])
-    assert second == first
-    assert third[0] == first[2]
-    assert not {*third[1]} & {*itertools.chain(*first)}
-    assert counts == [counts[0], counts[0], counts[0] * 4 / 3]
-
-
-class Amount:
-    """Its `repr()` contains its address, not its value."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __json__(self) -> int:
-        return self.value
-
-
-def test_arguments_are_told_apart_by_what_is_sent() -> None:
-    called: list[str] = []
-    amounts = [Amount(2), Amount(2), Amount(3)]
-
-    def handle(message: Message) -> None:
-        with outbox_session():
-            called.append(add.delay(amounts[len(called)], 1).id)
-        if len(called) < 3:
-            raise ValueError
-
-    with declared(handle, transaction="none") as stage:
-        send(stage.destination)
-        take(stage, 3)
-    assert called[0] == called[1] != called[2]
-
-
 def test_equal_sets_are_equal_arguments_in_every_process() -> None:
     """Each process orders the strings of a set in another way."""
     call_it = (
-        "from django_txmsg.celery.canvas import content\n"
+        "from django_txmsg.celery.calling import content\n"
         "print(content(({'a', 'b', ('c', 1), frozenset('def')}, {1: {'g', 'h'}})))"
     )
     texts = {

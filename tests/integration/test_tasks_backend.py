@@ -390,17 +390,6 @@ def test_without_a_transaction_each_attempt_leaves_its_work() -> None:
 
 
 @committing
-def test_without_a_transaction_each_attempt_sends_the_same_messages() -> None:
-    with tasks(OPTIONS={"TRANSACTION": "none", "MAX_REDELIVERIES": 3}):
-        result = finished(jobs.send_until.enqueue(3))
-
-        assert (result.status, len(result.worker_ids)) == (SUCCESSFUL, 3)
-        (sent,) = OutboxMessage.objects.filter(destination="tests.noted")
-        assert sent.correlation_id == result.id
-        assert len(outbox_messages(QUEUE)) == 2, "one was enqueued by the task"
-
-
-@committing
 def test_without_a_transaction_none_is_open(mode: str) -> None:
     finished(jobs.note.enqueue("x"))
     sent = outbox_messages("tests.noted")
