@@ -236,14 +236,15 @@ def lost(
     source: SourceSpec,
     verdicts: Sequence[str],
     counted: set[object],
-) -> dict[str, int] | None:
+) -> tuple[dict[str, int] | None, set[object]]:
     """Count the findings that were added since the last check, by verdict. Only
-    findings with one of `verdicts` count, and acknowledged findings do not. Returns
-    None at the first check.
+    findings with one of `verdicts` count, and acknowledged findings do not. At the
+    first check, None takes the place of the counts.
 
     The next check may find the same findings again, if their run ends after this check.
-    So the start times of the runs whose findings were counted are added to `counted`.
-    Findings of runs that are already in `counted` do not count again.
+    So the start times of their runs are returned, too. After the counts are stored, the
+    caller adds these times to `counted`. Findings of runs in `counted` do not count
+    again.
     """
     # A run's findings have the instant of its start. It may end while `follow` is not
     # running, or after a check that was later than its start.
@@ -253,7 +254,7 @@ def lost(
         source.service,
     )
     if weighed is None:
-        return None
+        return None, set()
     rows = connection.rows(
         "SELECT found_at, verdict, count(*) FROM django_txmsg_finding"
         f" WHERE service = %s AND verdict IN ({', '.join(['%s'] * len(verdicts))})"
@@ -266,5 +267,4 @@ def lost(
     for started_at, verdict, count in rows:
         if started_at not in counted:
             new[verdict] += count
-    counted.update(started_at for started_at, _, _ in rows)
-    return new
+    return new, {started_at for started_at, _, _ in rows}

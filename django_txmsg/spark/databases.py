@@ -329,12 +329,24 @@ def _decoded(
         if known is None:
             raise
         relation = chosen.split()[1]
-        ((row_id,),) = connection.execute(f"SELECT t.id {chosen} LIMIT 1 OFFSET {read}")
+        # Before Python 3.11, the cursor is one row ahead.
+        near = connection.execute(
+            f"SELECT t.id, CAST(t.{known[1]} AS BLOB) {chosen} LIMIT 2 OFFSET {read}"
+        ).fetchall()
+        row_id = next((one for one, text in near if not _is_utf8(text or b"")), "?")
         raise EnvironmentFault(
             f"The column {known[1]} of the row {row_id} of {relation} is not UTF-8, so "
             "no program can read it as text. Nothing is lost: replace the column's "
             "value by SQL, and run again."
         ) from None
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _in_batches(

@@ -501,7 +501,7 @@ def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> 
 def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> None:
     spec = JobSpec((log.spec,), lake)
     with log.connected() as connection:
-        assert alerts.lost(connection, log.spec, LOST, set()) is None
+        assert alerts.lost(connection, log.spec, LOST, set())[0] is None
         Alerts(connection, "shop").weigh("lost", 0, 0, "Nothing is known yet.")
         now = datetime.now(timezone.utc)
 
@@ -515,7 +515,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
 
         # `lost` is what is lost, and nothing else that a run finds.
         noted("dead", "late", "unknown_sender")
-        assert alerts.lost(connection, log.spec, LOST, set()) == {}
+        assert alerts.lost(connection, log.spec, LOST, set())[0] == {}
         noted("never_received", "never_received", "dead")
         with receiver() as taking:
             stop = threading.Event()
@@ -536,7 +536,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
             finally:
                 stop.set()
                 working.join()
-        assert alerts.lost(connection, log.spec, LOST, set()) == {}
+        assert alerts.lost(connection, log.spec, LOST, set())[0] == {}
     [lost] = taking.taken
     assert (lost["alert"], lost["value"]) == ("lost", 2)
     assert lost["summary"].endswith("new: 2 never_received.")
@@ -551,15 +551,17 @@ def test_findings_are_counted_once_if_a_check_falls_before_the_end_of_their_run(
         weigh("lost", 0, 0, "Nothing is known yet.")
         with recorded(spec, "reconcile", {}) as run:
             Noted(log.spec).keep([finding_of(run)], run.started_at, None)
-            found = alerts.lost(connection, log.spec, LOST, counted)
+            found, starts = alerts.lost(connection, log.spec, LOST, counted)
+            assert alerts.lost(connection, log.spec, LOST, counted)[0] == found
             weigh("lost", 1, 0, "One is lost.")
+            counted |= starts
         assert found == {"never_received": 1}
-        assert alerts.lost(connection, log.spec, LOST, counted) == {}
+        assert alerts.lost(connection, log.spec, LOST, counted)[0] == {}
 
         weigh("lost", 0, 0, "None is lost.")
         with recorded(spec, "reconcile", {}) as run:
             Noted(log.spec).keep([finding_of(run)], run.started_at, None)
-        assert alerts.lost(connection, log.spec, LOST, counted) == found
+        assert alerts.lost(connection, log.spec, LOST, counted)[0] == found
 
 
 def finding_of(run: Run) -> dict[str, Any]:
@@ -581,10 +583,12 @@ def test_findings_of_a_run_that_was_in_progress_at_a_check_are_reported(
         with recorded(spec, "reconcile", {}) as run:
             weigh("lost", 0, 0, "Nothing is known yet.")
             Noted(log.spec).keep([finding_of(run)], run.started_at, None)
-        assert alerts.lost(connection, log.spec, LOST, set()) == {"never_received": 1}
+        assert alerts.lost(connection, log.spec, LOST, set())[0] == {
+            "never_received": 1
+        }
 
         weigh("lost", 1, 0, "One is lost.")
-        assert alerts.lost(connection, log.spec, LOST, set()) == {}
+        assert alerts.lost(connection, log.spec, LOST, set())[0] == {}
 
 
 @pytest.mark.parametrize(
