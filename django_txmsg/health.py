@@ -4,11 +4,10 @@ never contents.
 - `late`: a message has been due for 2 minutes, a recurring message was not stored for 2
   minutes, a key of an ordered stage is blocked, or a process could not use a broker, a
   destination, a subscription or a database for 2 minutes.
-- `degraded`: a message has been due for 10 minutes, a run of a flow is stuck at an
-  undo, a stage has no consumer or receives nothing, or a message has waited for newer
-  code for longer than a deployment takes.
-- `stuck`: a message has been due for 30 minutes, or a database in use does not answer
-  or is read-only.
+- `degraded`: a message has been due for 10 minutes, a database is read-only, a run of a
+  flow is stuck at an undo, a stage has no consumer or receives nothing, or a message
+  has waited for newer code for longer than a deployment takes.
+- `stuck`: a message has been due for 30 minutes, or a database in use does not answer.
 
 By default only `stuck` gives a 503, because a process must stay in service while only a
 deployment or an operator holds messages back.
@@ -79,9 +78,10 @@ class Health:
             words.append("late")
         behind = self.needs_newer_code is not None and self.needs_newer_code > DEPLOYED
         full = self.ordered["full_stages"]
-        if behind or self.unattended or full or self.stuck_undos:
+        blocked = full or self.stuck_undos or self.read_only
+        if behind or self.unattended or blocked:
             words.append("degraded")
-        if None in self.databases.values() or self.read_only:
+        if None in self.databases.values():
             words.append("stuck")
         return max(words, key=STATES.index)
 
@@ -145,7 +145,7 @@ def look(*aliases: str) -> Health:
             needing = waiting.for_newer_code(using).values()
             ticks = schedule.late(using, now)
             stuck = runs.stuck(using)
-            if databases.is_read_only(using):
+            if not aliases and databases.is_read_only(using):
                 read_only.append(using)
         except (DatabaseError, InterfaceError):
             if using == home:

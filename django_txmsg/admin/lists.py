@@ -141,10 +141,12 @@ class IdempotencyAdmin(ReadOnlyAdmin):
 
     def delete_model(self, request: HttpRequest, obj: IdempotencyKey) -> None:
         """Delete a key, and record this in the audit."""
-        with audited(router.db_for_write(IdempotencyKey)):
+        # The row may have been read from a replica.
+        using = obj._state.db = router.db_for_write(IdempotencyKey)
+        with audited(using):
             text = f"Deleted idempotency key {obj.key} of {obj.caller}."
             audit(request, obj, Deed.DELETE, text)
-            obj.delete()
+            obj.delete(using=using)
 
     def delete_queryset(
         self, request: HttpRequest, queryset: QuerySet[IdempotencyKey]

@@ -74,7 +74,7 @@ def _read_only(status: Status) -> Iterator[Alarm]:
             ". Nothing can be stored, sent or processed until the connection leads to a"
             " server that accepts writes. Workers cannot write their heartbeats, so"
             " they may be missing here.",
-            about=name,
+            about=f"{name}/read-only",
         )  # fmt: skip
 
 

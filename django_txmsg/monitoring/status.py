@@ -260,6 +260,9 @@ def read(*aliases: str) -> Status:
     for using in status.databases:
         try:
             _read_database(status, using, {state.stage for state in paused})
+            # Who names a database may mean a replica.
+            if not aliases and databases.is_read_only(using):
+                status.read_only.append(using)
         except AnyDatabaseError as error:
             if using == home:
                 raise
@@ -280,8 +283,6 @@ def read(*aliases: str) -> Status:
 
 def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
     """Add the state of one database to `status`."""
-    if databases.is_read_only(using):
-        status.read_only.append(using)
     for waiting in in_outbox(using):
         place = _place(status.destinations, waiting.name, using)
         place.waiting = total([place.waiting, waiting])

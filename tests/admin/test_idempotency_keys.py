@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from django.contrib.admin.models import CHANGE, LogEntry
-from django.test import Client
+from django.db.models import Model
+from django.test import Client, override_settings
 
 from django_txmsg.models import AuditEntry, IdempotencyKey
 
@@ -67,3 +68,32 @@ def test_keys_are_deleted_only_with_permission(
         "Deleted idempotency key key-0 of user:0.",
         "Deleted idempotency key key-1 of user:1.",
     ]
+
+
+class KeysOnAReplica:
+    """A database router that reads idempotency keys from a replica."""
+
+    def db_for_read(self, model: type[Model], **hints: object) -> str | None:
+        return "other" if model is IdempotencyKey else None
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_keys_read_from_a_replica_are_deleted_at_the_primary(
+    somebody: Callable[..., Client], keys: list[IdempotencyKey]
+) -> None:
+    client = somebody("view_idempotencykey", "delete_idempotencykey")
+    for one in keys:
+        one.save(using="other", force_insert=True)
+    chosen = {
+        "action": "delete_selected",
+        "_selected_action": str(keys[0].pk),
+        "post": "yes",
+    }
+
+    with override_settings(DATABASE_ROUTERS=[f"{__name__}.KeysOnAReplica"]):
+        assert client.post(URL, chosen).status_code == 302
+
+    assert IdempotencyKey.objects.using("default").get() == keys[1]
+    assert IdempotencyKey.objects.using("other").count() == 2
+    assert AuditEntry.objects.using("default").count() == 1
+    assert not AuditEntry.objects.using("other").exists()

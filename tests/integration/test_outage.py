@@ -226,7 +226,7 @@ def test_a_read_only_server_is_waited_for_until_it_takes_writes(
         first, *_ = alarms.of(status.read())
         assert str(first).startswith("Database default is read-only")
         found = health.look()
-        assert (found.state, found.read_only) == ("stuck", ["default"])
+        assert (found.state, found.read_only) == ("degraded", ["default"])
     finally:
         ask("ALTER SYSTEM RESET default_transaction_read_only")
         ask("SELECT pg_reload_conf()")
