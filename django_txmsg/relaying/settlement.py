@@ -61,9 +61,8 @@ class Receipts:
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Group the rows by outcome, and return the groups. `apart` means that the rows
-    were sent one by one. In that case, if the broker hung up, the row that was being
-    sent at that moment is at fault."""
+    """Group the rows by outcome. `apart` means that the rows were sent one by one. Then
+    the row during whose sending the broker hung up is at fault."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
