@@ -36,8 +36,9 @@ def depth(connection: Any) -> int:
 
 
 def roll_back_blocks(connection: Any, above: int) -> bool:
-    """Roll back the atomic blocks that were entered and not left, except the outermost
-    `above` blocks. Returns whether any block was rolled back."""
+    """Roll back the atomic blocks that are still open, but leave the outermost ones.
+    `above` is the number of blocks to leave. Returns whether any block was rolled
+    back."""
     if len(connection.atomic_blocks) <= above:
         return False
     forgotten = connection.atomic_blocks[above:]

@@ -126,7 +126,7 @@ class IdempotencyAdmin(ReadOnlyAdmin):
     deletes = True
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[IdempotencyKey]:
-        """Return the keys without the stored responses."""
+        """Return all keys, but do not load their stored responses."""
         rows: QuerySet[IdempotencyKey] = super().get_queryset(request)
         return rows.defer("body", "headers").annotate(length=Length("body"))
 

@@ -177,9 +177,9 @@ class BrokerOnly(Mode):
         arrival.session.rollback()
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """Return True if the stage failed because it sent to a destination that accepts
-        no messages at present. A stage of this mode sends directly to the broker. So
-        neither the message nor its handler is at fault."""
+        """Return True if the stage failed only because it sent to a destination that
+        accepts no messages at present. In this mode, a stage sends directly to the
+        broker. In such a case, neither the message nor its handler is at fault."""
         return isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:

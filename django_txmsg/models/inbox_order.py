@@ -501,7 +501,7 @@ class OrderManager(SqlManager):
 
 
 def _without(connection: Any, header: str) -> str:
-    """Return SQL for the headers of a row without the header `header`."""
+    """Return SQL for a row's headers, minus the one named `header`."""
     if connection.vendor == "postgresql":
         return f"headers - '{header}'"
     return f"json_remove(headers, '$.\"{header}\"')"

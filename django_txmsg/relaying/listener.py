@@ -4,10 +4,11 @@ A process that relays or consumes has one listener (a thread with its own connec
 each database. On behalf of all waiting threads, the listener also queries for due rows
 every few seconds.
 
-A listener counts as working only if it has received a notification of its own within
-about the last minute: its connection may still lead to a former primary server, which
-also answers queries. Behind a pooler in transaction mode no notifications arrive, and
-all threads poll, as on SQLite. TXMSG["LISTEN_DATABASE"] can name a direct connection.
+A listener regularly notifies itself. It counts as working only if such a notification
+has arrived within about the last minute. Answered queries are not enough: a former
+primary server answers them, too. Behind a pooler in transaction mode no notifications
+arrive, and all threads poll, as on SQLite. TXMSG["LISTEN_DATABASE"] can name a direct
+connection.
 """
 
 from __future__ import annotations
