@@ -93,7 +93,7 @@ def main() -> None:
     if options.peer:
         peer = "django-outbox-pattern 3.2.1"
         pair = {name: figures[name] for name in (peer, "relay")}
-        stand.table("compared with the most similar package", pair, peer)
+        stand.table("relay and the most similar package", pair, peer)
     many = 4 * count
     figures = stand.turns(
         {
