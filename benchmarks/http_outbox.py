@@ -119,7 +119,7 @@ def main() -> None:
     goals = {ours: 0.625, bulk: 0.625}
     table("the middleware", rates, [atomic, rows, ours, bulk], goals=goals)
     table("the middleware, one INSERT", rates, [ours, bulk])
-    stored = "requests that store two messages instead of sending them"
+    stored = "storing messages instead of sending them"
     table(stored, rates, [direct, ours], goals={ours: 1.0})
     table("HTTP requests, sustained", sustained, everything)
     table("HTTP requests, median latency", middle, everything, "ms")

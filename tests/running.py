@@ -56,7 +56,7 @@ IMPATIENT: dict[str, Any] = {
 
 
 def txmsg(**more: Any) -> override_settings:
-    """Return the settings IMPATIENT, with the keys in `more` replaced."""
+    """Return the settings IMPATIENT, overridden by the values in `more`."""
     return override_settings(TXMSG={**IMPATIENT, **more})
 
 

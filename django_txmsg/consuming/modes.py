@@ -178,8 +178,8 @@ class BrokerOnly(Mode):
 
     def is_turned_away(self, error: BaseException) -> bool:
         """Return True if the stage failed only because it sent to a destination that
-        accepts no messages at present. In this mode, a stage sends directly to the
-        broker. In such a case, neither the message nor its handler is at fault."""
+        accepts no messages at present. Then neither the message nor its handler is at
+        fault. In this mode, a stage sends directly to the broker."""
         return isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:

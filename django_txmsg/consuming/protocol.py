@@ -255,8 +255,8 @@ class Undecided(Exception):
 def ours() -> Iterator[None]:
     """A context manager around SQL statements that the package itself executes in a
     stage's transaction. Raises Undecided if the database refuses a statement that may
-    succeed later. The error of a lost conflict is raised unchanged, because the caller
-    then repeats the work immediately."""
+    succeed later. If the transaction loses a conflict with another one, the database's
+    error is raised unchanged, so that the caller can repeat the work immediately."""
     try:
         yield
     except AnyDatabaseError as error:

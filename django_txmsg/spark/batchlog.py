@@ -123,8 +123,8 @@ def lost_batches(
 
 
 def is_mounted(spec: JobSpec) -> bool:
-    """Return whether a lake exists at the specified address. Raises LostBatches if a
-    batch that one of these services has archived into the lake is missing from it."""
+    """Return whether a lake exists at the specified address. Raises LostBatches if
+    the lake lacks a batch that one of the given services has archived into it."""
     uri = spec.lake_spec().uri
     marks = [(source, *one) for source in spec.services for one in _marks(source)]
     lake = None

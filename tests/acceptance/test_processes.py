@@ -100,7 +100,7 @@ def start(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
 
 
 def children(parent: ManageProcess) -> dict[int, psutil.Process]:
-    """Return the parent's children by process id."""
+    """Return the child processes of `parent`, each under its process id."""
     return {one.pid: one for one in psutil.Process(parent.pid).children()}
 
 

@@ -265,7 +265,8 @@ def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
 
 def test_dying_message_waits_until_its_dead_letter_is_stored() -> None:
     """The database refuses the dead letter of a failed message. Once it accepts the
-    dead letter, the message is buried, and the recorded reason is the handler's error."""
+    dead letter, the message is buried, and the recorded reason is the handler's
+    error."""
 
     def failing(message: Message) -> None:
         raise ValueError("always")

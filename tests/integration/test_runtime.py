@@ -77,7 +77,7 @@ def what_was_there(transactional_db: None) -> None:
 
 
 def backends() -> set[int]:
-    """Return the process ids of the server's other connections to this database."""
+    """Return the process ids of PostgreSQL's sessions on this database, except ours."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"

@@ -66,8 +66,8 @@ KEEPER = Keeper()
 
 
 def keep(lines: list[str]) -> None:
-    """Clean up: end the process groups and remove the directories that these commands
-    name."""
+    """Read commands, each with the name of a process group or a directory. At the end,
+    kill these process groups and remove these directories."""
     groups: dict[int, int] = {}
     directories: list[str] = []
     for line in lines:
