@@ -434,6 +434,32 @@ def test_an_attempt_that_skips_a_committed_call_calls_another_task(
     assert [str(row.message_id) for row in rows] == called[:2]
 
 
+class Amount:
+    """Its `repr()` contains its address, not its value."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __json__(self) -> int:
+        return self.value
+
+
+def test_arguments_are_told_apart_by_what_is_sent() -> None:
+    called: list[str] = []
+    amounts = [Amount(2), Amount(2), Amount(3)]
+
+    def handle(message: Message) -> None:
+        with outbox_session():
+            called.append(add.delay(amounts[len(called)], 1).id)
+        if len(called) < 3:
+            raise ValueError
+
+    with declared(handle, transaction="none") as stage:
+        send(stage.destination)
+        take(stage, 3)
+    assert called[0] == called[1] != called[2]
+
+
 def test_equal_sets_are_equal_arguments_in_every_process() -> None:
     """Each process orders the strings of a set in another way."""
     call_it = (
