@@ -261,7 +261,7 @@ def content(value: object) -> object:
     try:
         return json.dumps(value, cls=_Encoder)
     except Exception:
-        return repr(value)  # a key of a dict is no text
+        return repr(value)  # for example because a dict has a tuple as a key
 
 
 def stores(using: str | None) -> bool:

@@ -440,8 +440,7 @@ class Follower:
     def _lost(self, connection: Connection, found_by: str = "") -> None:
         """Record the number of newly lost messages as a measured value. Runs of
         `reconcile` that ended while `follow` was not running count, too."""
-        known = self._counted
-        new, starts = alerts.lost(connection, self.source, LOST + STUCK, known)
+        new, starts = alerts.lost(connection, self.source, LOST + STUCK, self._counted)
         if not (found_by or new or new is None):
             return
         summary = found_by or "Found while `follow` was not running, new: "
@@ -450,7 +449,8 @@ class Follower:
             "lost", sum((new or {}).values()), 0, f"{summary}{listed or 'nothing'}.",
             hold=self.webhook is not None,
         )  # fmt: skip
-        known |= starts
+        # Only now: if the count could not be stored, the next check counts again.
+        self._counted |= starts
 
 
 def _say(line: str) -> None:
