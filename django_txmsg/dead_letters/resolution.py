@@ -49,12 +49,13 @@ def redeliver(
     A stage's dead letter is parked in the stage's inbox again, and is due immediately.
     So only that stage gets the message, and no broker is needed. But if the stage does
     not park its messages in this database (`_stages_here()`), the dead letter is stored
-    in the outbox instead. A relay's dead letter is always stored in the outbox.
+    in the outbox instead, and its inbox row is deleted. A relay's dead letter is always
+    stored in the outbox.
     """
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)
     here = _stages_here(using, batch)
-    parked, sent, gone, reset = [], [], [], []
+    parked, sent, gone, ended = [], [], [], []
     now = clock(using)
     for letter in batch:
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
@@ -78,13 +79,13 @@ def redeliver(
             )
         else:
             sent.append(letter)
-            reset += [row.pk] if row is not None else []
+            ended += [row.pk] if row is not None else []
     if parked:
         _park_again(parked, using, force)
     if sent:
-        inbox.filter(pk__in=reset).update(
-            attempts=0, dead_at=None, processed_at=None, due_at=None, last_error=""
-        )
+        # The stage may be gone for ever, and would leave an open row. If a worker still
+        # runs it, the arrival of the message inserts a row again.
+        inbox.filter(pk__in=ended, revoked_at=None).delete()
         _store_again(sent, using)
     _resolve(gone, using, Resolution.DISCARDED, undoing.GONE_ON)
     if again := [*parked, *sent]:

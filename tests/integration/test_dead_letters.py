@@ -271,8 +271,35 @@ def test_removed_stages_letter_goes_to_its_queue_but_to_no_topic() -> None:
         assert ship() == 1
         step(stage)
     assert Effect.objects.count() == 1
+    # No row of the removed stage stays open for ever.
+    assert not InboxMessage.objects.filter(processed_at=None, dead_at=None).exists()
     assert resolve("redeliver", force=True).done == 1
     assert OutboxMessage.objects.filter(destination=TOPIC, dispatched_at=None).exists()
+
+
+@pytest.mark.parametrize("copies", ["queued before", "queued after"])
+def test_redelivered_letter_of_a_stage_that_returns_is_processed_once(
+    copies: str,
+) -> None:
+    """The stage is declared again after its letter was sent to its queue, or a worker
+    with older code still runs the stage. A duplicate of the message is in the queue,
+    too."""
+    handler = Stubborn()
+    with declared(handler, "tests.kept", name="returns") as stage:
+        sent = send(stage.destination)
+        step(stage, times=3)
+    handler.mended = True
+    if copies == "queued before":
+        put("tests.kept", message_id=sent.id)
+    assert resolve("redeliver").done == 1
+    assert ship() == 1
+    if copies == "queued after":
+        put("tests.kept", message_id=sent.id)
+    with declared(handler, "tests.kept", name="returns") as stage:
+        step(stage, times=2)
+    assert not QueueMessage.objects.exists()
+    assert Effect.objects.count() == 1
+    assert InboxMessage.objects.get().state == "processed"
 
 
 @pytest.mark.parametrize(
