@@ -284,8 +284,9 @@ class Consumer:
         self.allowance.look()
         if time.monotonic() >= self._beat_at:
             self._presence.beat(self.in_flight)
-            if self._beats % BEATS == 0:
-                self._presence.refuse_rivals()
+            if self._beats % BEATS == 0 and self._presence.refuse_rivals():
+                # It may have parked messages under other options, until its end.
+                self._recorded.clear()
             self._beats += 1
             self._beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
 

@@ -81,6 +81,10 @@ class Outbox(Mode):
         )
         return employed
 
+    def end(self, arrivals: Sequence[Arrival]) -> None:
+        """Make the followers of the messages due."""
+        ordering.wake(arrivals)
+
     def locks_parked(self) -> bool:
         """Return whether the stage keeps a parked message's row locked while it
         processes the message. This is false with blocking redelivery: the stage holds
@@ -113,7 +117,7 @@ class Outside(Outbox):
             self.stage.definition,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),
             run=lambda: store(sent, self.using) if sent else None,
-            finish=lambda *_: None,
+            finish=lambda *_: self.end([arrival]),
         )
         return employed
 
@@ -278,10 +282,6 @@ class Ordered(Outbox):
         worker has settled the message, or the message is now parked, because its turn
         has not come or another transaction has locked its key."""
         return ordering.lost(arrival)
-
-    def end(self, arrivals: Sequence[Arrival]) -> None:
-        """Make the followers of the messages due."""
-        ordering.wake(arrivals)
 
     def put_aside(self, arrival: Arrival) -> None:
         """Record the key of a failed message, so that the admin can show which messages

@@ -98,14 +98,26 @@ def lost(arrival: Arrival) -> Waiting | Duplicate:
 
 def wake(arrivals: Sequence[Arrival]) -> None:
     """Make the followers of these messages due. Call this last in the transaction that
-    ends the messages."""
-    keyed = [arrival for arrival in arrivals if arrival.turn is not None]
+    ends the messages.
+
+    A stage that is not ordered has no followers of its own. But while a change of
+    `ordered=` is deployed, it may get a message that a process with the other code has
+    parked, and behind which that process has parked more messages.
+    """
+    keyed = [arrival for arrival in arrivals if arrival.turn or _was_keyed(arrival)]
     if not keyed:
         return
     first = keyed[0]
     if first.order.wake(first.stage.name, [one.message_id for one in keyed]):
         # Before the commit, which is this thread's next step.
         first.woken.set()
+
+
+def _was_keyed(arrival: Arrival) -> bool:
+    """Return whether the message was parked with the key of an ordered stage. A message
+    with a slot has the key of its line instead."""
+    parked = arrival.parked
+    return parked is not None and parked.slot is None and parked.key != ""
 
 
 def aside(arrival: Arrival) -> None:

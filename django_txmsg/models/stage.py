@@ -147,6 +147,8 @@ class StageState(models.Model):
 
 #: Most waiting messages that one statement moves to the instants of their slots.
 MOVED = 1000
+#: Seconds by which a waiting message may be due after its slot.
+LATE = 1.0
 #: The slot that is due now, which stays due now at another period.
 _ORIGIN = "{now} - ({now} - l.origin) / l.period * %s"
 
@@ -200,8 +202,9 @@ class RateLineManager(SqlManager):
         return place, origin + place * period
 
     def changed(self, stage: str, period: float) -> None:
-        """Apply a stage's changed rate to all its lines, and reschedule the messages
-        that wait for a slot."""
+        """Apply a stage's rate to all its lines. If the rate has changed, reschedule
+        the messages that wait for a slot. Otherwise reschedule only messages that are
+        due later than their slot: a process with another rate may have parked them."""
         connection = connections[self.db]
         now = _epoch_sql(connection)
         # Both or none: a second try would not find that the rate has changed.
@@ -212,8 +215,10 @@ class RateLineManager(SqlManager):
                 " WHERE stage = %s AND period <> %s",
                 [period, period, stage, period],
             )
-            if cursor.rowcount:
-                self._move(cursor, "i.stage = %s", [stage])
+            which = "i.stage = %s"
+            if not cursor.rowcount:
+                which += f" AND i.due_at > {self._due(LATE)}"
+            self._move(cursor, which, [stage])
 
     def no_more(self, stage: str) -> None:
         """Release all messages that wait for a slot of a stage. Call this if the stage
@@ -241,19 +246,20 @@ class RateLineManager(SqlManager):
             )
 
     def _move(self, cursor: Any, which: str, parameters: list[Any]) -> None:
-        native = connections[self.db].vendor == "postgresql"
-        instant = "l.origin + i.slot * l.period"
-        at = (
-            f"to_timestamp({instant})"
-            if native
-            else f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', {instant}, 'unixepoch')"
-        )
         cursor.execute(
-            f"UPDATE {InboxMessage._meta.db_table} AS i SET due_at = {at}"  # noqa: S608 - constants only
+            f"UPDATE {InboxMessage._meta.db_table} AS i SET due_at = {self._due()}"  # noqa: S608 - constants only
             f" FROM {self._table} AS l WHERE l.stage = i.stage AND l.key = i.key"
             f" AND i.slot IS NOT NULL AND i.due_at IS NOT NULL AND {which}",
             parameters,
         )
+
+    def _due(self, late: float = 0.0) -> str:
+        """Return SQL for the instant `late` seconds after the slot of row `i` in line
+        `l`."""
+        instant = f"l.origin + i.slot * l.period + {late}"
+        if connections[self.db].vendor == "postgresql":
+            return f"to_timestamp({instant})"
+        return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', {instant}, 'unixepoch')"
 
 
 def _epoch_sql(connection: Any) -> str:

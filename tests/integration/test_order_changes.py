@@ -9,6 +9,7 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from django.db import connections, transaction
@@ -19,6 +20,7 @@ from django_txmsg.consuming.consumer import wake_for_parked
 from django_txmsg.dead_letters import bulk
 from django_txmsg.dead_letters.burial import bury_unread
 from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.stage_options import TransactionMode
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.inbox_order import Turn
@@ -68,6 +70,30 @@ def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
         wanted = [f"{key}{number:02}" for number in range(10)]
         assert [one for one in effects() if one.startswith(key)] == wanted
     assert not InboxMessage.objects.filter(processed_at=None).exists()
+
+
+@pytest.mark.parametrize("transaction", ["outbox", "none"])
+@pytest.mark.parametrize("before", [None, "block"])
+def test_no_message_is_stuck_while_ordered_is_deployed(
+    before: Order | None, transaction: TransactionMode
+) -> None:
+    """Processes with the old and the new code run together. An ordered stage parks a
+    message behind another one, and the stage that is not ordered processes the
+    other."""
+    with declared(effect, ordered="block") as ordered:
+        plain = replace(ordered, ordered=None, transaction=transaction)
+        ordering.begin([plain if before else ordered])
+        send_chain(ordered.destination, [0, 1, 2, 3])
+        _, *rest = taken(ordered.destination)
+        deliver(ordered.destination, *rest)
+        step(ordered, times=3)
+        assert waiting(ordered) == 3
+        first = InboxMessage.objects.earliest("after_at")
+        InboxMessage.objects.filter(pk=first.pk).update(due_at=Now())
+        step(plain)
+        assert effects() == ["1"]
+        settle(plain if before else ordered, 3)
+    assert effects() == ["1", "2", "3"]
 
 
 @pytest.mark.postgresql

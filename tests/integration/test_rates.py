@@ -7,6 +7,7 @@ import datetime as dt
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from django.utils import timezone
 from django_txmsg import Message, RedeliveryPolicy, stage
 from django_txmsg.checks import stages as checks
 from django_txmsg.consuming.consumer import Consumer
+from django_txmsg.envelope.stage_options import Rate
 from django_txmsg.errors import ConfigurationError
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, RateLine
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.testing import drain
 from tests.app.models import Effect
-from tests.factories import ago
+from tests.factories import WorkerFactory, ago
 from tests.faults import ManageProcess, wait_until
 from tests.running import (
     IMPATIENT,
@@ -220,6 +222,31 @@ def test_a_changed_rate_moves_the_messages_that_wait(rate: str, hours: float) ->
     after = [seconds_until(row) / HOUR for row in waiting()]
     expected = [hours * number for number in (1, 2, 3)]
     assert after == pytest.approx(expected, abs=0.05 * hours)
+
+
+@pytest.mark.parametrize("rate", ["100/s", None])
+def test_what_old_code_parked_under_its_rate_moves_after_its_end(
+    rate: str | None,
+) -> None:
+    """A process with the old rate parks messages after a process with the new rate has
+    begun. When the old process has ended, its messages get the new rate."""
+    with declared(effect, rate="1/h") as old:
+        new = replace(old, rate=rate and Rate.parse(rate))
+        worker = WorkerFactory(stages=[old.name])
+        consumer = Consumer([new])
+        consumer._begin("default")
+        consumer._look_after_process()
+        for _ in range(3):
+            send(old.destination)
+        step(old, times=3, parked=False)
+        send(old.destination)
+        step(new, parked=False)
+        assert seconds_until(waiting()[-1]) > HOUR
+        worker.delete()
+        consumer._beats = consumer._beat_at = 0
+        consumer._look_after_process()
+        consumer._begin("default")
+        assert seconds_until(waiting()[-1]) < 5
 
 
 def test_messages_that_wait_go_on_if_the_stage_has_no_rate_any_more() -> None:
