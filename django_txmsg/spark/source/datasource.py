@@ -38,7 +38,13 @@ from ..errors import UsageError
 from ..schemas import STAGED, TABLES, Table, arrow_schema
 from ..spec import SourceSpec
 from ..staging import Brought, Staging, attempt_key
-from .batch import BatchReader, LakeReader, lake_table
+from .batch import (
+    BatchReader,
+    LakeReader,
+    PushingLakeReader,
+    PushingReader,
+    lake_table,
+)
 from .stream import LogStream, WholeStream
 
 #: The required columns of a DataFrame, and the defaults of the others.
@@ -81,8 +87,6 @@ class TxmsgDataSource(DataSource):
         of_log: type[BatchReader] = BatchReader
         pushes = self.given.get("pushdown", "true").lower() != "false"
         if pushes and installed() >= (4, 1):
-            from .pushdown import PushingLakeReader, PushingReader
-
             of_lake, of_log = PushingLakeReader, PushingReader
         if "lake" in self.given:
             return of_lake(lake_table(self.given), schema)
@@ -91,7 +95,7 @@ class TxmsgDataSource(DataSource):
     def streamReader(self, schema: StructType) -> LogStream:  # noqa: N802 - Spark's name
         """Return a reader of new rows."""
         if installed() >= (4, 2):
-            from .limited import LimitedStream
+            from .stream import LimitedStream
 
             return LimitedStream(self.spec, self.table, schema, self.given)
         stream = WholeStream(self.spec, self.table, schema, self.given)

@@ -24,6 +24,7 @@ from pyspark.sql.types import StructType
 
 from ..connection import Connection, connect_plain, held
 from ..databases import open_database
+from ..engine import installed
 from ..errors import EnvironmentFault, UsageError
 from ..schemas import Table
 from ..spec import SourceSpec
@@ -51,7 +52,7 @@ class LogStream(DataSourceStreamReader):
     and a row is read again after each change.
 
     How Spark requests the end of a micro-batch depends on its version: see
-    `WholeStream` and `limited.LimitedStream`.
+    `WholeStream` and `LimitedStream`.
     """
 
     def __init__(
@@ -231,3 +232,41 @@ class WholeStream(LogStream):
             self.tell_standstill(position)
         self._reached = max(position, self._reached)
         return end | {"position": str(self._reached)}
+
+
+if installed() >= (4, 2):
+    from pyspark.sql.streaming.datasource import (
+        ReadAllAvailable,
+        ReadLimit,
+        ReadMaxRows,
+        SupportsTriggerAvailableNow,
+    )
+
+    class LimitedStream(LogStream, SupportsTriggerAvailableNow):
+        """A stream for PySpark 4.2 and newer. Spark passes the start and the limit of
+        each micro-batch. With `trigger(availableNow=True)`, the stream reads only rows
+        that existed when the query started."""
+
+        target: dict[str, Any] | None = None
+
+        def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+            """Return the limit `maxRowsPerBatch` if the option is set; otherwise no
+            limit."""
+            return ReadMaxRows(self.most) if self.most else ReadAllAvailable()
+
+        def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+            """Record the end of the log at this moment as the end of the query."""
+            self.target = self.end()
+
+        def latestOffset(  # noqa: N802 - Spark's name
+            self, start: dict[str, Any], limit: ReadLimit
+        ) -> dict[str, Any]:
+            """Return the end of the next micro-batch, within the limit."""
+            end = self.target or self.end()
+            self.insist_on_one_cluster(start, end)
+            first, last = int(start["position"]), int(end["position"])
+            if self.postgres and first >= last:
+                self.tell_standstill(last)
+            if isinstance(limit, ReadMaxRows):
+                last = min(last, self.after(first, last, limit.max_rows))
+            return {"position": str(max(first, last)), "cluster": end["cluster"]}
