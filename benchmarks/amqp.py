@@ -106,8 +106,8 @@ def main() -> None:
 
 
 def store(alias: str, count: int) -> str:
-    """Create a new queue at the broker `alias`, and store `count` messages to this
-    queue in the outbox. Returns the queue's destination."""
+    """Create a new queue at the broker `alias`, and return the queue's destination.
+    Empty the outbox, and then store `count` messages to this destination in it."""
     from django.db import connection, transaction
 
     from django_txmsg import send_messages

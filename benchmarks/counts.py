@@ -74,7 +74,8 @@ def main() -> None:
 
 
 def _off(work: Callable[[], float]) -> float:
-    """Return the rate of the work without counting, and without the indexes for it."""
+    """Return the rate of the work while no period is counted. The indexes that serve
+    only the counts are dropped before the work, and created again afterwards."""
     from django.db import connection
 
     consume.clean()

@@ -1,7 +1,8 @@
-"""The contract of this service, an AsyncAPI 3.0 document, and its breaking changes.
+"""The contract of this service, and the breaking changes of the contract.
 
-Channels are destinations, receive operations are stages, and send operations are
-declared `Destination`s. Each message is a type with its JSON Schema.
+The contract is an AsyncAPI 3.0 document. Its channels are destinations, its receive
+operations are stages, and its send operations are declared `Destination`s. Each message
+in the contract is a type with its JSON Schema.
 
 A change is breaking in two cases: new code cannot read messages that are already on
 their way, or old code (of other services or of running processes) cannot read new

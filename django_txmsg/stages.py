@@ -97,8 +97,9 @@ class Stage:
         return self._definition is not None
 
     def resolved(self) -> Stage:
-        """Return a copy of the stage that stores its redelivery policy and transaction,
-        so that all steps of a message's processing use the same values."""
+        """Return a copy of the stage. The copy stores the redelivery policy and the
+        transaction that apply now. So all steps of a message's processing use the same
+        values."""
         assert self.reader is None or self.reader  # a missing codec is an error at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
 

@@ -141,8 +141,8 @@ def is_control(destination: str) -> bool:
 
 
 def task_destination(service: str, backend: str) -> str:
-    """Return the destination of a backend's tasks. The destination of one queue is this
-    text followed by the queue's name."""
+    """Return the destination of a backend's tasks. If the backend has a destination for
+    each queue, that destination is the returned text, a dot, and the queue's name."""
     return f"{service}{OF_TASKS}{backend}"
 
 
@@ -186,9 +186,12 @@ def derived_id(
 
     A stage that runs again sends the same ids, and every inbox drops the copies. Two
     services that consume one topic send different ids, even if their stages have the
-    same name. If the cause's id is of version 7 or 8, which begin with an instant, the
-    derived id begins with the same bits, so that an index on ids grows at one end. It
-    is then of version 8 (RFC 9562, section 5.8), else of version 5.
+    same name.
+
+    Ids of version 7 and version 8 begin with an instant. If the id of `cause` has one
+    of these versions, the derived id begins with the same instant, so that an index on
+    ids grows at one end. The derived id then has version 8 (RFC 9562, section 5.8).
+    Otherwise, the derived id has version 5.
     """
     named = _named("sent", service, str(cause), stage, ordinal, *content)
     if cause.version not in (7, 8):

@@ -36,8 +36,8 @@ def has(rows: QuerySet[Any]) -> Subquery:
 
 
 def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:
-    """Add three values to each row: whether its stage is paused, whether it is overdue,
-    and whether its dead letter is discarded."""
+    """Add three values to each row: whether the row's stage is paused, whether the row
+    is overdue, and whether the row's dead letter is discarded."""
     discarded = DeadLetter.objects.filter(
         message_id=OuterRef("message_id"),
         stage=OuterRef("stage"),
@@ -115,8 +115,8 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="stage")
     def place(self, row: Any) -> SafeString:
-        """The stage. For a task, the task's name is below, as long as the inbox row has
-        the headers."""
+        """The stage's name. If the message is a task and the inbox row still has its
+        headers, the task's name is shown below the stage's name."""
         return display.named(row.stage, row.task)
 
     @admin.display(description="next attempt")

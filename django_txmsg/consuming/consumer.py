@@ -250,10 +250,13 @@ class Consumer:
 
     def _watch(self, using: str, once: bool = False) -> None:
         """Watch one database until stopped. When a parked message is due, wake the
-        threads of its stage. Stop the messages that operators have asked to stop. If
-        this database contains the operators' requests, also carry out the other
-        requests, check the limits of the process and write heartbeats. With `once`,
-        return when nothing is left to do."""
+        threads of its stage. Stop the messages that operators have asked to stop.
+
+        Operators also pause stages and set rates. One database contains these requests.
+        If `using` is that database, also carry out these requests, check the limits of
+        the process, and write heartbeats. With `once`, return when nothing is left to
+        do.
+        """
         home = using == self._home
         threads = [thread for thread in self.threads if thread.using == using]
         look_at, obey_at = 0.0, 0.0

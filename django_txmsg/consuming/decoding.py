@@ -148,12 +148,13 @@ def named(delivery: Delivery) -> Delivery:
 
 
 def send_back(delivery: Delivery, session: Session) -> None:
-    """Send a message that has a new id from `named()` back to its queue, and wait for
-    the receipt. The caller then acknowledges the original delivery.
+    """Send a copy of a message back to its queue, and wait for the receipt. Then
+    acknowledge the original delivery. The copy has the new id that `named()` has
+    created.
 
     If the worker dies before the acknowledgement, the queue contains the original and
     the copy, as two messages. Raises DispatchRejected or DestinationUnavailable if the
-    broker refuses the copy.
+    broker refuses the copy. The original delivery is then still unacknowledged.
     """
     headers = copied_headers(delivery.headers)
     for name, value in delivery.headers.items():

@@ -72,12 +72,14 @@ def record(
     turn: Turn | None = None,
     early: bool = True,
 ) -> tuple[InboxRecord, bool]:
-    """Count a delivery durably, in a commit of its own.
+    """Count a delivery. The count is committed at once, so that a message that kills
+    its worker is still counted.
 
     Returns the message's record, and whether the stage's transaction has begun. With
-    `early`, the same round trip to PostgreSQL also begins that transaction and takes
-    the row. `runs` is called with the record, and returns whether the stage must run.
-    If it returns False, the transaction is rolled back.
+    `early`, one round trip to PostgreSQL counts the delivery, begins the stage's
+    transaction and takes the message's row. Then `runs` is called with the record, and
+    returns whether the stage must run. If `runs` returns False, the stage's transaction
+    is rolled back.
     """
     transaction.get_autocommit(using=rows.db)  # connects
     connection = connections[rows.db]
@@ -230,12 +232,12 @@ def despite_conflicts(work: Callable[[], Result], stop: threading.Event) -> Resu
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:
-    """Return whether the broker or the stage's own database has failed, so that the
-    message is not at fault.
+    """Return True if the broker or the stage's own database is unavailable. The message
+    is then not at fault.
 
     `raw` is the driver's connection of the stage's transaction. If `raw` is still open,
-    only a query of the handler to another database has failed, and the failure is the
-    handler's.
+    the stage's own database has not failed. A database error then comes from a query
+    that the handler has sent to another database, and counts as the handler's failure.
     """
     if isinstance(error, BrokerUnavailable):
         return True

@@ -121,8 +121,9 @@ class Summary:
     `forgotten` counts dead letters that are older than the inbox's retention. A stage
     may have processed such a message in the meantime, and the inbox may have deleted
     its record of the message. Then a redelivery would process the message again.
-    `in_doubt` counts undos of flows for which it is unknown whether there is work to
-    undo. Such an undo counts as done when an operator discards it.
+    `in_doubt` counts dead undos of flows. For each of these undos, it is unknown
+    whether the request to undo was processed. If an operator discards such an undo, the
+    undo counts as done.
     """
 
     count: int = 0
@@ -168,9 +169,9 @@ class Shown:
         return f"{self.count}.{self.up_to}.{self.as_of}"
 
     def before(self, filters: Mapping[str, Any]) -> str:
-        """Return the value of the filter `before` that selects no dead letters newer
-        than the page: the time of the page, or the `before` of `filters` if that is
-        earlier."""
+        """Return a value for the filter `before`, so that the filter selects no dead
+        letter that is newer than the page. The value is the earlier of two times: the
+        time of the page, and the value of `before` in `filters`, if any."""
         given = filters.get("before", self.as_of)
         return min((self.as_of, str(given)), key=_instant)
 

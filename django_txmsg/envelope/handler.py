@@ -40,8 +40,9 @@ class Declaring(Protocol[Body]):
 
 
 def accepted(handler: Callable[..., Any]) -> Any:
-    """Return the annotation of the body that a handler takes, or None if it takes the
-    message. Raises ConfigurationError if the annotation cannot be resolved."""
+    """Return the annotation of a handler's first parameter if this parameter takes the
+    message's body. Return None if the parameter takes the whole message. Raises
+    ConfigurationError if the annotation cannot be resolved."""
     positional = _positional(handler)
     if not positional:
         return None

@@ -92,9 +92,13 @@ class Message:
         return replace(self, delivery_attempt=attempt)
 
     def cancelled(self) -> bool:
-        """Return whether the handler should end, because an operator stops the message
-        or the `timeout` of the stage has passed. Always False at a stage without a
-        timeout, and in threads that the handler starts."""
+        """Return True if an operator has stopped the message, or if the stage's
+        `timeout` has passed. The handler should then end.
+
+        An operator cannot stop a message at a stage without a timeout. At such a stage,
+        this method always returns False. It also returns False in threads that the
+        handler starts.
+        """
         ends = should_end.get(None)
         return ends is not None and ends()
 

@@ -20,7 +20,8 @@ class Batches(
     name=f"{conf.get().SERVICE}.batches",
     within=None,
 ):
-    """The flow whose runs are the flow batches of this service."""
+    """A flow that the package itself declares. Each flow batch of this service is one
+    run of this flow."""
 
     @step
     def start(self, body: BatchEnded) -> Next[BatchEnded | Cancelled]:

@@ -445,10 +445,11 @@ class Going:
         """Record that the run's request was executed. The answer to the request proves
         this.
 
-        If the request has started a run of another flow, the undo of the request
-        cancels that other run. This undo is kept even after the answer: the other run
-        may have answered before it has undone its own work. If this run later fails,
-        it waits until the undos of the other run are confirmed.
+        The request may have called another flow, and so started a run of that flow. The
+        undo of such a request cancels the called run. This undo is kept even after the
+        answer, because the called run may answer first and undo its own work later. If
+        the calling run fails later, it waits until the called run's undos are
+        confirmed.
         """
         if self.run.undos:
             rows = self._open_undos().filter(request_id=self.run.request_id)

@@ -169,9 +169,10 @@ class Channel:
                     following.turn.set()
 
     def _lead(self, mine: _Sending) -> None:
-        """Send the collected messages in the existing session. If there is no session,
-        or too little time is left, start a thread that opens a session and sends the
-        messages. So no request waits for a new session longer than its time-out."""
+        """Send the collected messages in the existing session. If there is no usable
+        session, or if too little time is left, start a thread that sends the messages.
+        The thread opens a new session if necessary. So a request never waits longer
+        than CONTROL_TIMEOUT, even if the new session opens later."""
         with self._lock:
             group, self._gathered = self._gathered, []
         with self._telling(group):

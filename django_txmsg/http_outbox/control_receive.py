@@ -273,8 +273,9 @@ def _look_at_group(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
     """If the group has ended, send its messages that are still pending, and return the
-    outcome. If it has not ended, send the messages that the processes that stored them
-    should have sent by now, and raise LookAgain."""
+    outcome. If the group has not ended, raise LookAgain. Before that, if the group has
+    late messages, send them. (Normally, the process that stores a message also sends it
+    in time.)"""
     using, group = control.using, control.session_id
     if control.joined_until is None:
         raise ValueError("a control group's message has no end")
@@ -288,8 +289,8 @@ def _look_at_group(
 
 
 def _left_behind(using: str, group: uuid.UUID) -> bool:
-    """Return whether the group has messages that the processes that stored them should
-    have sent by now."""
+    """Return whether the group has late messages. A message is late if it is due, was
+    stored more than LOOK_AT_GROUPS_EVERY seconds ago, and is not claimed now."""
     ago = Now() - dt.timedelta(seconds=LOOK_AT_GROUPS_EVERY)
     rows = OutboxMessage.objects.using(using).filter(PENDING, session_id=group)
     late = rows.filter(due_at__lte=Now(), created_at__lt=ago)

@@ -185,10 +185,10 @@ class Ledger:
         An ERROR with a receipt id rejects the frame that asked for this receipt. An
         ERROR with an unknown receipt id is ignored.
 
-        Pass ``names_receipts`` if the broker omits the receipt id only when the
-        rejected frame asked for no receipt. An ERROR without an id then does not show
-        which of the frames without a receipt was rejected. So every transaction that
-        may have sent the rejected frame fails.
+        Pass ``names_receipts`` if the broker always gives the receipt id of a frame
+        that asked for a receipt. An ERROR without an id then rejects a frame that asked
+        for no receipt, but does not show which one. So every transaction that may have
+        sent the rejected frame fails.
 
         Without ``names_receipts``, the broker may omit the id for any frame. If only
         one frame is unanswered, the ERROR rejects this frame. If all unanswered frames

@@ -273,8 +273,8 @@ class Link:
             self.ledger.defer(time.monotonic())
 
     def on_lost(self, reason: str, *, silent: bool = False) -> None:
-        """Mark the link as lost. If the login is not complete, record the reason as the
-        reason why the login failed."""
+        """Handle the loss of the connection. If the login is complete, mark the link as
+        lost. Otherwise, make the login fail with this reason."""
         with self.lock:
             if self._connected.is_set():
                 self.lose(reason, silent=silent)
@@ -388,7 +388,8 @@ class Link:
         return request
 
     def submit(self, pending: Pending, command: str, headers: dict[str, str]) -> None:
-        """Queue a frame other than SEND that asks for a receipt."""
+        """Queue a frame with this command, which must not be SEND. The frame asks for a
+        receipt, and ``pending`` gets the frame's outcome."""
         pending.receipt = self.ledger.new_receipt()
         data = frames.encode(command, {**headers, "receipt": pending.receipt.decode()})
         with self.lock, self.whole:

@@ -46,8 +46,8 @@ class SendingSession(Closing):
     # -- state --------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise ``IllegalStateError`` if the session is closed, or the error that made
-        the connection fail."""
+        """Raise ``IllegalStateError`` if the session or its link is closed, and in a
+        forked child. Raise ``ConnectionLostError`` if the connection is lost."""
         if self.closing:
             raise IllegalStateError("The session is closed.")
         self.link.check_alive()

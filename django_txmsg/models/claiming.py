@@ -96,7 +96,7 @@ class Room:
 
     @property
     def complete(self) -> bool:
-        """Whether a single body of any size may be claimed."""
+        """Whether the claim may load a body of any size, if it loads only this body."""
         return self.alone == UNLIMITED
 
     @property
@@ -115,9 +115,9 @@ class Share:
 
     @contextmanager
     def claim(self, limit: int, wait: float) -> Iterator[Room]:
-        """Yield the limit of what the block may claim. `limit` is the largest number of
-        bytes for all sessions of the process together. Waits up to `wait` seconds for
-        another session's claim to end.
+        """Yield the Room of one claim: how many bytes the block may claim. All sessions
+        of the process share `limit` bytes. If this session holds no bodies, the call
+        may wait up to `wait` seconds until another session has finished its claim.
 
         The block must increase `held` by the number of bytes that it has claimed.
         """

@@ -49,8 +49,8 @@ def began_sql(connection: Any) -> str:
 
 
 def later_sql(connection: Any) -> str:
-    """Return SQL for the database's current time plus the parameter that
-    `later_value()` returns."""
+    """Return an SQL expression that adds a parameter to the database's current time.
+    `later_value()` returns the value of this parameter."""
     if connection.vendor == "postgresql":
         return "clock_timestamp() + make_interval(secs => %s)"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', %s)"

@@ -80,18 +80,21 @@ class PendingManager(SqlManager):
         return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
 
     def free(self, keys: Collection[str], cause: uuid.UUID | None = None) -> None:
-        """Clear these unique keys in rows that no longer need them. A row no longer
-        needs its key in any of these cases:
+        """Clear the unique key of each row that has one of these `keys` and no longer
+        needs it.
+
+        A row with `unique_until="processed"` no longer needs its key if the message was
+        processed or buried here, or if this transaction is processing the message
+        (`cause`).
+
+        In two more cases, a row no longer needs its key, whatever `unique_until` is:
 
         - The message has expired.
         - The message was dispatched so long ago that the inbox may have deleted its
-          record.
-        - The row was to keep its key until the message is processed, and that has
-          happened. The message was processed or buried here, or this transaction is
-          processing it (`cause`).
+          record of the message.
 
-        In the first two cases, a row that keeps its key until the message is processed
-        still needs the key while the message waits in the inbox.
+        These two cases have one exception. A row with `unique_until="processed"` needs
+        its key as long as the message waits in the inbox.
         """
         connection, table = connections[self.db], self._table
         inbox_table = InboxMessage._meta.db_table

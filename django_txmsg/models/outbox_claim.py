@@ -266,8 +266,10 @@ class ClaimingManager(SqlManager):
     def mark_dead(
         self, pk: int, token: uuid.UUID, *, error: str, cancelled: bool = False
     ) -> int:
-        """Mark a row as dead, because the broker rejects it or because it has expired.
-        A `cancelled` row has no dead letter."""
+        """Mark a row as dead, because the broker rejects its message or because the
+        message has expired. Pass `cancelled` if the message gets no dead letter: the
+        row is then also marked as cancelled. Returns 1, or 0 if the row no longer
+        belonged to this lease."""
         return self._leased(
             [pk],
             token,

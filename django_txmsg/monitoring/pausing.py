@@ -26,8 +26,9 @@ def set_stage(name: str, *, paused: bool, by: str, why: str) -> StageState | Non
 
 
 def set_recurring(name: str, *, paused: bool, by: str, why: str) -> Schedule | None:
-    """Pause a recurring message, or resume it with its next tick. Returns the message's
-    row, or None if nothing changed. Raises LookupError for an unknown name."""
+    """Pause a recurring message, or resume it. After it is resumed, its first message
+    is stored at its next tick. Returns the recurring message's row, or None if nothing
+    changed. Raises LookupError for an unknown name."""
     service = conf.get().SERVICE
     rows = Schedule.objects.db_manager(schedule.database_of(name))
     changed = (

@@ -1,5 +1,5 @@
-"""Limits that the lanes of one process share: how many lanes use the database at a
-time, and how much memory the bodies take.
+"""Limits that the lanes of one process share: how many lanes use the database at the
+same time, and how much memory the bodies take.
 
 Without the first limit, the lanes would all use the database at the same time, and then
 all wait for the broker. So either the database or the broker would always be idle. The
@@ -22,8 +22,9 @@ LONGEST = 0.1
 
 
 class Turn:
-    """A semaphore that lanes share. At most `places` lanes claim or mark a batch at a
-    time. While the broker is idle, the limit is twice as high."""
+    """A semaphore that lanes share. It limits how many lanes use the database at the
+    same time, to claim or to mark their rows. The limit is `places`, and twice as high
+    while the broker is idle."""
 
     def __init__(self, places: int = 1) -> None:
         self._places = places

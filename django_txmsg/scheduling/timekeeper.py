@@ -41,9 +41,9 @@ AHEAD = dt.timedelta(minutes=1)
 
 
 class Timekeeper(TimeLoop):
-    """Stores due messages in the databases `using`, until stopped.
+    """Stores the messages of due ticks in the databases `using`, until stopped.
 
-    `now` returns the current time of a database, for its alias.
+    `now` takes the alias of a database, and returns the current time of this database.
     """
 
     refused = "recurring messages cannot be stored"
@@ -61,9 +61,10 @@ class Timekeeper(TimeLoop):
         self.stored = 0
 
     def is_idle(self, using: str) -> bool:
-        """Return whether the database can have no recurring messages. None is declared
-        for an idle database, and none can be created there at run time: that is
-        possible only in the outbox's database."""
+        """Return True if the database cannot contain a recurring message. Then the code
+        declares no recurring message for this database, and the database is not the
+        outbox's database. (A recurring message that is created at run time is always
+        stored in the outbox's database.)"""
         aliases = {one.alias for one in recurring()} | {router.db_for_write(Schedule)}
         return using not in aliases
 

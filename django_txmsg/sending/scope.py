@@ -160,13 +160,15 @@ class Scope:
         *,
         by_content: bool = False,
     ) -> uuid.UUID:
-        """Return the id of the next message that the stage stores in a database.
+        """Return the id of the next message that the stage stores in the database
+        `alias`.
 
-        If the message commits separately, the attempt may fail after that, and the next
-        attempt may skip the message. Then the following messages have other positions,
-        so the id of each such message is derived from its content instead. With
-        `by_content`, it is always derived from its content. `content` is called only if
-        the id is derived from it.
+        Usually, the id is derived from the message's position among the stage's
+        messages. But a message that commits separately stays stored if the attempt
+        fails later. The next attempt may skip this message, and then the messages after
+        it have other positions. So if a message commits separately, its id is derived
+        from its content. With `by_content`, the id of any message is derived from its
+        content. `content` is called only in these two cases.
         """
         assert self.cause is not None
         digest = []

@@ -23,10 +23,10 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     time for a row that is skipped.
 
     Raises DuplicateMessage, and stores nothing, if one of the ids is stored already.
-    There is one exception: a row without a unique key whose id was derived from the
-    message that a stage is processing. If the same message is stored under this id, the
-    row is skipped. If a different message is stored under this id, the row is stored
-    under a new id.
+    There is one exception: rows that have no unique key, and have an id that was
+    derived from the message that a stage is processing. If the same message is already
+    stored under the id of such a row, the row is skipped. If a different message is
+    stored under this id, the row gets a new id and is stored.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.

@@ -113,12 +113,15 @@ def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
 
 
 def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, Message]:
-    """Return the message that stands for each skipped row: the pending message that
-    holds the row's key, or the same message, stored earlier under the row's id. A row
-    is missing from the result if it can be stored at the next try. This function also
-    cancels each pending message that a row with `on_conflict="replace"` replaces.
-    Raises AlreadyPending or DuplicateMessage if a row can be neither stored nor
-    skipped."""
+    """Return a dict: it maps the id of each skipped row to the stored message that
+    takes the row's place. If the same message is already stored under the row's id,
+    that message takes the row's place. Otherwise, the message that holds the row's key
+    does. A row that the next try can store is missing from the dict.
+
+    This function also cancels each pending message that a row with
+    `on_conflict="replace"` replaces. Raises AlreadyPending or DuplicateMessage if a row
+    can be neither stored nor skipped.
+    """
     known = OutboxMessage.objects.using(alias)
     pending = OutboxMessage.objects.db_manager(alias)
     current = current_scope()
@@ -177,8 +180,9 @@ def check_until(unique: str | None, until: str) -> None:
 
 
 def check_recorded(destination: str, broker: str, alias: str) -> None:
-    """Raise InvalidMessage if no stage records, in the database `alias`, that it has
-    processed a message to this destination."""
+    """Check that, in the database `alias`, a stage of this project records each message
+    to this destination that it has processed. Raise InvalidMessage if no stage does so,
+    or if the destination is a topic."""
     if wire.is_topic(destination):
         why = "is a topic, which several stages process"
     elif not any(alias in find(destination, broker) for find in _recorders):

@@ -86,7 +86,8 @@ class Database(ABC):
 
     @abstractmethod
     def uuid(self, value: str) -> str:
-        """Return an SQL literal for a UUID. Raises ValueError if it is not a UUID."""
+        """Return an SQL literal for the UUID `value`. Raises ValueError if `value` is
+        not a UUID."""
 
 
 def schema_of(columns: Sequence[Column]) -> pa.Schema:
@@ -152,7 +153,7 @@ class Postgres(Database):
         return f"'{utc(value).isoformat(timespec='microseconds')}'::timestamptz"
 
     def uuid(self, value: str) -> str:
-        """Return a uuid literal. Raises ValueError if it is not a UUID."""
+        """Return a uuid literal. Raises ValueError if `value` is not a UUID."""
         return f"'{uuid.UUID(value)}'::uuid"
 
 
@@ -171,8 +172,7 @@ def _read_rows(
 
 
 def _converted(values: pa.Array, column: Column) -> pa.Array:
-    """Convert an array that the driver returned to the type of the column, and return
-    it."""
+    """Return the values that the driver has read, as an array of the column's type."""
     if column.kind == "uuid":
         return _uuid_texts(values)
     if column.kind == "xid":
@@ -250,13 +250,14 @@ class Sqlite(Database):
         return [one for (one,) in rows]
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a text literal. SQLite compares instants as text, and stored instants
-        may or may not have trailing zeros. So the literal is the shortest text of the
-        instant, or the longest with `upper`."""
+        """Return a text literal. SQLite compares instants as text. Some stored instants
+        end with zeros, and others omit these zeros. So the literal is the shortest text
+        of the instant. If `upper` is true, it is the longest text of the instant."""
         return f"'{instant_text(value, upper=upper)}'"
 
     def uuid(self, value: str) -> str:
-        """Return Django's stored text. Raises ValueError if it is not a UUID."""
+        """Return a literal of the text in which Django stores the UUID `value`. Raises
+        ValueError if `value` is not a UUID."""
         return f"'{uuid.UUID(value).hex}'"
 
 

@@ -1,8 +1,9 @@
 """Data files of the lake: pyarrow writes them in a Spark task, and reads them.
 
 The rows never enter the JVM. PySpark from PyPI has no file system for `s3://` and other
-object stores. Each attempt to write a file uses another file name. No
-log entry names a file of a failed attempt, and `sweep` removes it later.
+object stores. Each attempt to write a file uses another file name. If an attempt fails,
+the lake's log does not list the file of this attempt, and `sweep` removes the file
+later.
 """
 
 from __future__ import annotations
@@ -350,7 +351,8 @@ def rows_as(
 
 
 def in_parts(named: Sequence[LakeFile], parts: int) -> list[LakeFile]:
-    """Reorder the files so that `parts` tasks get about the same number of bytes each
-    when the list is cut into `parts` slices with the same number of files."""
+    """Return the files in another order. The caller cuts the returned list into `parts`
+    slices, one for each task, with the same number of files in each slice. Because of
+    the order, all slices have about the same number of bytes."""
     by_size = sorted(named, key=lambda one: -one.size)
     return [one for first in range(parts) for one in by_size[first::parts]]

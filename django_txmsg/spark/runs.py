@@ -1,7 +1,7 @@
-"""The record of a run, with its user, its options and its result.
+"""The record of a pipeline run, with the run's user, options and result.
 
-The record is stored in the database, where the admin shows it. If there is a lake, it
-is stored there, too.
+The record is stored in the database, so that the admin can show it. If there is a lake,
+the record is stored in the lake, too.
 """
 
 from __future__ import annotations
@@ -216,11 +216,16 @@ def next_request(connection: Connection, source: SourceSpec) -> str:
 def erasing(
     services: Sequence[SourceSpec], run: Run, found: set[str]
 ) -> Iterator[set[str]]:
-    """Store the ids of the messages to erase in the record of this run, and remove them
-    from there when the block has succeeded. Yield these ids, and also the ids that
-    earlier runs with the same options have stored before they failed or were killed.
-    Such a run may have deleted the rows that contain the key, so the messages cannot be
-    found by their key any more. A dry run stores no ids."""
+    """Yield the ids of the messages that this run must erase: the ids in `found`, and
+    ids from the records of earlier runs that selected messages by the same options.
+
+    Before the block begins, these ids are stored in the record of this run. After the
+    block has succeeded, the ids are removed from the records of this run and of the
+    earlier runs. So a record contains ids only if its run has failed or was killed.
+    That run may have deleted the rows that contain the key of a message. Then the
+    message can no longer be found by its key, but its id is still known. A dry run
+    stores and removes no ids.
+    """
     with ExitStack() as stack:
         databases = [
             stack.enter_context(closing(connect_plain(source))) for source in services

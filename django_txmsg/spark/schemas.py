@@ -95,12 +95,15 @@ class Column:
 class Table:
     """A table of the message log.
 
-    `relation` is its name in the database. `clock` is the column for time ranges and
-    for the days in the lake. Rows that match `settled` will not change any more.
+    `relation` is the table's name in the database. `clock` is the column for time
+    ranges and for the days in the lake. Rows that match `settled` will not change any
+    more.
 
-    `outcome` says how a row ended. It is either a column with a word, or pairs of a
-    word and a column: the first pair whose column is not null has the row's word. The
-    last pair has no column, and applies to all other rows.
+    `outcome` tells how to determine the outcome of a row. If `outcome` is a text, it is
+    the name of the column that contains the row's outcome. Otherwise, `outcome`
+    consists of pairs of an outcome and a column. The row has the outcome of the first
+    pair whose column is not null. The last pair has no column, and applies to all other
+    rows.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""Creates a task's result from the task's rows: in the outbox, in the inbox, its failed
-attempts and its return value."""
+"""Creates a task's result. The result combines the task's outbox row, the task's inbox
+row, the failed attempts, and the stored return value."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ SHOWING = [
 
 @pytest.fixture
 def _shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Provide the application that the pages import. Remove the stages of the page at
-    the end."""
+    """Provide the application that the pages import. After the test, remove the stages,
+    the upgraders and the recurring messages that the page has declared."""
     known = {stage.name for stage in stages.all_stages()}
     models = ModuleType("shop.models")
     models.Order = Order  # type: ignore[attr-defined]

@@ -640,9 +640,10 @@ def test_a_topics_subscriber_goes_back_to_stomp_if_its_queue_is_classic(
     destination: str,
     kind: str,
 ) -> None:
-    """A topic's subscriber changes from AMQP to STOMP. If its queue is a quorum queue,
-    STOMP cannot subscribe, even with `existing`, because STOMP always declares a
-    subscription's queue. The messages stay in the queue for AMQP."""
+    """A topic's subscriber changes from AMQP to STOMP. If the subscriber's queue is a
+    classic queue, STOMP receives the waiting message. If it is a quorum queue, STOMP
+    cannot subscribe, even with `existing`, because STOMP always declares a
+    subscription's queue. The message then stays in the queue, and AMQP receives it."""
     topic, name = f"topic:{destination}", f"{destination}.subscriber"
     url = rabbitmq_amqp.url(queue_type=kind)
     before = opened(url)

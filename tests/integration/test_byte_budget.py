@@ -174,9 +174,10 @@ def test_the_sessions_of_a_process_hold_one_large_body_and_small_ones_go_on(
 def test_a_body_above_the_limit_is_claimed_although_there_are_always_others(
     sessions: Callable[[], DatabaseSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body above the limit is next in the queue, before a smaller one. While another
-    session has claimed a body, neither is claimed. After that, the body above the limit
-    is claimed first."""
+    """A body above the limit is next in the queue, before a smaller body. Two sessions
+    have held large bodies for longer than PATIENCE. While one of them still holds a
+    large body, a third session claims neither of the two bodies in the queue. After
+    that, the third session claims the body above the limit first."""
     first, second, third = sessions(), sessions(), sessions()
     queue(400, 400, 5000, 400)
     one, other = first.receive(0), second.receive(0)

@@ -261,7 +261,8 @@ class Program:
             row.delayed = later
 
     def _one_of_the_sent(self, which: int) -> uuid.UUID:
-        """Return the id of a message that was sent, or a new one."""
+        """Return the id of a message that was sent. If none was sent, return a new
+        id."""
         return (self.sent or [new_id()])[which % max(len(self.sent), 1)]
 
 

@@ -70,7 +70,8 @@ def test_error_in_the_notifiers_thread_does_not_stop_later_notifications(
 
 
 def hook() -> None:
-    """Declare a stage in the worker, which polls as rarely as the test requires."""
+    """Declare a stage in the worker process. Let the process poll as rarely as the test
+    requires."""
     listener.LOOK = float(os.environ["LOOK"])
     listener.PROVED = 600.0
     liveness.CALM = 0.0

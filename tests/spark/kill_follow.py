@@ -40,7 +40,8 @@ class Telling(Webhook):
 
 
 def follow(one: dict[str, Any]) -> None:
-    """Follow one log until its step is reached for the `nth` time."""
+    """Run `follow` on one log. Kill this process when `follow` reaches the given step
+    for the `nth` time."""
     source = SourceSpec(one["service"], one["url"])
     left = one.get("nth", 1)
 

@@ -369,10 +369,10 @@ def test_a_footer_of_too_many_lines_is_left_out(
 
 
 def test_lines_are_summed_up_while_a_file_is_written() -> None:
-    """A file with journeys to 20,000 destinations is written, for example to the
-    destinations of answers. The counts take little memory, and the footer does not
-    contain them. If a file has journeys to two destinations, its footer contains one
-    line for each destination."""
+    """A file has journeys to 20,000 destinations, because each answer has a destination
+    of its own. While the file is written, the counts take little memory. The file's
+    footer does not contain these counts. Another file has journeys to two destinations.
+    Its footer contains one line for each destination."""
     counted, before = tally.Tallying(), pa.total_allocated_bytes()
     for number in range(20):
         counted.add(to(*(f"answers.{number}.{line}" for line in range(1_000))))

@@ -253,9 +253,10 @@ def test_erase_needs_a_selection(
 def test_a_record_that_was_changed_by_hand_is_named(
     options: str, spark: Any, log: Log, lake: LakeSpec
 ) -> None:
-    """Somebody has changed the record of an earlier `erase`, so it cannot be read. The
-    next `erase` fails, and names the record: if the earlier run was killed, its record
-    may list messages that are not erased yet."""
+    """Somebody has changed the record of an earlier `erase`, so that the record cannot
+    be read. The next `erase` fails with an error that names the record. It must not
+    ignore the record: if the earlier run was killed, the record may list messages that
+    are not erased yet."""
     spec = JobSpec((log.spec,), lake)
     record = run(spec, "erase", "--key", "another")["run"]
     log.execute("UPDATE django_txmsg_pipelinerun SET options = %s", options)

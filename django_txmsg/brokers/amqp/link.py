@@ -276,8 +276,9 @@ class Link:
         self.transport.write(data)
 
     def read(self, timeout: float) -> bool:
-        """Handle frames until one arrives that is not a heartbeat, and return True.
-        Return False if none arrives within `timeout` seconds."""
+        """Handle the frames that arrive. Return True as soon as a frame has arrived
+        that is not a heartbeat. Return False if no such frame arrives within `timeout`
+        seconds."""
         listening = time.monotonic()
         deadline = listening + timeout
         while not self._handle():

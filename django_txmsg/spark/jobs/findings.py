@@ -25,7 +25,8 @@ from .reading import WholeLog
 
 
 def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
-    """Return the rows that runs of this service have stored in a table of results."""
+    """Return the rows of a table of results that were stored by this service's pipeline
+    runs. Without a lake, there are no such rows."""
     struct = result_struct(struct)
     if log.lake is None:
         return log.spark.createDataFrame([], struct)

@@ -438,8 +438,9 @@ class Follower:
         weigh("verify", len(wrong.splitlines()), 0, summary)
 
     def _lost(self, connection: Connection, found_by: str = "") -> None:
-        """Record the number of newly lost messages as a measured value. Runs of
-        `reconcile` that ended while `follow` was not running count, too."""
+        """Record, as a measured value, how many lost messages were found since the last
+        check. This includes the messages found by runs of `reconcile` that ended while
+        `follow` was stopped."""
         new, starts = alerts.lost(connection, self.source, LOST + STUCK, self._counted)
         if not (found_by or new or new is None):
             return

@@ -258,8 +258,8 @@ def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
 
 
 def _but_cancelled(frame: DataFrame, where: str) -> DataFrame:
-    """Set the outcome of cancelled messages to `cancelled`. Leave these messages out,
-    unless the filter `where` refers to them."""
+    """Return the frame without the cancelled messages. If the filter `where` refers to
+    cancelled messages, keep them: their outcome is then `cancelled`."""
     outcome = sf.when(sf.col("cancelled_at").isNotNull(), "cancelled")
     frame = frame.withColumn("outcome", sf.coalesce(outcome, sf.col("outcome")))
     named = re.search(

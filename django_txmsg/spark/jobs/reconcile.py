@@ -351,8 +351,9 @@ def _order() -> tuple[Any, ...]:
 
 
 def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield acknowledged findings, and then unacknowledged findings, the worst first.
-    Yields at most MOST findings of each kind."""
+    """Yield acknowledged findings, in any order. Then yield unacknowledged findings,
+    and begin with the worst of them. Yields at most MOST acknowledged and at most MOST
+    unacknowledged findings."""
     seen = sf.col("acknowledged_at").isNotNull()
     for chosen in (findings.where(seen), findings.where(~seen).orderBy(*_order())):
         yield from chosen.limit(MOST).toArrow().to_pylist()

@@ -215,12 +215,16 @@ def mark() -> Column:
 
 
 def kept(journeys: DataFrame, expected: DataFrame) -> DataFrame:
-    """Return KEPT rows: journeys with a flag that says whether they are finished. All
-    journeys of a message must be in `journeys`. These are finished:
+    """Return KEPT rows: the journeys, each with a flag that says whether the journey is
+    finished. If `journeys` contains one journey of a message, it must contain all
+    journeys of the message. These journeys are finished:
 
-    - a message to a queue that was sent once and processed once, within PROMPT;
-    - a message to a topic that was sent once, and processed once within PROMPT by each
-      consumer of EXPECTED that listened when it was sent, and by no other consumer.
+    - the journey of a message to a queue, if the message was sent once, and processed
+      once within PROMPT;
+    - the journeys of a message to a topic, if the message was sent once, and each
+      listener has processed it once within PROMPT. A listener is a consumer of EXPECTED
+      that listened when the message was sent. No other consumer may have processed the
+      message.
 
     The verdict of a finished journey depends neither on the limit for late messages nor
     on the time of the judgement. For a topic, it still depends on the listeners,

@@ -149,9 +149,10 @@ def test_messages_leave_if_the_web_process_is_killed_after_the_commit(
 
 @pytest.mark.parametrize("txmsg", ["rabbitmq"], indirect=True)
 def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
-    """No relay runs, and nothing is dispatched after a commit. So messages are
-    dispatched only because of control messages. These come from a process that was
-    killed after its commit, from a failed commit, and from a live process."""
+    """No relay runs, and no web process dispatches messages after its commit. So only
+    the receiver of control messages dispatches messages. It receives control messages
+    from three requests. The web process was killed after the commit of the first
+    request. The commit of the second request failed. The third request succeeded."""
     web = serve("after_the_commit", txmsg={"DISPATCH_ON_COMMIT": "off"})
     web.post_and_die("order?number=killed")
     consume()
