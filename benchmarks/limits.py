@@ -313,8 +313,9 @@ def consuming(handler: Any, **options: Any) -> Iterator[Any]:
 
 @contextmanager
 def answering() -> Iterator[tuple[str, list[float]]]:
-    """Run an HTTP server in a thread that answers each request after one second. Yields
-    its address, and the list of the requests' times."""
+    """Run an HTTP server in a thread. The server answers each request after one second.
+    Yields the server's address, and a list to which the server appends the time when a
+    request arrives."""
     asked: list[float] = []
 
     async def answer(reader: Any, writer: Any) -> None:

@@ -81,7 +81,8 @@ def relay(options: argparse.Namespace) -> None:
 
 
 def followers(options: argparse.Namespace) -> None:
-    """Measure how much a million messages behind a blocked one slow down other keys."""
+    """Compare two rates at which an ordered stage processes messages: while it has no
+    other messages, and while a million messages of another key are blocked there."""
     count, many = options.messages, options.followers
     base = "alone"
     behind = f"while {many:,} others wait"

@@ -9,8 +9,9 @@ for each.
 The bare producer sends the same bytes from memory, in the same batches, over the same
 number of connections and with the same client. It uses neither Django nor the database.
 Before the measurement, the relay and the bare producer send some rounds alternately, so
-that the broker's JVM compiles its code. This takes minutes. While the JVM compiles, it
-takes processor time from the contenders; afterwards the broker is faster.
+that the broker's JVM compiles its code. These rounds take minutes. While the JVM
+compiles, the relay and the bare producer get less processor time. Afterwards the broker
+is faster.
 
 The peer runs in a separate environment, which is created on demand. It neither makes
 its messages persistent nor requests receipts. With several processes, a line shows

@@ -322,9 +322,9 @@ class LateAtomic:
             connection.run_and_clear_commit_hooks()
 
     def forget(self) -> None:
-        """Exit the block in a child process. The parent forked the child inside the
-        block, and before the transaction began. In the child, no other code exits the
-        block."""
+        """Exit the block in a forked child process. Call this if the parent was inside
+        the block when it forked, and the transaction had not begun. The child then
+        starts inside the block too, and no other code in the child exits it."""
         connection = self._connection
         self._wait_no_more()
         connection.in_atomic_block = connection.needs_rollback = False
@@ -411,9 +411,9 @@ def wrap_views(
     `hear` is called with the request and each exception of a view or of its template.
     This happens before the process_exception() of any middleware.
 
-    `wrap` and `hear` are called by two methods of Django's BaseHandler, which this
-    function replaces. A middleware could not do the same: it surrounds more than the
-    view, and the process_exception() of another middleware may run first.
+    This function replaces two methods of Django's BaseHandler. The new methods call
+    `wrap` and `hear`. A middleware could not do the same: a middleware surrounds more
+    than the view, and the process_exception() of another middleware may run first.
     """
     usual = BaseHandler.make_view_atomic
     usual_handler = BaseHandler.process_exception_by_middleware

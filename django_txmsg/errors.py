@@ -191,8 +191,8 @@ class StageError(TxmsgError):
 
 
 class SwallowedDatabaseError(StageError):
-    """A database error was caught inside a stage or a session. Since then its
-    transaction can only roll back.
+    """Your code caught a database error inside a stage or a session. Since then, the
+    transaction of that stage or session can only roll back.
 
     Without this exception, Django would roll back silently, and the work would be lost,
     although the message is acknowledged or the response is sent. Let the error

@@ -180,9 +180,10 @@ def _note(request: HttpRequest, error: Exception) -> None:
 
 
 def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> View:
-    """Return the view inside the session's transaction. That transaction replaces the
-    block of ATOMIC_REQUESTS on the same database. The blocks on other databases
-    stay."""
+    """Return a view that runs `view` inside the session's transaction. That transaction
+    replaces the block of ATOMIC_REQUESTS on the same database. The blocks on other
+    databases stay. An async view has no session: return `atomic`, which runs the view
+    inside all blocks."""
     if iscoroutinefunction(view):
         return atomic
 

@@ -124,8 +124,8 @@ def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
 def places(
     run: dict[str, Any], test: str, used: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name of a row and a version for each cell of the table that counts this
-    test."""
+    """Yield the cells of the table in which this test is counted. A cell is the name of
+    a row and a version."""
     yield "Python with Django", f"{run['python']} with {run['django']}"
     for server in used:
         # A worker that crashed has not recorded its servers' versions.

@@ -17,14 +17,14 @@ class SilentError(LookupError):
 
 
 class ExitingError(LookupError):
-    """An exception whose text raises SystemExit."""
+    """An exception whose `str()` raises SystemExit."""
 
     def __str__(self) -> str:
         raise SystemExit(3)
 
 
 class NoTextError(LookupError):
-    """An exception whose text is not a string."""
+    """An exception whose `__str__()` does not return a string."""
 
     def __str__(self) -> Any:
         return 7
@@ -64,8 +64,8 @@ class DurableError(RuntimeError, LookupError):
 
 
 def misspelt() -> ValidationError:
-    """Return a ValidationError whose text raises, because a parameter of the text is
-    missing."""
+    """Return a ValidationError whose `str()` raises KeyError, because a parameter of
+    its message is missing."""
     return ValidationError("%(value)s is no colour", params={"vlaue": 1})
 
 

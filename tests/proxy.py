@@ -138,9 +138,10 @@ class Proxy:
             self._budget[way] = count
 
     def cut_at(self, trip: int, way: str) -> None:
-        """Cut all connections once, during the round trip number `trip` from now. `way`
-        is REQUESTS to cut before the server gets the request, or ANSWERS to cut before
-        the client gets the answer."""
+        """Cut all connections once, during a later round trip. `trip` is the number of
+        that round trip, counted from now: 1 is the next one. `way` is REQUESTS to cut
+        before the server gets the request, or ANSWERS to cut before the client gets the
+        answer."""
         with self._changed:
             self._cut_at = self.round_trips + trip, way
 

@@ -1,5 +1,6 @@
-"""Open dead letters, grouped by error, with operators' notes; and the keys, flows and
-tenants that selected dead letters affect."""
+"""The pages of open dead letters. One page groups the open dead letters by error, and
+shows operators' notes. The other page shows which keys, flows and tenants are affected
+by the dead letters that an operator has selected."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ _FORMULA = tuple("=+-@\t\r")
 
 
 class GroupPages(Pages):
-    """The page with groups of dead letters, the form for an operator's note, and the
-    page of the keys, flows and tenants that are affected, with its CSV export."""
+    """The page with groups of dead letters, the form for an operator's note, the page
+    that shows the affected keys, flows and tenants, and the CSV export of that page."""
 
     def page(self, request: HttpRequest) -> HttpResponse:
         """Show open dead letters grouped by error. By default, the largest groups come
@@ -249,9 +250,10 @@ def _values(
 
 
 def _as_csv(letters: QuerySet[DeadLetter]) -> Iterator[str]:
-    """Yield one CSV line for each dead letter. The line shows whom the dead letter
-    affects. Bodies, errors and all other headers are not shown. Values of headers are
-    masked."""
+    """Yield a header line, and then one CSV line for each dead letter. The line shows
+    which key, flow and tenant the dead letter affects. The key and the tenant come from
+    the message's headers, and are masked. The line contains no body, no error text and
+    no other headers."""
     tenant = conf.get().TENANT_HEADER
     names = ["message_id", "stage", "destination", "reason", "died", "key", "flow"]
     write = csv.writer(_Line()).writerow

@@ -1,5 +1,6 @@
-"""Lists whose rows have no page: alerts, worker processes (with a page of the messages
-in progress) and idempotency keys."""
+"""The lists of alerts, worker processes and idempotency keys. Their rows have no pages
+of their own. This module also has the page "Running now", which shows the messages in
+progress."""
 
 from __future__ import annotations
 
@@ -112,9 +113,9 @@ class WorkerAdmin(ReadOnlyAdmin):
 
 @admin.register(IdempotencyKey)
 class IdempotencyAdmin(ReadOnlyAdmin):
-    """Idempotency keys and their callers. The stored responses are not shown, because
-    they belong to the callers. After a key is deleted, the same request is executed
-    again."""
+    """The list of idempotency keys and their callers. The list does not show the stored
+    responses, because they belong to the callers. If a client repeats a request after
+    an operator has deleted the request's key, the request is executed again."""
 
     list_display = ("shown", "who", "status_code", "size", "age")
     list_filter = (AgeFilter,)

@@ -96,8 +96,9 @@ class Outside(Outbox):
     """No transaction is open while the handler runs, so the handler may call other
     services and take long.
 
-    The handler may run more than once. A transaction after the handler marks the inbox
-    row as processed and stores the handler's messages, so these are stored once.
+    The handler may run more than once. When the handler has returned, one transaction
+    marks the inbox row as processed and stores the messages that the handler has sent.
+    So these messages are stored only once.
     """
 
     def record(self, arrival: Arrival) -> None:
@@ -285,7 +286,7 @@ class Ordered(Outbox):
 
     def put_aside(self, arrival: Arrival) -> None:
         """Record the key of a failed message, so that the admin can show which messages
-        it blocks."""
+        the failed message blocks."""
         ordering.aside(arrival)
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:

@@ -121,8 +121,8 @@ def _was_keyed(arrival: Arrival) -> bool:
 
 
 def aside(arrival: Arrival) -> None:
-    """Record the key of a failed message, so that the admin can show which messages it
-    blocks."""
+    """Record the key of a failed message, so that the admin can show which messages the
+    failed message blocks."""
     turn = arrival.turn
     if turn is not None:
         arrival.order.aside(arrival.recorded.id, turn)

@@ -84,9 +84,12 @@ def unsettled(operation: BulkOperation, using: str) -> bool:
 
 def most(operation: BulkOperation, back: int) -> int:
     """Return the maximum size of the operation's next batch. `back` is the number of
-    redelivered messages that have died again. The operation stops when more than
-    `operation.tolerates` messages have died again. Until a message has succeeded, the
-    next batch is just large enough to reach that limit if all its messages die."""
+    redelivered messages that have died again.
+
+    The operation stops when more than `operation.tolerates` messages have died again.
+    While every redelivered message has died again, the next batch is as small as
+    possible: if all its messages die too, just enough have died to stop the operation.
+    """
     assert operation.tolerates is not None
     if operation.done > back:
         return STEPS[-1] * 10

@@ -1,7 +1,8 @@
 """How the two stages of a flow read bodies.
 
-The stage that starts runs decodes a body immediately. The stage that continues runs
-first reads from the run's row which type the body must have, and then decodes the body.
+One stage starts runs. This stage decodes a body immediately. The other stage continues
+runs. It first looks up, in the run's row, which type the body must have. Then it
+decodes the body.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Unread:
 
 
 class UnreadReader(BodyReader):
-    """Returns bodies undecoded. `reads` returns the names and versions that this code
-    can read."""
+    """Returns bodies undecoded. The argument `reads` is a function that returns the
+    names and versions that this code can read."""
 
     def __init__(self, reads: Callable[[], Sequence[tuple[str, int]]]) -> None:
         self._reads = reads
@@ -48,8 +49,8 @@ class UnreadReader(BodyReader):
 
     @property
     def reads(self) -> tuple[tuple[str, int], ...]:
-        """The names and versions that code must be able to read before it claims a
-        parked message."""
+        """The names that this code can read, each with its latest version. This code
+        claims no parked message that needs another name or a later version."""
         return tuple(self._reads())
 
     def read(self, body: bytes, content_type: str, header: str | None) -> Unread:
@@ -70,6 +71,6 @@ class StartReader(BodyReader):
 
     @property
     def reads(self) -> tuple[tuple[str, int], ...]:
-        """The names and versions that code must be able to read before it claims a
-        parked message."""
+        """The names that this code can read, each with its latest version. This code
+        claims no parked message that needs another name or a later version."""
         return (*super().reads, *self._declared())

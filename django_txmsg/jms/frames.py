@@ -144,7 +144,7 @@ class _TooLong:
         return end + 1
 
     def frame(self) -> Frame:
-        """Return the frame, whose body is cut off after its beginning."""
+        """Return the frame with only the beginning of its body."""
         return self._frame._replace(body=self._kept)
 
 

@@ -267,7 +267,7 @@ class Link:
                 self._to_log.append(line)
 
     def on_progress(self) -> None:
-        """Restart the time-outs of pending frames. Called when the broker reads
+        """Restart the time-outs of pending frames, because the broker is reading
         again."""
         with self.lock:
             self.ledger.defer(time.monotonic())

@@ -98,13 +98,13 @@ class MessageProducer(Closing):
         delivery: Delivery | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send, and return when the frame is queued. The listener is called exactly
-        once, with the outcome.
+        """Queue a frame with the message, and return. Later the listener is called
+        exactly once, with the outcome. Until then, any access to the message's content
+        raises ``MessageNotAccessibleError``.
 
         Blocks while the session's window is full. Raises ``WindowFullError`` if the
-        window is still full after the timeout. In this case the message was not
-        written, and the listener is not called. The message is not accessible until the
-        listener is called.
+        window is still full after the timeout. In this case the message was not queued
+        and stays accessible, and the listener is not called.
         """
         called = completion.as_listener(listener)
         self._check_place()
@@ -181,9 +181,10 @@ class MessageProducer(Closing):
     ) -> None:
         """Queue a SEND frame in the session's transaction. The caller holds the lock.
 
-        If a SEND fails, ActiveMQ must refuse the COMMIT. It does so only if that SEND
-        has asked for no receipt; else it commits the other messages. So the client asks
-        ActiveMQ for a receipt only if the caller has given a listener.
+        If a SEND fails, the COMMIT should fail too. But ActiveMQ refuses the COMMIT
+        only if the failed SEND requested no receipt. If that SEND requested a receipt,
+        ActiveMQ commits the other messages. So the client requests a receipt from
+        ActiveMQ only if the caller has given a listener.
 
         RabbitMQ sends the receipt of a SEND only after COMMIT. So for a send with a
         listener, the client queues a barrier behind the SEND. The receipt of the

@@ -64,7 +64,8 @@ class FrameListener(Protocol):
         true if the broker stopped reading or answering."""
 
     def on_progress(self) -> None:
-        """Called when a write has had to wait and the broker reads again."""
+        """Handle the progress of a write that has had to wait. Called each time such a
+        write sends more bytes, because then the broker is reading again."""
 
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types

@@ -1,6 +1,6 @@
-"""The operator's terminal: the operator's name and the audit entry of a command's
-action, texts and instants as a terminal shows them, and checks of a command's
-options."""
+"""Functions for commands that an operator runs in a terminal. They make texts and
+instants printable, and check the databases and the options. They also return the
+operator's name, and record the operator's action in the audit."""
 
 from __future__ import annotations
 

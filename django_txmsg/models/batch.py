@@ -147,8 +147,9 @@ class Batch(models.Model):
         return branch.values_list("request_id", flat=True).get() if written else None
 
     def may_have_ended(self) -> bool:
-        """Return whether the batch has ended, or will end when the transactions that
-        are now writing answers commit.
+        """Return True if the batch has ended. Also return True if other transactions
+        are now writing the batch's last answers, so that the batch ends when these
+        transactions commit.
 
         On PostgreSQL, a branch counts as answered if another transaction has locked its
         row. That transaction is writing the branch's answer, or is making this check

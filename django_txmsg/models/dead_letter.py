@@ -184,8 +184,9 @@ class DeadLetterManager(SqlManager):
         return [(pk, read_uuid(message_id)) for pk, message_id in rows]
 
     def park_again(self, again: Sequence[Mapping[str, Any]], *, force: bool) -> None:
-        """Park dead letters of stages in the inbox again, in a single statement. The
-        parked messages are due now.
+        """Put the messages of dead letters back into the inbox as parked messages, in a
+        single statement. Each dead letter belongs to a stage. The parked messages are
+        due immediately.
 
         Each entry of `again` has the dead letter's `id`, and the new row's `headers`
         and `service`. Parked and revoked messages are not changed. A processed message

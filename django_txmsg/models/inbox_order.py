@@ -9,10 +9,11 @@ A waiting row is a parked row that names its predecessor in `waits_for`. The row
 due when its predecessor ends. If the predecessor waits too, the row's due time is
 `NEVER` until the predecessor releases the row.
 
-The last statement of the transaction that ends a message releases the message's
-followers. Followers that this statement misses are checked again at growing intervals.
-If a predecessor never arrives, its followers are released after a time-out. An operator
-can release waiting messages at any time.
+A message becomes processed or passed in a transaction, and the last statement of that
+transaction releases the message's followers. If the statement misses a follower, the
+follower is checked again at growing intervals. If a predecessor never arrives, its
+followers are released after a time-out. An operator can release waiting messages at any
+time.
 """
 
 from __future__ import annotations
@@ -335,7 +336,7 @@ class OrderManager(SqlManager):
 
     def aside(self, pk: int, turn: Turn) -> None:
         """Record the key of a failed message, so that the admin can show which messages
-        it blocks."""
+        the failed message blocks."""
         self.filter(pk=pk).update(
             key=turn.key, after_at=turn.after_at, waits_for=None, waits_since=None
         )
@@ -346,8 +347,9 @@ class OrderManager(SqlManager):
         self.filter(stage=stage, waits_for=of).update(waits_for=copy)
 
     def waiting(self, stage: str, most: int | None) -> tuple[int, int]:
-        """Return the number of messages that wait at a stage, counting at most `most`,
-        and an estimate of their bytes from a sample."""
+        """Return two values: the number of messages that wait at a stage, and the
+        estimated size of these messages in bytes. At most `most` messages are counted.
+        The estimate is based on a sample of at most MEASURED messages."""
         connection = connections[self.db]
         size = size_sql(connection)
         waits = f"FROM {self._table} WHERE stage = %s AND waits_for IS NOT NULL"
@@ -361,8 +363,8 @@ class OrderManager(SqlManager):
         return count, int(count * average)
 
     def behind(self, stage: str, key: str, most: int) -> int:
-        """Return the number of messages of a key that wait at a stage, counting at most
-        `most`."""
+        """Return the number of messages of a key that wait at a stage. At most `most`
+        messages are counted."""
         rows = self.filter(stage=stage, key=key, waits_for__isnull=False)
         return int(rows.exclude(key="").filter(processed_at=None)[:most].count())
 

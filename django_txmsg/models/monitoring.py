@@ -250,7 +250,7 @@ class AuditEntry(models.Model):
 
     @property
     def done(self) -> int | None:
-        """The number of rows that the action has changed so far. Without a bulk
-        operation, the action changed all rows together."""
+        """The number of rows that the action has changed so far. An action without a
+        bulk operation changed all its rows at once, so this number is `count`."""
         operation: Any = self.operation
         return self.count if operation is None else int(operation.done)

@@ -145,9 +145,13 @@ def _remembered(
 
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
-    """Return when each place last dispatched or processed a message in the last 24
-    hours, by series and place. If only a stored count shows this, return the end of the
-    count's period."""
+    """Return a time for each series and place with a message in the past 24 hours: the
+    time of the latest message.
+
+    The time is exact if the message was dispatched or processed so recently that its
+    period may not be stored yet. Otherwise the time is the end of the last stored
+    period with a message.
+    """
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)

@@ -41,7 +41,8 @@ class Line:
 
 @dataclass(frozen=True)
 class HeldKey:
-    """A key of an ordered stage whose messages have been blocked for too long."""
+    """A key at an ordered stage. Messages with this key have been blocked for too long
+    there."""
 
     stage: str
     key: str

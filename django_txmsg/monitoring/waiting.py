@@ -144,8 +144,9 @@ def in_queues(
 
 
 def for_deadlines(using: str, *, most: int | None = None) -> list[Waiting]:
-    """Return the runs of flows that wait for a deadline, by service. When a deadline
-    passes, a relay of that service stores a message."""
+    """Count the runs of flows that wait for a deadline, and return one `Waiting` for
+    each service. When the deadline of a run passes, a relay of the run's service stores
+    a message."""
     return _by_place(
         using,
         "django_txmsg_run",

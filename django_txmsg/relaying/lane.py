@@ -46,12 +46,14 @@ class _Lost(Exception):
 def link(
     claimed: Sequence[Claimed], token: uuid.UUID, *, using: str, broker: str
 ) -> list[Claimed]:
-    """Link each message with a key to its predecessor, and return the messages with the
-    links in their headers.
+    """For each message that has a key, store a link to its predecessor, the previous
+    message of its key. Return the messages, with these links in their headers.
 
-    Expired messages get no link. Messages whose lease has ended are omitted. The commit
-    waits for the disk: if a crash lost the commit, two messages could get the same
-    predecessor.
+    Expired messages get no link. If the lease on any of the messages to be linked has
+    ended, this function stores no link, and returns only the other messages.
+
+    The commit waits for the disk: if a crash lost the commit, two messages could get
+    the same predecessor.
     """
     chains: dict[Chain, list[Claimed]] = {}
     for row in claimed:

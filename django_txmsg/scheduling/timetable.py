@@ -1,9 +1,9 @@
-"""The recurring messages: those that the settings, or `every()` in `stages` modules,
-declare, and those that code, an admin page or a command creates at run time.
+"""The recurring messages. Some are declared: in the settings, or with `every()` in
+`stages` modules. Others are created at run time: by code, an admin page or a command.
 
-A message that is created at run time is a row of `Schedule`, whose column `made`
-contains the arguments. A message that is declared under the same name takes precedence.
-`timekeeper.py` stores due messages.
+A message that is created at run time is a row of `Schedule`. The row's column `made`
+contains the arguments. If a declared message has the same name, the declared message
+takes precedence. `timekeeper.py` stores due messages.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ class Recurring:
         assert self.cron
 
     def check(self) -> None:
-        """Raise ConfigurationError or InvalidMessage if the message could not be
-        stored. This does not query the database, and does not check whether another
-        message has the same name."""
+        """Raise ConfigurationError or InvalidMessage if this recurring message is
+        invalid, so that no tick could store a message. This does not query the
+        database, and does not check whether another recurring message has the same
+        name."""
         self.check_timing()
         if self.broker not in conf.get().BROKERS:
             raise InvalidMessage(
@@ -203,8 +204,9 @@ def forget(name: str) -> None:
 
 
 def recurring() -> list[Recurring]:
-    """Return all declared recurring messages, sorted by name. An entry of
-    TXMSG["SCHEDULE"] replaces a message of the code with the same name."""
+    """Return all declared recurring messages, sorted by name. If an entry of
+    TXMSG["SCHEDULE"] has the same name as a message that `every()` declares, the entry
+    replaces that message."""
     found = dict(_declared)
     for name, given in conf.get().SCHEDULE.items():
         values = {key.lower(): value for key, value in given.items()}

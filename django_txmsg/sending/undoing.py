@@ -30,10 +30,11 @@ GONE_ON = "revoked: its flow has gone on"
 def if_done(
     handler: Handler, stages: Callable[[], Iterable[str]], using: Callable[[], str]
 ) -> Handler:
-    """Return a handler that calls `handler` only if one of `stages` has processed the
-    request to undo. Otherwise the request is revoked: no stage ever processes it, so
-    there is nothing to undo. The decision is made in the undo's transaction, on
-    database `using()`."""
+    """Return a handler for undos. An undo reverses an earlier request. The new handler
+    calls `handler` only if one of `stages` has processed that request. Otherwise the
+    new handler revokes the request: no stage ever processes the request, so there is
+    nothing to reverse. All this happens in the undo's transaction, on the database
+    whose alias `using()` returns."""
 
     @functools.wraps(handler)
     def undo(message: Message) -> Any:
@@ -101,9 +102,10 @@ def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
 
 
 def overtaken(run: Run, turn: uuid.UUID, using: str) -> None:
-    """Close the dead letters of requests and answers for which the run waited in its
-    turn `turn`. From now on, no stage processes these messages. Call this in the
-    transaction that continues the run."""
+    """Close the dead letters of requests and answers. The run has waited for these
+    messages, and `turn` is the token of that wait. The wait is over: from now on, no
+    stage processes these messages. Call this in the transaction that continues the
+    run."""
     ticket = wire.ticket(run.run_id, turn)
     letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
     same = letters.filter(

@@ -1,5 +1,6 @@
-"""The pipeline as a Django app. Its migrations create the pipeline's tables, and the
-columns that the jobs need to read from PostgreSQL.
+"""The pipeline as a Django app. Its migrations create the pipeline's tables. On
+PostgreSQL, they also add columns with transaction ids to the inbox and the outbox. The
+pipeline's jobs use these columns when they read the two tables.
 
 Only Django imports this module, `models` and `migrations`; the jobs do not.
 """

@@ -281,8 +281,8 @@ class LakeTable:
     @contextmanager
     def discarding(self, service: str, names: Sequence[str]) -> Iterator[None]:
         """If the block fails, delete the files that the block has written, so that a
-        full disk has room again. The service's files are deleted if their names begin
-        with one of `names`, except for files that are listed in the log."""
+        full disk has room again. The block has written a file of this service if the
+        file's name begins with one of `names`. Files that the log names are kept."""
         try:
             yield
         except BaseException:

@@ -119,7 +119,10 @@ class Staging:
         return Brought(task, rows, ids % 2**128)
 
     def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> Merged:
-        """Move the rows that `tasks` have staged into the outbox, in one transaction.
+        """Take the rows that `tasks` have staged, and move them to the outbox, in one
+        transaction. Returns the number of staged rows and the number of stored rows. If
+        the run has stored its messages before, no row is stored again.
+
         `rate` is the number of messages that become due per second. With 0, all are due
         immediately.
 

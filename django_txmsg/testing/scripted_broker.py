@@ -288,8 +288,8 @@ class ScriptedBroker(BrokerState):
     def close(self) -> None:
         """Stop the broker permanently, and free the port.
 
-        If a test's function, called by a rule, has failed, raises the exception of that
-        function.
+        A rule may have called a function of the test. If that function has raised an
+        exception, this method raises the same exception.
         """
         self.stop()
         self.loop.stop()

@@ -165,6 +165,6 @@ def unfinished() -> list[str]:
 
 
 def parent_said(parent: ManageProcess) -> Callable[[], str]:
-    """Return a function that describes a failure by the unfinished work and the
-    parent's last output."""
+    """Return a function for the message of a failure. The function returns a text with
+    the unfinished work and the end of the parent's output."""
     return lambda: f"{unfinished()}\n{parent.output[-3000:]}"

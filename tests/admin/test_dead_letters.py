@@ -1,4 +1,5 @@
-"""Dead letters by error and as a list, and the links to their actions."""
+"""The admin shows dead letters in two ways: grouped by their errors, and as a list.
+Both pages have links to the actions that the user may take."""
 
 from __future__ import annotations
 

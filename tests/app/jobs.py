@@ -60,7 +60,7 @@ def leave() -> None:
 
 @task
 def fail_without_text() -> None:
-    """Fail with an exception whose text raises."""
+    """Fail with an exception whose `str()` raises."""
     raise SilentError
 
 

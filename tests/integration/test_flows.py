@@ -353,7 +353,10 @@ def test_a_stage_that_runs_again_after_it_started_a_run_sends_the_same_ids() -> 
 
 @pytest.mark.parametrize("what", ["key", "answer_to"])
 def test_no_run_is_taken_for_a_run_that_an_attempt_has_skipped(what: str) -> None:
-    """The runs differ only in `what`, and their messages are pruned."""
+    """The first attempt starts a run. The second and the third attempt start a run that
+    differs from the first run only in `what`. After each attempt, the message that
+    starts the run is pruned. The third attempt still finds the run of the second
+    attempt, and not the first run."""
     runs: list[Run] = []
 
     def handler(message: Message) -> None:

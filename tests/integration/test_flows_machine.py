@@ -1,8 +1,9 @@
 """Flows under all events in any order.
 
 The events are copies, late and poison answers, deadlines, signals, cancels and repeated
-resumes. Operators redeliver, discard and edit messages. Sub-flows hand over or answer
-first. Code is replaced and rolled back.
+resumes. Operators redeliver, discard and edit messages. Some sub-flows hand their
+request over to a new run. Some sub-flows fail and answer before they undo their work.
+Code is replaced and rolled back.
 
 Hypothesis chooses the events. In every case each run ends once and answers once. Each
 failed run is undone exactly, newest work first, and no row remains.
@@ -507,8 +508,9 @@ class Works:
     def note(self, what: str, number: int, fate: str) -> None:
         """Record one effect, and check that it is allowed.
 
-        Work is done once. It is undone once, newest first. Only a flow that answers
-        first may be undone out of this order.
+        Work is done once and undone once, and the newest work is undone first. Only
+        work with the fate `first` may be undone in another order, because the flow of
+        this work answers before it undoes the work.
         """
         if what == "do":
             if self.repeats:

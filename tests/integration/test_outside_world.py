@@ -305,7 +305,8 @@ def test_a_coroutine_with_a_transaction_is_refused_with_a_reason(mode: Any) -> N
 
 
 def declare() -> None:
-    """Declare the stage in the worker that is stopped."""
+    """Declare a stage. The next test runs this function in the worker process that it
+    stops."""
 
     @stage("tests.outside", transaction="none")
     async def handler(message: Message) -> None:

@@ -124,9 +124,9 @@ def test_many_failing_messages_each_keep_to_their_policy(
 
 
 def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> None:
-    """In each mode, a failed message waits for the delay of its stage's policy or of
-    the settings. The test checks only lower bounds, because a busy machine may be
-    late."""
+    """In each mode, a failed message waits for the delay of its stage's redelivery
+    policy. If the stage has no policy, the message waits for the delay of the settings.
+    A wait may be much longer than the delay, because the machine may be busy."""
     began: dict[str, list[float]] = {}
     told: dict[str, list[float]] = {}
 
@@ -281,9 +281,9 @@ def test_cut_connection_during_a_handler_loses_nothing(
 def test_forbidden_destination_delays_no_other_message(
     destination: str, broker: StompServer
 ) -> None:
-    """The broker's user may only send to destinations that begin with `allowed.`
-    Messages to other destinations wait without counting attempts, until another user
-    sends them."""
+    """The relay's broker user may send only to destinations that begin with `allowed.`
+    Messages to other destinations wait until a relay sends them as another user. The
+    refused sends do not count as attempts."""
     good, bad = f"allowed.{destination}", destination
     limited = {"default": {"URL": broker.url(user="limited")}}
     relay = {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": 2}

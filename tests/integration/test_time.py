@@ -118,7 +118,8 @@ def test_late_failure_after_processing_elsewhere_buries_nothing() -> None:
 
 
 def slow() -> None:
-    """Declare a stage in the worker whose second attempt waits for a file."""
+    """Declare a stage. A worker process calls this function. At the second attempt, the
+    stage's handler waits until a file exists."""
     stage_thread.LEASE = LEASE
     go = Path(os.environ["GO"])
 

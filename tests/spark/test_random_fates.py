@@ -535,9 +535,9 @@ def judged(spark: Any, spec: JobSpec, **more: Any) -> tuple[Counter[str], Any]:
 
 
 def play(spark: Any, lake: LakeSpec, seed: int, *, whole: bool = True) -> None:
-    """Judge random messages while some of them are in the lake. With `whole`, also
-    judge them before that, when all are in the database, and after that, when all are
-    in journeys."""
+    """Judge random messages while some of them are in the lake. With `whole`, judge
+    them four times: while all are in the database, while some are in the lake, after
+    all settled messages are in the lake, and once more from the journeys."""
     dice = random.Random(seed)
     ahead = dice.choice([0, 0, -3, 3]) * HOUR
     with playing(dice) as services:

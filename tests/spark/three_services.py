@@ -172,8 +172,8 @@ class ThreeServices:
         assert len(lost) == len(self.met[fate])
 
     def _let_strangers_in(self) -> None:
-        """Send messages whose ids no service has sent, or about orders that no service
-        has placed."""
+        """Copy some messages in the broker. Each copy has a new id, which no service
+        has sent, and its body names an order that does not exist."""
         strangers = self.ask(
             "broker",
             f"{_COPY} SELECT queue, jsonb_set(headers, '{{txmsg-id}}',"

@@ -133,9 +133,11 @@ def test_other_used_attributes_of_a_connection_exist(vendor: str, name: str) -> 
 
 
 def test_a_connection_forgets_its_block_when_it_connects() -> None:
-    """Connecting resets attributes of the connection. A transaction that begins late
-    saves these attributes before it connects. Every cursor first calls the two methods
-    that such a transaction replaces."""
+    """When Django connects, it resets attributes of the connection. So a transaction
+    that begins late saves these attributes before it connects. To notice the first use
+    of the database, such a transaction replaces two methods of the connection. Django
+    calls both methods, in the expected order, before it opens a cursor or sets
+    autocommit."""
     wrapper = type(new("sqlite3"))
     source = inspect.getsource(wrapper.connect)  # type: ignore[attr-defined]
     forgotten = {name for name in STATE if f"self.{name} =" in source}

@@ -23,7 +23,8 @@ from ._run import Command as Run
 
 
 class Command(BaseCommand):
-    """Run a command of the package. The verb is the command's name."""
+    """Runs any command of the package: `manage.py txmsg VERB` runs the command with the
+    name VERB."""
 
     help = "All commands of django_txmsg: manage.py txmsg VERB."
 

@@ -469,8 +469,9 @@ def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
 def _tell_held(
     name: str, held: Held, stuck_after: dt.timedelta, run: Run, outcome: Outcome
 ) -> None:
-    """Report the settled rows that wait for an open transaction. If that transaction is
-    open for too long, record a finding, because it blocks the archive and vacuum."""
+    """Report the settled rows that cannot be archived until an open transaction has
+    ended. If that transaction has been open for longer than `stuck_after`, the run ends
+    in the state "findings", because the transaction blocks the archive and vacuum."""
     if not held.rows:
         return
     outcome.lines.append(
@@ -486,7 +487,7 @@ def waiting(
     source: SourceSpec, table: Table, older_than: dt.timedelta
 ) -> tuple[int, Held]:
     """Return two values: the number of rows that can be archived now, and a description
-    of the rows that must wait for an open transaction."""
+    of the rows that cannot be archived until an open transaction has ended."""
     with closing(Ledger(source, table)) as ledger:
         now, horizon = ledger.clock()
         cutoff = now - older_than

@@ -59,10 +59,13 @@ def tallies(
 def usable(
     known: Mapping[LakeFile, Tally], late_after: dt.timedelta, since: dt.datetime | None
 ) -> dict[LakeFile, Sequence[Line]]:
-    """Return the files whose messages can be judged from the counts, with the counts
-    that this run needs. No message of such a file took longer than `late_after`. If
-    `since` is given, the messages of such a file were either all sent before `since`,
-    or all sent later. Counts of messages that were sent before `since` are left out."""
+    """Return the files whose messages can be judged from the counts. Each file comes
+    with the counts that this run needs.
+
+    No message of such a file took longer than `late_after`. If `since` is given, either
+    all messages of the file were sent before `since`, or none of them. A file whose
+    messages were sent before `since` comes without counts.
+    """
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else micros(since)
     found: dict[LakeFile, Sequence[Line]] = {}

@@ -91,8 +91,8 @@ Tables = Mapping[str, Looked]
 
 
 def batches(tables: Tables) -> dict[str, list[int]]:
-    """Return the numbers of the last batches for each table: one number for each
-    service, in the order of the services' names."""
+    """Return a list for each table. The list contains the number of each service's last
+    batch, in the order of the services' names."""
     return {
         name: [last for _, last in sorted(one.batches.items())]
         for name, one in tables.items()

@@ -284,7 +284,7 @@ def listeners_command(spec: JobSpec, given: argparse.Namespace, run: Run) -> Out
 
 
 def kept_listeners(lake: Lake) -> list[Listener]:
-    """Return the listeners of topics that earlier runs have recorded. Does not use
+    """Return the topic listeners that earlier runs have recorded. Does not use
     Spark."""
     table = lake.table("subscriptions", result_struct(EXPECTED))
     batches = rows_as(table.files, table.root, EXPECTED, table.named())

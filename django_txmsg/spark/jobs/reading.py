@@ -148,8 +148,8 @@ class WholeLog:
     ) -> DataFrame:
         """Return the rows of a table from databases and lake, each row only once, with
         the columns of `struct`. With `since`, rows of earlier days are left out.
-        `above` maps services to numbers of batches: only later batches are read from
-        the lake."""
+        `above` maps a service to the number of a batch: of this service, only later
+        batches are read from the lake."""
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         there = described.live_struct().fields
@@ -175,9 +175,9 @@ class WholeLog:
         return whole_log([live, archived], struct, twice=twice)
 
     def listening(self, struct: t.StructType, before: dt.date) -> DataFrame:
-        """Return the first and the last inbox row for each pair of stage and
-        destination in the databases. Rows from the day `before` or later are left
-        out."""
+        """Find the first and the last inbox row of each pair of stage and destination
+        in the databases. Return those of these rows that are older than the day
+        `before`."""
         described = TABLES["inbox"]
         ends = " UNION ALL ".join(
             f"SELECT {which}(id) FROM {described.relation} GROUP BY destination, stage"
@@ -220,8 +220,8 @@ class WholeLog:
         since: dt.date | None = None,
     ) -> DataFrame:
         """Return the lake's rows of the batches after `above`, up to and including
-        `until`. Both map services to numbers of batches. With `since`, rows of earlier
-        days are left out."""
+        `until`. `above` and `until` each map a service to the number of a batch. With
+        `since`, rows of earlier days are left out."""
         named = [
             one
             for one in self.files_of(table)[1]

@@ -4,8 +4,9 @@ A table of a database is divided into partitions by id. With a named snapshot, a
 number of partitions see the same state. Without one, there is a single partition,
 because two statements could see different states.
 
-Of a lake, only the files are read that the log names. The directory also contains
-replaced files and files of failed attempts, which `spark.read.parquet()` would read.
+In a lake, the query reads only the files that the log names. The directory also
+contains replaced files and files of failed attempts. `spark.read.parquet()` would read
+these files too.
 
 Two readers push filters down: to the database, or to the selection of a lake's files.
 They are separate classes, because filter pushdown needs PySpark 4.1 and an explicit

@@ -77,10 +77,13 @@ def from_dataset(
 ) -> DataFrame:
     """Return STAGED rows: one message for each row of a dataset.
 
-    In `destination`, `key`, the headers and the strings of `template`, `{column}` is
-    replaced by the value of that column. A string that consists only of `{column}`
-    keeps the type of the value. `identity` names the columns that identify a row.
-    Without it, a row is identified by its content. Equal rows are numbered.
+    `{column}` is replaced by the value of that column. Such a placeholder may stand in
+    `destination`, in `key`, in the values of `headers`, and in the strings of
+    `template`. The body is made from `template`. If a string of `template` consists
+    only of `{column}`, the value keeps its type.
+
+    `identity` names the columns that identify a row. Without `identity`, a row is
+    identified by its content, and equal rows are numbered.
     """
     identities = [one for one in identity.split(",") if one]
     for name in identities:
