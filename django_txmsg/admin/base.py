@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
+from django.contrib.auth import get_permission_codename
 from django.core.exceptions import PermissionDenied
 from django.db.models import Case, QuerySet, When
 from django.db.models.fields.json import KeyTextTransform
@@ -75,6 +76,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Return False, because rows cannot be edited here."""
         return False
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Return True if the user has the permission to view the model. The permission
+        to change the model allows nothing here."""
+        meta = self.opts
+        codename = get_permission_codename("view", meta)
+        return request.user.has_perm(f"{meta.app_label}.{codename}")
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Return True if the user may delete rows. Only a list that sets `deletes`
@@ -227,6 +235,13 @@ def insist(allowed: bool) -> None:
     """Raise PermissionDenied unless `allowed` is true."""
     if not allowed:
         raise PermissionDenied
+
+
+def sees_messages(request: HttpRequest) -> bool:
+    """Return whether the user may open the pages of messages. A page shows only the
+    rows of the tables that the user may see."""
+    tables = ("outboxmessage", "inboxmessage", "deadletter")
+    return any(request.user.has_perm(f"django_txmsg.view_{one}") for one in tables)
 
 
 def given(request: HttpRequest, field: str = "why") -> str:

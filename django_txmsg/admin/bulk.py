@@ -108,6 +108,9 @@ class BulkAdmin(RowPageAdmin):
             "lasted": display.duration(seconds),
             "filters": filter_text(operation.filter),
             "may": request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]),
+            "opens": request.user.has_perm(
+                f"django_txmsg.view_{operation.noun.replace(' ', '')}"
+            ),
             "idle": operation.state == BulkState.RUNNING
             and not attendance.read_living(using, clock(using)).consumed,
             "skipped_why": sorted(operation.skipped_why.items()),

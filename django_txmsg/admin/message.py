@@ -30,7 +30,7 @@ from ..monitoring import turns
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
 from .audit import audit, audited
-from .base import MESSAGE, Pages, given, insist, led
+from .base import MESSAGE, Pages, given, insist, led, sees_messages
 from .inbox import shown_state, with_state
 
 # The messages that led to a message and that it led to: all with the same correlation
@@ -400,7 +400,7 @@ def allowed(request: HttpRequest) -> dict[str, bool]:
             ("stop", "stop_inboxmessage"),
         )
     }
-    insist(may["outbox"] or may["inbox"] or may["dead"])
+    insist(sees_messages(request))
     return may
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.db import router
-from django.db.models import QuerySet
+from django.db.models import QuerySet, Value
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import reverse
@@ -24,7 +24,7 @@ from ..models.monitoring import Deed
 from ..spark.models import ArchiveMark, Finding, PipelineAlert, PipelineRun, RunState
 from . import display
 from .audit import audit, audited
-from .base import MESSAGE, ReadOnlyAdmin, find, given
+from .base import MESSAGE, ReadOnlyAdmin, find, given, sees_messages
 from .counting import WholePaginator
 from .filters import read_time
 
@@ -128,6 +128,12 @@ class FindingAdmin(ReadOnlyAdmin):
     def has_replay_permission(self, request: HttpRequest) -> bool:
         """Whether the user may request a replay."""
         return request.user.has_perm("txmsg_spark.replay_finding")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Return the findings, and whether the user may open their messages."""
+        opens = Value(sees_messages(request))
+        rows: QuerySet[Any] = super().get_queryset(request).annotate(opens=opens)
+        return rows
 
     def found(self, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
         """Search for a complete message id or a complete destination."""
@@ -273,13 +279,14 @@ class FindingAdmin(ReadOnlyAdmin):
         return len(chosen)
 
     @admin.display(description="message")
-    def message(self, finding: Finding) -> SafeString:
-        """The message's id, with a link to its page."""
+    def message(self, finding: Any) -> SafeString:
+        """The message's id, with a link to its page if the user may open the page."""
+        shown = display.short_id(finding.message_id)
+        if not finding.opens:
+            return shown
         site = self.admin_site.name
         page = reverse(MESSAGE, args=[finding.message_id], current_app=site)
-        return format_html(
-            '<a href="{}">{}</a>', page, display.short_id(finding.message_id)
-        )
+        return format_html('<a href="{}">{}</a>', page, shown)
 
     sent = display.column("sent", display.ago, "sent_at")
 

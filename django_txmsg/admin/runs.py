@@ -26,7 +26,7 @@ from ..models.monitoring import Deed
 from ..monitoring import runs
 from . import display
 from .audit import audit, audited
-from .base import RowPageAdmin, given, insist, led, plain
+from .base import RowPageAdmin, given, insist, led, plain, sees_messages
 from .body import pretty
 from .bulk import PERMISSIONS, start
 from .counting import listed
@@ -222,6 +222,7 @@ class RunAdmin(RowPageAdmin):
             "ended": run.get_outcome_display(),
             "declared": declared,
             "states": states,
+            "sees_messages": sees_messages(request),
             "state": _masked(run, run.state) if states else "",
             "answer": _masked(run, run.answer) if states and run.ended_at else "",
             "sequence": sequence(

@@ -68,7 +68,9 @@ def txmsg_nav(context: dict[str, Any]) -> dict[str, Any]:
     """Render the navigation at the top of each page."""
     from ..admin import overview
 
-    return {"pages": overview.pages(context["request"])}
+    apps = [one["app_label"] for one in context.get("available_apps", ())]
+    pages = overview.pages(context["request"])
+    return {"pages": pages if "django_txmsg" in apps else pages[1:]}
 
 
 @register.inclusion_tag("admin/django_txmsg/overview.html", takes_context=True)
