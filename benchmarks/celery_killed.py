@@ -117,7 +117,7 @@ def play(
 
 
 def settle() -> None:
-    """Wait until no order has been charged for ten seconds."""
+    """Wait until the number of charged orders has not changed for ten seconds."""
     from tests.app.models import Effect
 
     last, since = -1, time.monotonic()

@@ -9,8 +9,8 @@ never contents.
   has waited for newer code for longer than a deployment takes.
 - `stuck`: a message has been due for 30 minutes, or a database in use does not answer.
 
-By default only `stuck` gives a 503, because a process must stay in service while only a
-deployment or an operator holds messages back.
+By default only `stuck` gives a 503. The cause of `late` and `degraded` may be a
+deployment or an operator, so the process must stay in service.
 """
 
 from __future__ import annotations

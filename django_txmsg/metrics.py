@@ -301,8 +301,10 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def of_processes(folder: str | None = None) -> bytes:
-    """Return the counts of this process. With a `folder`, by default
-    PROMETHEUS_MULTIPROC_DIR, return the counts of all processes that use this folder.
+    """Return counts in Prometheus's text format. If there is a folder, return the
+    counts of all processes that use this folder. If there is none, return only the
+    counts of this process. By default, the environment variable
+    PROMETHEUS_MULTIPROC_DIR names the folder.
 
     Raises ConfigurationError if prometheus-client is not installed.
     """

@@ -118,7 +118,9 @@ def _txmsg_without_broker(
     request: pytest.FixtureRequest, _txmsg_without_brokers: Any
 ) -> Iterator[None]:
     """Use the embedded broker for one test, even if the test's class overrides TXMSG.
-    If the test requests TXMSG's own broker, use that broker."""
+    If the test has the marker `txmsg_real_broker`, use the brokers of TXMSG instead:
+    the brokers of the class's TXMSG if the class overrides it, otherwise the
+    project's."""
     if not _installed():
         yield
         return

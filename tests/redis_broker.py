@@ -1,12 +1,15 @@
 """A broker for Redis Streams with redis-py. It is an example of a broker that a user of
 the package writes.
 
-A destination is a stream, and a consumer group shares its messages. A queue has one
-group, and a topic has one group for each subscriber. A received message is pending for
-its consumer. If the message's idle time reaches the `lease`, another consumer of the
-group claims the message. While a handler runs, the package does not call the session.
-So a thread resets the idle time of the messages that the session has received. The
-owner of a topic's stream limits its length (`XTRIM`).
+A destination is a stream. The stream of a queue has one consumer group, and the stream
+of a topic has one consumer group for each subscriber. Each message of the stream goes
+to one consumer of each group.
+
+A received message is pending for its consumer. If the message's idle time reaches the
+`lease`, another consumer of the group claims the message. While a handler runs, the
+package does not call the session. So a thread resets the idle time of the messages that
+the session has received. The owner of a topic's stream limits the stream's length
+(`XTRIM`).
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ class CountingFilter(admin.SimpleListFilter):
         raise NotImplementedError
 
     def has_output(self) -> bool:
-        """Return True if the filter is shown. The filter is shown if it has at least
-        one choice, because each choice also shows its number of rows. A filter that has
-        a value is shown even if it has no choices."""
+        """Return True if the filter is shown. A filter with a single choice is shown
+        too, because the choice shows its number of rows. A filter that has a value is
+        shown even if it has no choices."""
         return bool(self.lookup_choices) or self.value() is not None
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:

@@ -146,8 +146,8 @@ def _came(
     *,
     first: bool,
 ) -> tuple[int, str]:
-    """Return the origin of the message that started a step, as a line of the diagram.
-    Also return the label of the arrow."""
+    """Return two values for the message that started a step: the line of the diagram
+    at which the message's arrow begins, and the label of the arrow."""
     kind, _, place = waits.partition(" ")
     of = types.get(step.message_id, "")
     if first:
@@ -172,8 +172,8 @@ def _came(
 
 
 def _leaves(then: str) -> tuple[int, str]:
-    """Return the target of the message that a step sends, as a line of the diagram.
-    Also return the label of the arrow."""
+    """Return two values for the message that a step sends: the line of the diagram at
+    which the message's arrow ends, and the label of the arrow."""
     kind, _, place = then.partition(" ")
     return {
         "answer": (OTHERS, f"asks {place}"),

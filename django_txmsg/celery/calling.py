@@ -105,14 +105,14 @@ class _Patience:
         return result
 
     def wait_for_pending(self, result: Any, **options: Any) -> Any:
-        """Wait for this result, and return it. First start the waits in the background
-        that `add_pending_result()` has postponed."""
+        """Wait for this result, and return it. First start the background waits that
+        `add_pending_result()` has postponed."""
         self._catch_up()
         return self._wait(result, **options)
 
     def iter_native(self, result: Any, **options: Any) -> Any:
         """Return an iterator that waits for the results of a group. First start the
-        waits in the background that `add_pending_result()` has postponed."""
+        background waits that `add_pending_result()` has postponed."""
         self._catch_up()
         return self._iterate(result, **options)
 

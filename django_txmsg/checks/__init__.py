@@ -40,7 +40,8 @@ def check(**_: object) -> list[CheckMessage]:
 
 @register(TAG, deploy=True)
 def check_deployment(**_: object) -> list[CheckMessage]:
-    """Return the settings that are unsafe in production: `manage.py check --deploy`."""
+    """The check of `manage.py check --deploy`. Return the settings that are unsafe in
+    production."""
     return [] if conf.problems() else settings.check_deployment()
 
 
@@ -48,8 +49,9 @@ def check_deployment(**_: object) -> list[CheckMessage]:
 def check_databases(
     databases: Sequence[str] | None = None, **_: object
 ) -> list[CheckMessage]:
-    """Return the faults of these databases, and their open runs of flows that this code
-    cannot continue: `manage.py check --database ALIAS`."""
+    """The check of `manage.py check --database ALIAS`. Return a warning for each of
+    these databases from which this process receives no notifications. Return errors for
+    the open runs of flows in these databases that this code cannot continue."""
     if conf.problems():
         return []
     asked = databases or ()

@@ -46,8 +46,8 @@ def limit(stage: str, text: str, period: dt.timedelta, *, by: str) -> None:
     """Change the rate of a stage for the time `period`. The stage's consumers apply the
     rate, and reschedule the messages that wait for a slot.
 
-    Raises ConfigurationError if the text is not a rate, or if this service declares no
-    stage with this name and a rate.
+    Raises ConfigurationError in three cases: the text is not a rate; this service
+    declares no stage with this name; the stage is declared without a rate.
     """
     if not any(one.name == stage and one.rate for one in all_stages()):
         raise ConfigurationError(f"No stage {stage!r} here has a rate= to change.")

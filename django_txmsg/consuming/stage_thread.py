@@ -124,7 +124,9 @@ class Parking:
 
     @property
     def pause(self) -> float:
-        """Seconds until this thread expects the next parked message to be due."""
+        """The number of seconds after which the next parked message is due. The number
+        is infinite if this thread knows of no such message. Only a thread of a stage
+        with a rate can know of one."""
         return max(0.0, self._next - time.monotonic())
 
     def give_back(self, parked: Parked) -> None:

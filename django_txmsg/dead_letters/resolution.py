@@ -138,10 +138,10 @@ def _known(
 
 
 def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
-    """Return the names of the stages that park their messages in this database. These
-    are the stages that this service declares for this database, and the stages that
-    live workers run although this service does not declare them. If this service
-    declares every stage of `batch`, the workers are not queried."""
+    """Return the names of the stages that park their messages in this database: the
+    stages that this service declares for this database, and the undeclared stages that
+    run in a live worker. If this service declares every stage of `batch`, return only
+    the declared stages, without a query for the workers."""
     declared = {one.name: one.definition.using for one in all_stages()}
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):

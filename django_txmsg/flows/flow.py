@@ -207,7 +207,7 @@ class Flow(Generic[In, Out]):
 
         Raises ConfigurationError if `then` is not a step, or if no deadline is
         declared. Also raises ConfigurationError if the stage that consumes `undo` is
-        declared to undo the requests to another destination.
+        declared with an `undoes=` that differs from the destination of this request.
         """
         request = self.branch(destination, body, undo=undo, key=key)
         return self._note(
@@ -232,8 +232,8 @@ class Flow(Generic[In, Out]):
         key: str | None = None,
     ) -> Request[Reply]:
         """Return a request for gather(). The arguments are the same as for ask().
-        Raises ConfigurationError if the stage that consumes `undo` is declared to undo
-        the requests to another destination."""
+        Raises ConfigurationError if the stage that consumes `undo` is declared with an
+        `undoes=` that differs from the destination of this request."""
         of_flow = isinstance(destination, type) and issubclass(destination, Flow)
         asked: Any = destination
         if of_flow:
@@ -252,16 +252,20 @@ class Flow(Generic[In, Out]):
         enough: int | None = None,
         within: dt.timedelta | EllipsisType | None = ...,
     ) -> Gather:
-        """Send several requests. Continue when each request is answered or given up,
-        when `enough` requests are answered, or after the deadline. At first, at most
-        `at_once` requests are sent. After each answered or given-up request, one more
-        request is sent.
+        """Send several requests. Continue with the step `then` as soon as one of these
+        conditions is true: no request is open any more, because all are answered or
+        given up; `enough` requests are answered; the deadline has passed. At first, at
+        most `at_once` requests are sent. After each answered or given-up request, one
+        more request is sent.
 
         The step `then` gets the answers in the order of the requests. If a request has
-        no answer at that time, its `undo` is sent immediately, or the requested flow is
-        cancelled. Raises ConfigurationError if `then` does not take `Answers`, if no
-        deadline is declared, if `enough` is larger than the number of requests, or if
-        `at_once` is given with a deadline of None.
+        no answer when the flow continues, its `undo` is sent immediately, or the
+        requested flow is cancelled.
+
+        Raises ConfigurationError in these cases: `then` is not a step; `then` takes an
+        argument other than `Answers`; no deadline is declared; `enough` is not between
+        1 and the number of requests; `at_once` is less than 1; `at_once` is given, and
+        the deadline is None.
         """
         check_enough(enough, len(requests))
         deadline = self._deadline(within)

@@ -1,5 +1,5 @@
-"""Sends messages to a flow from code outside its steps: start, signal, resume,
-cancel."""
+"""Stores the messages that start, signal, resume or cancel a run of a flow. Code
+outside the flow's steps sends these messages."""
 
 from __future__ import annotations
 
@@ -92,9 +92,11 @@ def identify(
 
     Outside a stage, the id is new. Inside a stage, each attempt derives the same id
     from the content. So the run exists if an earlier attempt has committed it. The
-    caller then does not send the run's first messages again. `messages` is the number
-    of these messages. Their numbers are skipped, so that the stage's later messages get
-    the same ids as in the earlier attempt.
+    caller then does not send the run's first messages again.
+
+    `messages` is how many first messages the run has. If the caller does not send them
+    again, this function skips their positions in the sequence of the stage's messages.
+    So the stage's later messages get the same ids as in the earlier attempt.
     """
     current = current_scope()
     if current is None or current.cause is None:
@@ -145,7 +147,7 @@ def resume(token: str, value: object = None) -> None:
     `value` is the step's argument. Raises AlreadyResumed if the run was resumed before,
     if its deadline has passed, or if the run has continued in another way. Raises
     InvalidMessage for a value of another type. Raises FlowError in a stage whose
-    messages are not stored in its transaction.
+    `transaction` is not "outbox", except inside an outbox session.
     """
     try:
         run_id, turn = wire.read_ticket(token)
@@ -210,8 +212,9 @@ def cancel(run: Run, why: str = "") -> None:
 
 
 def insist_on_one_transaction(using: str, destination: str) -> None:
-    """Raise TransactionRequired if no transaction is open. Raise FlowError in a stage
-    whose messages are not stored in the same transaction as the run's row."""
+    """Raise TransactionRequired if no transaction is open. Raise FlowError if the
+    message would not be stored in the same transaction as the run's row. This is so in
+    a stage whose `transaction` is not "outbox", except inside an outbox session."""
     current = current_scope()
     if current is not None and current.enlist is not None:
         raise FlowError(

@@ -71,8 +71,7 @@ def start(
 
     Raises AlreadyRunning if a run of this `key` is open, TransactionRequired outside a
     transaction, and InvalidMessage for a body of another type. Raises FlowError in a
-    stage whose messages are not stored in its transaction, such as a stage with
-    transaction="none".
+    stage whose `transaction` is not "outbox", except inside an outbox session.
     """
     if on_conflict not in ("error", "skip"):
         raise ConfigurationError(
@@ -261,9 +260,9 @@ def batch(
     within: dt.timedelta | None = None,
 ) -> Batch:
     """Store messages in the caller's transaction. Each message is a dict of
-    send_message()'s arguments. The batch ends when every message was processed or given
-    up, when `enough` messages were processed, or after the time `within` (None: no
-    deadline). Then `BatchEnded` is sent to `then`.
+    send_message()'s arguments. The batch ends when all messages have been processed or
+    given up, when `enough` messages have been processed, or after the time `within`
+    (None: no deadline). Then `BatchEnded` is sent to `then`.
 
     The `progress` of the returned row counts the messages by outcome. The messages must
     go to stages. The result of a stage is the answer to its message, and the batch's
@@ -272,7 +271,8 @@ def batch(
     Raises TransactionRequired outside a transaction. Raises InvalidMessage for a
     message that cannot be sent, or that has `unique` or `expires`. Raises
     ConfigurationError if `enough` is larger than the number of messages. Raises
-    FlowError in a stage whose messages are not stored in its transaction.
+    FlowError in a stage whose `transaction` is not "outbox", except inside an outbox
+    session.
     """
     if not conf.get().FLOWS.BATCHES:
         raise ConfigurationError(

@@ -53,8 +53,8 @@ log = logging.getLogger("django_txmsg.control")
 
 @dataclass(frozen=True, slots=True)
 class ControlMessage:
-    """Says which session to check. `oracle` says how to find out whether the session
-    has committed:
+    """Says which session to check. The field `oracle` says how to find out whether the
+    session has committed:
 
     - "transaction": query the database for the id `transaction`.
     - "delay": wait for the session's record.
@@ -64,9 +64,10 @@ class ControlMessage:
       `session_id`, and further sessions may join until `joined_until`.
     - "": unknown. The message is not `signed`, so its other fields cannot be trusted.
 
-    `database` identifies the session's database, or is "". If it is "", the receiver
-    does not check the database. `database` is "" for the oracles "arrival" and "", on
-    SQLite, and in messages of an earlier release.
+    The field `database` identifies the session's database. If the field is "", the
+    receiver does not check from which database the message comes. The field is "" on
+    SQLite, in messages with the oracle "arrival", in messages that are not signed, and
+    in messages of an earlier release.
     """
 
     id: str
@@ -142,8 +143,8 @@ class ControlMessage:
 
     @property
     def left(self) -> float:
-        """Approximate seconds until the session need not be checked any more. The
-        sender's clock and this process's clock may differ."""
+        """For how many more seconds the session must be checked. The number is only
+        approximate, because the sender's clock and this process's clock may differ."""
         age = (timezone.now() - self.sent_at).total_seconds()
         return conf.get().HTTP.MAX_COMMIT_DURATION + KEPT - age
 

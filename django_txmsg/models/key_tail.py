@@ -72,7 +72,7 @@ class KeyTailManager(SqlManager):
 
 
 class KeyTail(models.Model):
-    """The last message of one key that a relay has claimed for one destination."""
+    """The last of the messages that relays have claimed for one destination and key."""
 
     id = models.BigAutoField(primary_key=True)
     broker = models.CharField(max_length=64)

@@ -84,8 +84,8 @@ class Alerting(TimeLoop):
         self._reached: dict[tuple[int, str], set[str]] = {}
 
     def is_idle(self, using: str) -> bool:
-        """Return whether the settings disable alerts, or alerts are stored in another
-        database."""
+        """Return True if this process stores no alerts in the database. Either the
+        settings disable alerts, or alerts are stored in another database."""
         return using != router.db_for_write(Alert) or not conf.get().ALERTS.KINDS
 
     @cached_property

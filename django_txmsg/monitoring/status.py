@@ -206,7 +206,7 @@ class Status:
 
     @property
     def overdue(self) -> int:
-        """The number of overdue messages, deadlines of flows and recurring messages."""
+        """How many messages, deadlines of flows and recurring messages are overdue."""
         waiting = (self.outbox, self.parked, self.queued, *self.deadlines.values())
         return sum(one.overdue for one in waiting) + len(self.late_ticks)
 

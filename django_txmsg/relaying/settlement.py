@@ -103,8 +103,9 @@ def judge(
 def split(
     rows: Sequence[Claimed], destinations: Collection[str]
 ) -> tuple[list[Claimed], list[Claimed]]:
-    """Return the rows that may be sent, and the rows that must wait: rows to one of the
-    `destinations`, and later rows with the same key."""
+    """Return the rows that may be sent, and the rows that must wait. A row must wait if
+    it goes to one of the `destinations`. Each later row with the key of a waiting row
+    must wait, too."""
     sound: list[Claimed] = []
     left: list[Claimed] = []
     keys: set[str] = set()

@@ -137,10 +137,10 @@ class Breaker:
         """Record that the server has answered, which ends an outage.
 
         If a session only waited, and neither sent nor received a message, `opened` must
-        be the time at which the session was opened. A session that was opened before
-        the last failure and only waited proves nothing: it may not have asked the
-        server since then. But if no session has failed for a minute after the pause,
-        the outage ends.
+        be the time at which the session was opened. If such a session was opened before
+        the last failure, it proves nothing, because perhaps it has not used the server
+        since that failure. The outage then ends only if no session has failed in the
+        minute after the end of the pause.
         """
         if not self._failures:
             return

@@ -34,12 +34,16 @@ LARGE = 4 * 1024 * 1024
 def recycle(*, idle: bool = False, but: str | None = None) -> None:
     """Close connections that are broken, older than their CONN_MAX_AGE, or from a pool.
 
-    Connections inside an atomic block stay open. A query is needed only for a
-    connection that had an error. Pass `idle` if the thread has no work at the moment.
-    The database `but` is never idle, because its queues are polled all the time.
+    Connections inside an atomic block stay open. Only a connection that had an error
+    needs a query, which shows whether the connection works.
+
+    Pass `idle=True` if the thread has no work at the moment. Connections with a
+    CONN_MAX_AGE of 0 are then closed immediately; a busy thread keeps them for up to a
+    minute. The connection to the database `but` counts as busy in any case, because the
+    thread polls the queues in that database all the time.
 
     With CONN_HEALTH_CHECKS, Django checks each remaining connection before its next
-    use, as in a new request.
+    use, as it does in a new request.
     """
     for alias in connections:
         connection = connections[alias]

@@ -128,9 +128,9 @@ MAX_BYTES = 7000
 
 
 def notify(using: str, topics: Collection[str]) -> None:
-    """Wake the threads of all processes that wait for one of the topics. Inside an
-    atomic block, the threads are woken after the commit. Never blocks and never
-    fails."""
+    """In all processes, wake the threads that wait for one of the topics. Inside an
+    atomic block, the threads are woken after the commit. This function never blocks and
+    never fails. It does nothing if the database is not PostgreSQL."""
     connection: Any = connections[using]
     if not topics or connection.vendor != "postgresql":
         return

@@ -1,6 +1,7 @@
-"""The loop that stores messages when they are due: recurring messages, and time-outs of
-flows. Each kind has one thread for each database in each `relay` process, because
-another database may not answer."""
+"""The loops that store messages when they are due: one loop for recurring messages, and
+one for the time-outs of flows. A third loop stores and delivers alerts. Each `relay`
+process runs each loop in one thread for each database. So a database that does not
+answer does not delay the other databases."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class TimeLoop(ABC):
         self._stop.set()
 
     def run(self, using: str) -> None:
-        """Store what is due in a database until stopped. If the database refuses a
-        statement, try again later."""
+        """Store the messages of one database when they are due, until `stop()` is
+        called. If the database refuses a statement, try again after a pause."""
         keeping = database_health.retry(using, self.refused)
         while not self._stop.is_set():
             left = keeping.run(partial(self._keep, using))

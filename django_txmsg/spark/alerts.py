@@ -238,13 +238,13 @@ def lost(
     counted: set[object],
 ) -> tuple[dict[str, int] | None, set[object]]:
     """Count the findings that were added since the last check, by verdict. Only
-    findings with one of `verdicts` count, and acknowledged findings do not. At the
-    first check, None takes the place of the counts.
+    findings with one of `verdicts` count, and acknowledged findings do not. Return two
+    values: the counts, and the start times of the runs that added these findings. At
+    the first check, return None instead of the counts.
 
-    The next check may find the same findings again, if their run ends after this check.
-    So the start times of their runs are returned, too. After the counts are stored, the
-    caller adds these times to `counted`. Findings of runs in `counted` do not count
-    again.
+    The next check finds the same findings again if their run ends after this check. So
+    the caller stores the counts, and then adds the start times to `counted`. A finding
+    does not count if the start time of its run is in `counted`.
     """
     # A run's findings have the instant of its start. It may end while `follow` is not
     # running, or after a check that was later than its start.

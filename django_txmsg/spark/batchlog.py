@@ -5,8 +5,8 @@ add an entry only if it has seen the previous one. So an archiver that has lost 
 cannot add entries after another archiver has added one.
 
 Before a job archives, judges or deletes, it compares the log with the marks in the
-database. If a marked batch is missing from the log, the lake is not mounted, or was
-restored from an older backup.
+database. A marked batch can be missing from the log for two reasons: the lake is not
+mounted, or the lake was restored from an older backup.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ class LostBatches(EnvironmentFault):
 
 def lost(marks: Sequence[Mark], uri: str, log: BatchLog | None) -> list[Mark]:
     """Return the marks whose batches are missing from the log of the lake at `uri`.
-    Pass None as `log` if there is no lake. Read the marks before the log, because an
-    archive may advance both in between."""
+    Pass None as `log` if there is no lake. The caller must read the marks first and the
+    log second. Otherwise an archive that runs between the two reads adds a batch, and
+    the batch is in the marks but not in the older log."""
     if log is not None and any(one.lake_id == log.identity for one in marks):
         own = (one for one in marks if one.lake_id == log.identity)
         return [one for one in own if one.purged_through > log.last]

@@ -110,8 +110,8 @@ class Ledger:
         return int(found)
 
     def held(self, cutoff: dt.datetime, horizon: Horizon | None) -> Held:
-        """Return the number of settled rows that must wait for an open transaction, and
-        that transaction."""
+        """Return the open transaction that keeps settled rows from being archived, and
+        how many rows wait for its end. Returns `Held(0)` if no row waits."""
         if horizon is None or not self.table.tracked:
             return Held(0)
         rows = self.connection.value(

@@ -1,4 +1,5 @@
-"""The differences between STOMP brokers that the scripted broker imitates.
+"""Profiles of STOMP brokers. A profile says how one broker differs from the others. The
+scripted broker imitates the broker of its profile.
 
 The profiles of ActiveMQ Classic 5.17 and RabbitMQ 3.10 were observed on these brokers.
 The profile of Artemis comes from its source code and tests, without a running broker.

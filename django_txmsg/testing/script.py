@@ -238,8 +238,10 @@ class Script:
                     one.let_go()
 
     def release(self, count: int | None, order: Sequence[int] | random.Random) -> int:
-        """Release the first ``count`` held frames in the given order, or all frames if
-        ``count`` is None. Return the number of released frames."""
+        """Release the first ``count`` held frames, or all held frames if ``count`` is
+        None. Return the number of released frames. ``order`` is a list of the frames'
+        indices in the order of their release, or a ``random.Random`` that shuffles the
+        frames. If ``order`` is empty, the frames keep their order."""
         taken = self.held[:count]
         if isinstance(order, random.Random):
             order.shuffle(taken)

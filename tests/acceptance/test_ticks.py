@@ -1,5 +1,5 @@
-"""A recurring message is stored once per tick while its processes are killed at
-random."""
+"""Processes that store a recurring message are killed at random. The message is still
+stored exactly once per tick."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class TestRedisStreams(BrokerSuite):
 
     @contextmanager
     def turned_away(self, destination: str) -> Iterator[None]:
-        """Use a user who may only write to streams with other names."""
+        """While the block runs, forbid the Redis user to use the stream. The user may
+        use only streams whose names end in `.free`."""
         client = redis.Redis.from_url(self.url.partition("?")[0])
         with client:
             client.execute_command("ACL", "SETUSER", "default", "resetkeys", "~*.free")

@@ -250,9 +250,10 @@ def test_activemq_sends_a_receipt_inside_a_transaction_before_the_commit(
 def test_rabbitmq_sends_a_receipt_inside_a_transaction_only_after_the_commits(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """RabbitMQ sends the receipts of a transaction's SENDs after COMMIT. A client that
-    waits for one before COMMIT waits for ever. The receipt of a second transaction
-    shows that RabbitMQ has read the SENDs."""
+    """RabbitMQ sends the receipts of a transaction's SENDs only after the COMMIT. A
+    client that waits for such a receipt before the COMMIT waits for ever. After the
+    SENDs, the test aborts a second transaction. The receipt of this ABORT shows that
+    RabbitMQ has read the SENDs."""
     producer, name = client(rabbitmq), queue()
 
     producer.send("BEGIN", transaction="t", receipt="begin")
@@ -404,11 +405,11 @@ def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
 
 
 def take(client: RawClient, destination: str, count: int) -> list[bytes]:
-    """Receive at least `count` messages from a queue, so that the queue has room for
-    the messages that wait for it.
+    """Receive at least `count` messages from a full queue, and return their bodies.
+    After that, the queue has room for the messages that wait to be stored.
 
-    Messages that arrive before the UNSUBSCRIBE are returned too, because they are no
-    longer in the queue.
+    The broker may send further messages before it reads the UNSUBSCRIBE. Their bodies
+    are in the returned list, too, because these messages are no longer in the queue.
     """
     client.send("SUBSCRIBE", id="some", destination=destination, ack="auto")
     bodies = [client.expect("MESSAGE").body for _ in range(count)]

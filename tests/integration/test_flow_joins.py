@@ -337,9 +337,10 @@ def test_a_request_that_the_broker_refuses_is_answered_at_once(
 
 
 def test_a_join_closes_the_dead_letter_of_a_foreign_answer() -> None:
-    """An unreadable answer without our headers becomes a dead letter. Its correlation
-    id contains the join's ticket and the number of the request. So the join finds the
-    dead letter when it ends, and closes it."""
+    """An unreadable answer without our headers becomes a dead letter. The answer's
+    correlation id contains the join's ticket and the number of the request. When the
+    join ends, it finds the dead letter by this correlation id, and discards the dead
+    letter."""
     run = tour(2)
     answer(1)
     run.refresh_from_db()
@@ -707,7 +708,8 @@ def test_no_batch_is_taken_for_a_batch_that_an_attempt_has_skipped(
     mailing: list[dict[str, Any]],
 ) -> None:
     """The first attempt commits a batch. The later attempts skip that batch, and create
-    a batch that differs from it only in the headers of its messages."""
+    another batch. The two batches differ only in the headers of their messages. The
+    other batch is stored once, and is not mistaken for the first."""
     batches: list[Batch] = []
 
     def handler(message: Message) -> None:

@@ -38,8 +38,8 @@ this file.
 - The state has a version: `test_what_waits_for_newer_code_continues_with_it`, one here.
 - Messages address a step by its name:
   `test_a_step_that_this_code_does_not_have_waits_for_code_that_has`, one here.
-- `check --database` finds steps that open runs wait for and the code does not have: two
-  here.
+- If an open run waits for a step that the code does not have, `check --database`
+  reports the step: two here.
 - Ended runs are kept for a time, open runs for ever, each with its steps:
   `test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not`, one here.
 """

@@ -162,7 +162,8 @@ def handler(message: Message) -> None:
 
 def refused_often(threads: Any) -> Callable[[], bool]:
     """Return a condition. The condition becomes true when the database has refused MANY
-    statements of one thread in a row. A message may have fewer attempts than MANY."""
+    statements of one thread in a row. MANY is more than the number of attempts after
+    which a message is buried."""
 
     def said() -> bool:
         return any(one._undecided._failures >= MANY for one in threads)

@@ -648,7 +648,8 @@ def test_a_queue_runs_only_tasks_of_its_modules(mode: str) -> None:
 
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A task in a module beside manage.py, which no app imports."""
+    """Return a task of a module that no app imports. The module is in a folder of
+    `sys.path`, like a module in the folder of manage.py."""
     name = f"jobs_{uuid.uuid4().hex}"
     (tmp_path / f"{name}.py").write_text(
         f"from {jobs.task.__module__} import task\n"

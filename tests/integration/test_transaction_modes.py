@@ -336,9 +336,9 @@ def test_an_attempt_that_skips_committed_work_loses_no_message(
     committed: Callable[[], AbstractContextManager[object]],
     unique: str | None,
 ) -> None:
-    """The first attempt commits a message on its own, and fails. Later attempts skip
-    that work, so their messages get other numbers. The messages' ids are derived from
-    these numbers."""
+    """The first attempt commits a message in a separate transaction, and then fails.
+    The later attempts skip that message, so their own message comes first instead of
+    second. It still gets an id of its own, so it is stored, and it is stored once."""
     done: list[object] = []
 
     def work(name: str) -> None:
@@ -383,10 +383,10 @@ def test_no_message_gets_the_id_of_a_skipped_message(
     committed: Callable[[], AbstractContextManager[object]],
     own: bool,
 ) -> None:
-    """The first attempt commits a message separately from the stage's work. The later
-    attempts skip that message, which pruning has deleted, and send another message.
-    With `own`, the other message is sent together with the stage's work. Without `own`,
-    it is committed separately."""
+    """The first attempt commits a message separately from the stage's work. Pruning
+    then deletes the message's row. The later attempts do not send that message, but
+    another one. With `own`, the other message is sent together with the stage's work.
+    Without `own`, the other message is committed separately."""
     ids: list[object] = []
 
     def handler(message: Message) -> None:
@@ -418,9 +418,10 @@ def test_no_message_gets_the_id_of_a_skipped_message(
 def test_an_attempt_that_skips_a_similar_message_sends_the_same_id(
     skipped: dict[str, Any],
 ) -> None:
-    """The first attempt sends two messages. The second attempt skips the first of these
-    messages. The skipped message differs from the other message only in its broker, or
-    only because the handler chose its id."""
+    """The first attempt sends two messages. The later attempts skip the first message,
+    and send only the second. The two messages differ in one thing: in one case, the
+    first message goes to another broker; in the other case, the handler chose the id of
+    the first message."""
     ids: list[object] = []
 
     def handler(message: Message) -> None:

@@ -161,8 +161,8 @@ class ActiveMQ(StompServer):
 
 
 class SmallActiveMQ(ActiveMQ):
-    """A broker that returns an error if a `CRAMPED` queue, or its store of a few
-    megabytes, is full."""
+    """A broker with a store of a few megabytes. The broker returns an error if its
+    store or a `CRAMPED` queue is full."""
 
     store, usage = "6 mb", ' sendFailIfNoSpace="true"'
     journal = ' journalMaxFileLength="256kb" cleanupInterval="300"'

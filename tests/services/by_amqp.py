@@ -1,4 +1,5 @@
-"""A RabbitMQ node as AMQP clients use it: the same node, with other ports and URLs."""
+"""A RabbitMQ node for AMQP clients. STOMP clients can use the same node; the ports and
+the URLs for AMQP are different."""
 
 from __future__ import annotations
 

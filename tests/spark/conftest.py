@@ -112,7 +112,8 @@ def postgres_template() -> str:
 
 @pytest.fixture(scope="session")
 def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file with the package's tables, which tests copy."""
+    """Create an SQLite file with the package's tables, and return its path. Tests copy
+    the file."""
     directory = tmp_path_factory.mktemp("sqlite")
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],

@@ -100,8 +100,8 @@ def test_a_number_that_no_job_can_use_is_refused(
      ("findings", "--acknowledge", "\udcff", "--all")],
 )  # fmt: skip
 def test_an_option_that_is_not_utf8_is_named(words: tuple[str, ...], capsys) -> None:
-    """A shell passes bytes. Python represents those that are not UTF-8 as
-    surrogates."""
+    """A shell passes the options as bytes. If bytes are not UTF-8, Python represents
+    them as surrogates. The error message names the option with such a value."""
     assert main(words) == 2
 
     name = words[1].removeprefix("--") if len(words) > 2 else "term"

@@ -134,9 +134,9 @@ def test_killed_erase_removes_all_of_a_person_and_nothing_else(
 
 def store_a_person(shop: Log, billing: Log, lake: LakeSpec, key: str) -> None:
     """Store two messages with a person's data in both databases and in the lake. Both
-    messages have the key `key`, which belongs to the person. `shop` sent one message,
-    and the outbox row of this message has the key. The key of the other message is only
-    in a queued copy of that message."""
+    messages were sent with `key`, the person's key. `shop` has sent one of them, so the
+    key is in the outbox row of that message. The other message has no outbox row. Only
+    a copy of this other message in a queue shows that the message has the key."""
     sent, foreign = uuid.uuid4(), uuid.uuid4()
     shop.send([{"message_id": sent, "key": key, "body": key.encode()}])
     billing.receive([{"message_id": one, "last_error": key} for one in (sent, foreign)])

@@ -56,7 +56,8 @@ def hostile_log(log: Log) -> None:
 
 
 def hostile_flows(log: Log) -> None:
-    """Add a run with a step and an undo for each unusual text."""
+    """For each unusual text, add one run that contains the text. Each run has one step
+    and one undo."""
     runs = [
         {
             "id": number, "run_id": uuid.uuid4(), "service": "shop", "flow": text[:200],

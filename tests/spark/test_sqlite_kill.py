@@ -1,4 +1,6 @@
-"""Killed processes leave an open transaction and copies of an SQLite database."""
+"""A process that uses an SQLite database is killed. If it was in a transaction, the
+database can still be read, without the changes of that transaction. If it had made a
+copy of the database, the next run removes the copy."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ def attempt() -> Scope:
 
 
 def test_a_message_of_another_thread_keeps_its_id_if_an_attempt_skips_others() -> None:
-    """A thread has its own connection, so its messages commit separately."""
+    """A stage sends messages in another thread. That thread has its own connection, so
+    the messages commit separately from the stage's work. If a later attempt skips one
+    of the messages, the next message still gets the same id as before."""
     first, second = attempt(), attempt()
     with ThreadPoolExecutor(1) as pool:
         skipped = pool.submit(first.derived_id, "default", lambda: ("a",)).result()

@@ -1,9 +1,10 @@
 """Signals, heartbeats and memory of a process that runs a long-running command.
 
 After a signal, the process finishes the messages in progress and ends. A handler may
-take as long as it needs. But if no handler has run for `PATIENCE` seconds, the process
-must be waiting for a server that does not answer. The process then exits immediately,
-and other processes take over its unfinished messages.
+take as long as it needs. Once no handler is running, the process has `PATIENCE` seconds
+to end. If the process has not ended by then, it must be waiting for a server that does
+not answer. So it exits immediately, and other processes take over its unfinished
+messages.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
 
 
 def _insist(ended: threading.Event, reading: socket.socket, stderr: Any) -> None:
-    """Exit on the second signal. Also exit if no handler has run for `PATIENCE`
-    seconds, because the process then waits for a server that does not answer."""
+    """Exit on the second signal. Also exit if the process has not ended `PATIENCE`
+    seconds after the end of its last handler, because the process then waits for a
+    server that does not answer."""
     since, signals = time.monotonic(), 0
     while not ended.wait(0.2):
         with contextlib.suppress(OSError):  # nothing to read

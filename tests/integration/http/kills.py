@@ -107,23 +107,25 @@ def failing_commits() -> None:
 
 
 def stopped_before_the_insert() -> None:
-    """Suspend a request that joins a control group, before the request takes the
-    group's lock. The request is resumed later. Kill the process after the request's
-    commit."""
+    """Suspend a process while its request joins a control group: before the request
+    takes the group's lock. The test resumes the process later. The process then commits
+    the request, and is killed directly after the commit."""
     _stop_a_joiner("_join", before=True)
 
 
 def stopped_after_the_insert() -> None:
-    """Suspend a request that joins a control group, between the request's INSERT and
-    its check whether the group's control message covers its rows. The request is
-    resumed later. Kill the process after the request's commit."""
+    """Suspend a process while its request joins a control group: after the request has
+    inserted its rows, and before it checks whether the group's control message covers
+    these rows. The test resumes the process later. The process then commits the
+    request, and is killed directly after the commit."""
     _stop_a_joiner("_announce", before=True)
 
 
 def stopped_before_the_commit() -> None:
-    """Suspend a request that joins a control group, after the request has checked
-    whether the group's control message covers its rows. The request is resumed later.
-    Kill the process after the request's commit."""
+    """Suspend a process while its request joins a control group: after the request has
+    checked whether the group's control message covers the request's rows. The test
+    resumes the process later. The process then commits the request, and is killed
+    directly after the commit."""
     _stop_a_joiner("_announce", before=False)
 
 

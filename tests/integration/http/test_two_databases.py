@@ -63,9 +63,10 @@ def test_each_database_gets_its_control_messages_though_the_other_takes_them_fir
     name: str,
     other: str,
 ) -> None:
-    """Web processes die after the commit and no relay runs, so their messages are
-    dispatched only because of control messages. The other database's receiver returns
-    these control messages to the shared queue."""
+    """A web process dies after the commit, and no relay runs. So the web process's
+    messages are dispatched only if a receiver with the same database gets the control
+    message. First, a receiver with another database gets the control message, and
+    returns it to the queue, which both receivers share."""
     own = connection.settings_dict
     here = f"postgres://{own['USER']}:{own['PASSWORD']}@{own['HOST']}:{own['PORT']}/"
     urls = {
@@ -176,7 +177,8 @@ def role() -> Iterator[str]:
 
 def test_users_with_other_rights_know_one_database(role: str) -> None:
     """Only one of two roles may read the server's system identifier, so the two roles
-    see different identities of their database. Each accepts both identities."""
+    see different identities of the same database. A process accepts both identities,
+    whichever role it has."""
     with connection.cursor() as cursor:
         known = database_identity.current("default")
         cursor.execute("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")

@@ -525,8 +525,8 @@ def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None
 
 @pytest.mark.postgresql
 def test_a_connection_that_died_between_requests_is_replaced() -> None:
-    """With CONN_HEALTH_CHECKS, the middleware checks the connection at the start of a
-    request, like `atomic()`."""
+    """With CONN_HEALTH_CHECKS, an outbox session checks its connection before the first
+    query, as `atomic()` does. A dead connection is replaced."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()

@@ -1,5 +1,5 @@
-"""Messages are delayed by a broker's scheduler, or by a queue without consumers in
-which they expire."""
+"""A broker delays messages in one of two ways. Its scheduler holds the messages, or the
+messages wait in a queue without consumers until they expire there."""
 
 from __future__ import annotations
 
@@ -75,8 +75,11 @@ def test_rabbitmq_cannot_delay_what_shall_expire(
     ],
 )
 def test_long_delay_blocks_only_similar_delays(milliseconds: int, queue: str) -> None:
-    """RabbitMQ has one delay queue for each power of two of seconds. So a message waits
-    for at most twice its delay or one second, whichever is longer."""
+    """In RabbitMQ, a message expires only when it is the first of its delay queue. So a
+    long delay blocks the messages behind it. Each delay queue takes the delays up to a
+    limit of 1, 2, 4, 8 … seconds. A message waits in the queue with the lowest limit
+    that its delay does not exceed. So a message waits for at most twice its delay or
+    one second, whichever is longer."""
     waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds, transacted=False)
     assert str(waits) == queue
     assert int(headers["expiration"]) == milliseconds
