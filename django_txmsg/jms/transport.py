@@ -31,6 +31,12 @@ _scan = os.environ.get("STOMP_SKIP_HOSTNAME_SCAN")
 os.environ["STOMP_SKIP_HOSTNAME_SCAN"] = "1"  # importing it must not ask the DNS
 try:
     from stomp.transport import BaseTransport
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "django_txmsg.jms needs stomp.py, which is not installed. "
+        'Run: pip install "django_txmsg[stomp]"',
+        name=error.name,
+    ) from error
 finally:
     if _scan is None:
         del os.environ["STOMP_SKIP_HOSTNAME_SCAN"]

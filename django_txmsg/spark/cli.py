@@ -359,12 +359,18 @@ def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
 
 def execute(spec: JobSpec, given: argparse.Namespace) -> int:
     """Run one job, print its summary, and return the exit code."""
-    from .jobs.running import run_job
-
     try:
+        from .jobs.running import run_job
+
         outcome = run_job(complete(spec, given), given)
     except Exception as error:
         fault = error
+        if isinstance(fault, ModuleNotFoundError):
+            missing = str(fault.name).partition(".")[0]
+            fault = EnvironmentFault(
+                f"The pipeline needs {missing}, which is not installed. "
+                'Run: pip install "django_txmsg[spark]"'
+            )
         if not isinstance(fault, PipelineError):
             # A bug. Python would exit with 1, which means findings.
             traceback.print_exc()

@@ -1,7 +1,10 @@
 """With an earlier PySpark, missing features are replaced, or refused with a one-line
-error."""
+error. The same applies to a job without the extra `[spark]`."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pyspark
 import pytest
@@ -84,3 +87,22 @@ def test_a_stream_without_a_start_detects_another_cluster(
     assert stream.latestOffset() == end  # type: ignore[call-arg]  # as 4.1 asks
     with pytest.raises(EnvironmentFault, match="Start with a new checkpoint"):
         stream.partitions(start | {"cluster": "1"}, end)
+
+
+@pytest.mark.parametrize("missing", ["pyspark", "pyarrow", "deltalake"])
+def test_without_the_extra_a_job_says_what_to_install(missing: str) -> None:
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from django_txmsg.spark.cli import main\n"
+        "sys.exit(main(['reconcile', '--service', 'shop=sqlite:////nowhere',"
+        " '--lake', 'file:///nowhere']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 3
+    assert done.stderr == (
+        f"reconcile: The pipeline needs {missing}, which is not installed. "
+        'Run: pip install "django_txmsg[spark]"\n'
+    )

@@ -230,6 +230,16 @@ def test_importing_the_package_imports_no_django() -> None:
     assert result.stdout.strip() == "ok", result.stderr
 
 
+def test_without_stomp_py_the_import_of_the_client_says_what_to_install() -> None:
+    program = "import sys; sys.modules['stomp'] = None; import django_txmsg.jms"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 1
+    assert 'Run: pip install "django_txmsg[stomp]"' in done.stderr
+
+
 @pytest.mark.parametrize("module", PUBLIC)
 def test_the_public_names_are_where_users_import_them(module: str) -> None:
     for name in PUBLIC[module].split():

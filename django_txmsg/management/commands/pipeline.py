@@ -35,7 +35,8 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the options of all jobs, and of the database."""
-        cli = _cli()
+        from ...spark import cli
+
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS)
         parser.add_argument(
             "--print-submit",
@@ -48,7 +49,10 @@ class Command(BaseCommand):
         """Run the job and exit with its code."""
         import argparse
 
-        cli = _cli()
+        from ...spark import cli
+        from ...spark.errors import PipelineError
+        from ...spark.spec import JobSpec
+
         given = argparse.Namespace(**options)
         if not (given.spec or apps.is_installed("django_txmsg.spark")):
             raise CommandError(
@@ -58,12 +62,12 @@ class Command(BaseCommand):
             )
         try:
             spec = (
-                cli.JobSpec.load(given.spec)
+                JobSpec.load(given.spec)
                 if given.spec
                 else job_spec(options["database"])
             )
             spec = cli.complete(spec, given)
-        except cli.PipelineError as error:
+        except PipelineError as error:
             raise CommandError(str(error), returncode=error.exit_code) from error
         if options["print_submit"]:
             self.stdout.write(self._submission(spec, given))
@@ -99,19 +103,6 @@ class Command(BaseCommand):
             f"  {shlex.join(words)} --spec job.json",
         ]
         return "\n".join(lines)
-
-
-def _cli() -> Any:
-    try:
-        from ...spark import cli
-        from ...spark.errors import PipelineError
-    except ImportError as error:
-        raise CommandError(
-            f"The pipeline needs PySpark ({error}): pip install 'django_txmsg[spark]'.",
-            returncode=3,
-        ) from error
-    cli.PipelineError = PipelineError  # type: ignore[attr-defined]  # for who catches it
-    return cli
 
 
 def job_spec(alias: str) -> Any:
