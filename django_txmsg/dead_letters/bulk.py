@@ -43,8 +43,6 @@ from .selection import Shown
 
 #: The sizes of the batches whose outcome is waited for.
 STEPS = (1, 10, 100)
-#: The filters that a message still matches when it dies of something else.
-_KEPT = frozenset({"ids", "stage", "destination", "older", "search"})
 #: Seconds between two looks at their outcome.
 PAUSE = 0.5
 
@@ -52,14 +50,9 @@ PAUSE = 0.5
 def died_again(operation: BulkOperation, using: str) -> int:
     """Return the number of messages that the operation has redelivered and that have
     died again. It does not matter whether a message died of the same error again."""
-    filters = {name: operation.filter[name] for name in operation.filter.keys() & _KEPT}
-    letters = selection.filtered(filters, using=using).filter(
-        pk__lte=operation.cursor,
-        resolution=Resolution.OPEN,
-        deaths__gt=1,
-        created_at__gt=operation.created_at,
-    )
-    return letters.count()
+    letters = DeadLetter.objects.using(using)
+    again = letters.filter(resolution=Resolution.OPEN, deaths__gt=1)
+    return again.filter(operation=operation.pk).count()
 
 
 def unsettled(operation: BulkOperation, using: str) -> bool:
@@ -374,11 +367,13 @@ _NEEDED = (
 
 
 def _do(operation: BulkOperation, batch: list[Any], tally: Tally, using: str) -> None:
-    by = operation.by
+    by, pk = operation.by, operation.pk
     if operation.kind in _PROVIDED:
         _PROVIDED[operation.kind][1](operation, batch, tally, using)
     elif operation.kind == BulkKind.REDELIVER:
-        resolution.redeliver(batch, tally, using=using, by=by, force=operation.force)
+        resolution.redeliver(
+            batch, tally, using=using, by=by, force=operation.force, operation=pk
+        )
     elif operation.kind == BulkKind.DISCARD:
         resolution.discard(batch, tally, using=using, by=by)
     else:

@@ -43,8 +43,10 @@ def redeliver(
     using: str,
     by: str = "",
     force: bool = False,
+    operation: int | None = None,
 ) -> None:
-    """Redeliver open dead letters that the caller's transaction has locked.
+    """Redeliver open dead letters that the caller's transaction has locked. `operation`
+    is the id of the bulk operation that does this.
 
     A stage's dead letter is parked in the stage's inbox again, and is due immediately.
     So only that stage gets the message, and no broker is needed. But if the stage does
@@ -92,7 +94,9 @@ def redeliver(
         # They came too late to stop the attempt that failed.
         requests = StopRequest.objects.using(using)
         requests.filter(message_id__in={one.message_id for one in again}).delete()
-        tally.done += _resolve(again, using, Resolution.REDELIVERED, by)
+        tally.done += _resolve(
+            again, using, Resolution.REDELIVERED, by, operation=operation
+        )
 
 
 def _revoked(letter: DeadLetter, row: InboxMessage | None, now: dt.datetime) -> str:

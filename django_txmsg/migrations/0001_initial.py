@@ -557,6 +557,14 @@ class Migration(migrations.Migration):
                         null=True,
                     ),
                 ),
+                (
+                    "operation",
+                    models.BigIntegerField(
+                        blank=True,
+                        help_text="The bulk operation that redelivered it last.",
+                        null=True,
+                    ),
+                ),
             ],
             options={
                 "verbose_name": "dead letter",

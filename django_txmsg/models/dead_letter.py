@@ -255,6 +255,11 @@ class DeadLetter(models.Model):
     replaced_by = models.UUIDField(
         null=True, blank=True, help_text="The id of the copy that was sent instead."
     )
+    operation = models.BigIntegerField(
+        null=True,
+        blank=True,
+        help_text="The bulk operation that redelivered it last.",
+    )
 
     objects = DeadLetterManager()
 

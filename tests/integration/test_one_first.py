@@ -127,6 +127,26 @@ def test_a_later_death_stops_the_rest_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert operation.stopped_why.startswith("5 of 16")
 
 
+def test_deaths_of_letters_that_another_operator_redelivered_do_not_count() -> None:
+    """Another operator redelivers a message of another error, which dies again."""
+    handler = Handler(mended=True)
+    with txmsg(), declared(handler, redelivery=ONCE) as stage:
+        (other,) = bury(stage, 1, fingerprint="b" * 16)
+        bury(stage, 20, fingerprint="a" * 16)
+        operation = bulk.start("redeliver", {"fingerprint": "a" * 16}, tolerates=0)
+        assert bulk.work_batch("default") == 1
+        step(stage)
+        handler.mended = False
+        bulk.finish(bulk.start("redeliver", {"ids": [other.pk]}))
+        step(stage)
+        other.refresh_from_db()
+        assert (other.resolution, other.deaths) == ("open", 2)
+        handler.mended = True
+        work(stage, operation)
+
+    assert (operation.state, operation.done) == ("done", 20)
+
+
 def test_page_and_command_ask_for_it_and_leave_it_in_the_audit(
     admin_client: Client,
 ) -> None:
