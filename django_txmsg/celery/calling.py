@@ -244,11 +244,9 @@ def call(
 
 
 class _Encoder(json.JSONEncoder):  # type: ignore[misc]  # published without type hints
-    """Encodes every value. Equal sets give equal text in every process."""
+    """Encodes every value."""
 
     def default(self, o: Any) -> Any:
-        if isinstance(o, set | frozenset):
-            return {"set": sorted(map(self.encode, o))}
         try:
             return super().default(o)
         except TypeError:
@@ -257,7 +255,7 @@ class _Encoder(json.JSONEncoder):  # type: ignore[misc]  # published without typ
 
 def content(value: object) -> object:
     """Return a text that identifies the arguments of a call in every process, if they
-    are JSON values, sets, or values that kombu can write as JSON."""
+    are JSON values, or values that kombu can write as JSON."""
     try:
         return json.dumps(value, cls=_Encoder)
     except Exception:
