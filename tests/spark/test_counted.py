@@ -98,6 +98,7 @@ def spoil(path: Path) -> None:
     path.write_bytes(b"PAR1" + bytes(len(content) - 4 - footer) + content[-footer:])
 
 
+@pytest.mark.matrix
 def test_finished_journeys_are_counted_without_reading(
     spark, make_log, lake: LakeSpec
 ) -> None:

@@ -22,7 +22,6 @@ from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.sampling import sample
 from tests.spark.archives import archive, delta_rows, path_of
-from tests.spark.conftest import everywhere
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import outcome, run
 
@@ -96,7 +95,6 @@ def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> 
     assert log.count("django_txmsg_keytail") == 0
 
 
-@everywhere
 def test_erasing_a_person_includes_the_files(
     spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:
@@ -151,7 +149,6 @@ def test_erasing_a_person_includes_the_files(
 @pytest.mark.parametrize(
     "services", [["shop"], pytest.param(["shop", "billing"], marks=pytest.mark.matrix)]
 )
-@everywhere
 def test_a_failed_erasure_by_key_is_completed_by_the_next(
     spark: Any, log: Log, make_log, lake: LakeSpec, services: list[str], tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from tests.spark.running import end, run, start
 from tests.spark.test_outgoing import request_replay
 
 
+@pytest.mark.matrix
 def test_a_message_is_not_erased_while_a_replay_is_about_to_store_it(
     spark: object, pg_log: Log, lake: LakeSpec
 ) -> None:

@@ -93,6 +93,7 @@ def ended(found: Run) -> Run:
     return found
 
 
+@pytest.mark.matrix
 def test_ended_runs_move_to_the_lake_with_their_steps_and_undos(
     spark: Any, spec: JobSpec
 ) -> None:

@@ -839,6 +839,7 @@ def test_lost_messages_are_found_beside_the_archive(
     assert delta_rows(lake, JOURNEYS).num_rows == 7
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_requested_replay_is_run_beside_the_archive(
     make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path

@@ -45,7 +45,6 @@ def message(number: int, **more: Any) -> dict[str, Any]:
     return row | more
 
 
-@everywhere
 def test_a_dataframe_is_stored_as_it_is_and_once(spark, log: Log) -> None:
     rows = [message(n) for n in range(50)]
     frame = spark.createDataFrame(rows, COLUMNS).repartition(4)
@@ -503,7 +502,6 @@ def request_replay(log: Log, *ids: uuid.UUID, age: timedelta = timedelta()) -> s
     return str(request)
 
 
-@everywhere
 def test_requested_replay_stores_its_messages_once(spark, log: Log) -> None:
     ids = [uuid.uuid4() for _ in range(3)]
     log.send([{"message_id": one} for one in ids])

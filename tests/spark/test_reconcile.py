@@ -248,6 +248,7 @@ def test_rows_are_compared_only_while_they_may_be_in_two_places(
         assert sent.count() == 11
 
 
+@pytest.mark.matrix
 def test_a_replica_is_read_and_the_record_is_kept_where_one_can_write(
     spark, make_log
 ) -> None:

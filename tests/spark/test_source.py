@@ -82,7 +82,6 @@ def test_partitions_within_a_snapshot_see_one_state(spark, log: Log) -> None:
     assert spark.read.format("txmsg").options(**options(log)).load().count() == 550
 
 
-@everywhere
 def test_filters_choose_what_spark_would_choose(spark, log: Log) -> None:
     log.send_many(40, every=0.25)
     log.send([{"destination": "it's", "dispatched_at": None, "key": "%"}])

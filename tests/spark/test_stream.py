@@ -92,6 +92,7 @@ def test_a_row_with_a_low_id_that_commits_late_is_not_missed(
     assert follow(spark, pg_log, tmp_path) == later
 
 
+@pytest.mark.matrix
 def test_concurrent_writers_are_read_completely_and_once(
     spark, log: Log, tmp_path: Path
 ) -> None:

@@ -525,6 +525,7 @@ def model(
     return sorted(found, key=str)
 
 
+@pytest.mark.matrix
 @settings(
     max_examples=8,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
