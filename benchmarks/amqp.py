@@ -83,7 +83,7 @@ def main() -> None:
         some = count // 4
         figures = stand.turns(
             {
-                f"outbox by {name}, concurrency {threads}": (
+                f"outbox stage by {name}, concurrency {threads}": (
                     partial(consume, some, concurrency=threads, broker=alias)
                 )
                 for name, alias in (
@@ -100,8 +100,8 @@ def main() -> None:
             stand.table(
                 "consume from RabbitMQ",
                 of_these,
-                f"outbox by STOMP, concurrency {threads}",
-                goals={f"outbox by AMQP, concurrency {threads}": 1.0},
+                f"outbox stage by STOMP, concurrency {threads}",
+                goals={f"outbox stage by AMQP, concurrency {threads}": 1.0},
             )
 
 

@@ -52,19 +52,19 @@ def main() -> None:
 
     figures = stand.turns(
         {
-            "baseline that stores an order and calls no task": lambda: calls(
-                lambda order: None, count
+            "without a Celery task": lambda: calls(lambda order: None, count),
+            "with Celery's delay_on_commit()": confirmed(False),
+            "with delay_on_commit() and publisher confirms": confirmed(True),
+            "with .delay(), which stores a row": lambda: calls(
+                apps.charge_plain.delay, count
             ),
-            "Celery's delay_on_commit()": confirmed(False),
-            "Celery's delay_on_commit(), with publisher confirms": confirmed(True),
-            ".delay() that stores a row": lambda: calls(apps.charge_plain.delay, count),
         },
         options.rounds,
     )
     stand.table(
-        "calling a Celery task",
+        "time to store an order",
         figures,
-        "Celery's delay_on_commit()",
+        "with Celery's delay_on_commit()",
         "microseconds a transaction",
     )
     figures = stand.turns(

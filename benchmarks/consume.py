@@ -46,18 +46,20 @@ def main() -> None:
     count = options.messages
     contenders = {
         "a bare loop: three inserts and a commit": lambda: loop(count),
-        "outbox, concurrency 1": lambda: consume(count, concurrency=1),
-        "outbox, three messages": lambda: consume(count, handler=three),
-        "outbox, three by send_messages": lambda: consume(count, handler=three_at_once),
-        "outbox, concurrency 4": lambda: consume(count, concurrency=4),
-        "outbox, batch=50, concurrency 1": lambda: consume(count, batch=50),
-        "best_effort_1pc, concurrency 1": lambda: consume(
+        "outbox stage, concurrency 1": lambda: consume(count, concurrency=1),
+        "outbox stage, three messages": lambda: consume(count, handler=three),
+        "outbox stage, three by send_messages": lambda: consume(
+            count, handler=three_at_once
+        ),
+        "outbox stage, concurrency 4": lambda: consume(count, concurrency=4),
+        "outbox stage, batch=50, concurrency 1": lambda: consume(count, batch=50),
+        "best_effort_1pc stage, concurrency 1": lambda: consume(
             count, transaction="best_effort_1pc"
         ),
     }
     if options.broker == "rabbitmq":
-        contenders["outbox, while another stage cannot subscribe"] = lambda: consume(
-            count, beside="/exchange/nobody/declares"
+        contenders["outbox stage, while another stage cannot subscribe"] = lambda: (
+            consume(count, beside="/exchange/nobody/declares")
         )
     if options.peer:
         contenders["django-outbox-pattern 3.2.1"] = lambda: stand.peer(
@@ -70,17 +72,20 @@ def main() -> None:
         if name == base or options.only in name
     }
     figures = stand.turns(chosen, options.rounds)
-    stand.table(f"consume from {options.broker}", figures, base)
+    title = f"consume from {options.broker}"
+    stand.table(title, figures, base)
     alone, beside = (
-        "outbox, concurrency 1",
-        "outbox, while another stage cannot subscribe",
+        "outbox stage, concurrency 1",
+        "outbox stage, while another stage cannot subscribe",
     )
-    sends = {name: one for name, one in figures.items() if "outbox, three" in name}
+    sends = {
+        name: one for name, one in figures.items() if "outbox stage, three" in name
+    }
     if alone in figures and sends:
         stand.table("a stage's sends", {alone: figures[alone], **sends}, alone)
     if {alone, beside} <= set(figures):
         pair = {name: figures[name] for name in (alone, beside)}
-        stand.table("rate of a stage", pair, alone, goals={beside: 0.95})
+        stand.table(title, pair, alone, goals={beside: 0.95})
 
 
 def handler(message: Any) -> None:

@@ -117,7 +117,9 @@ def main() -> None:
     table("HTTP requests", rates, everything)
     # A rate has to reach 1 / 1.6 for a request to take 1.6 times as long.
     goals = {ours: 0.625, bulk: 0.625}
-    table("the middleware", rates, [atomic, rows, ours, bulk], goals=goals)
+    table(
+        "HTTP requests in a transaction", rates, [atomic, rows, ours, bulk], goals=goals
+    )
     table("the middleware, one INSERT", rates, [ours, bulk])
     stored = "storing messages instead of sending them"
     table(stored, rates, [direct, ours], goals={ours: 1.0})

@@ -144,7 +144,10 @@ def write(tested: Tested) -> None:
 
 def table(tested: Tested) -> str:
     """Return the table in Markdown."""
-    lines = ["| | tested with: tests passed | should work, not run |", "|---|---|---|"]
+    lines = [
+        "| | tested version: number of tests that passed | not tested, should work |",
+        "|---|---|---|",
+    ]
     for row, expected in EXPECTED.items():
         versions = tested.get(row, {})
         ran = [
