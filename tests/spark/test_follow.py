@@ -30,6 +30,7 @@ from django_txmsg import metrics
 from django_txmsg import webhook as webhooks
 from django_txmsg.spark import alerts
 from django_txmsg.spark.alerts import Alert, Alerts
+from django_txmsg.spark.connection import Connection
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.follow import Follower, FollowOptions
 from django_txmsg.spark.lock import archiving
@@ -562,6 +563,51 @@ def test_findings_are_counted_once_if_a_check_falls_before_the_end_of_their_run(
         with recorded(spec, "reconcile", {}) as run:
             Noted(log.spec).keep([finding_of(run)], run.started_at, None)
         assert alerts.lost(connection, log.spec, LOST, counted)[0] == found
+
+
+def test_findings_whose_count_could_not_be_stored_are_counted_at_the_next_check(
+    log: Log, lake: LakeSpec
+) -> None:
+    """The database refuses to store the alert once. The run of the findings is still in
+    progress at both checks."""
+    spec = JobSpec((log.spec,), lake)
+    follower = Follower(spec, NOW, None, threading.Event())
+
+    def lost(connection: Connection) -> float:
+        alerts = Alerts(connection, "shop").read()
+        return next(one.value for one in alerts if one.name == "lost")
+
+    with log.connected() as connection:
+        Alerts(connection, "shop").weigh("lost", 0, 0, "Nothing is known yet.")
+        with recorded(spec, "reconcile", {}) as run:
+            Noted(log.spec).keep([finding_of(run)], run.started_at, None)
+            with refusing(connection, log.vendor), pytest.raises(EnvironmentFault):
+                follower._lost(connection)
+            assert lost(connection) == 0
+            follower._lost(connection)
+            assert lost(connection) == 1
+        # The run has ended since the last check, and is not counted again.
+        follower._lost(connection, "Found by another run, new: ")
+        assert lost(connection) == 0
+
+
+@contextmanager
+def refusing(connection: Connection, vendor: str) -> Iterator[None]:
+    """Let the database refuse to store an alert during the block."""
+    table = "django_txmsg_pipelinealert"
+    if vendor == "postgresql":
+        connection.execute(f"ALTER TABLE {table} ADD CHECK (bound < 0) NOT VALID")
+        undo = f"ALTER TABLE {table} DROP CONSTRAINT {table}_bound_check"
+    else:
+        connection.execute(
+            f"CREATE TRIGGER refusal BEFORE INSERT ON {table}"
+            " BEGIN SELECT RAISE(ABORT, 'refused'); END"
+        )
+        undo = "DROP TRIGGER refusal"
+    try:
+        yield
+    finally:
+        connection.execute(undo)
 
 
 def finding_of(run: Run) -> dict[str, Any]:
