@@ -54,7 +54,8 @@ def send_message(
     unique_until: UniqueUntil = "left",
 ) -> Message:
     """Store one message. The message is sent if and only if the open transaction
-    commits.
+    commits. In a stage whose mode is not `outbox`, the message is sent if and only if
+    the stage succeeds.
 
     - `body` is a JSON value (Decimal, date, time and UUID become strings), bytes, or an
       object of a typed message's class, which is validated.
