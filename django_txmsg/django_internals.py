@@ -375,8 +375,8 @@ class LateAtomic:
 
 
 def _forked() -> None:
-    """Clear the list of blocks in a forked child. The blocks, and a transaction that
-    has begun, belong to the parent."""
+    """Exit each block in a forked child if the block's transaction has not begun. The
+    block belongs to the parent."""
     for connection in connections.all(initialized_only=True):
         begin = vars(connection).get(_FIRST[0])
         if begin is not None:

@@ -157,8 +157,8 @@ MAX_RABBITMQ_DELAY = 2**32 - 1
 
 def delay_queue_seconds(milliseconds: int) -> int:
     """Return the seconds in the name of the queue in which RabbitMQ keeps a delayed
-    message. RabbitMQ expires only the first message of a queue, so there is one queue
-    for each power of two of seconds."""
+    message. RabbitMQ expires only the first message of a queue, so there are queues for
+    1 s, 2 s, 4 s, 8 s and so on."""
     return 1 << ((milliseconds - 1) // 1000).bit_length()
 
 

@@ -270,9 +270,9 @@ def batch(
 
     Raises TransactionRequired outside a transaction. Raises InvalidMessage for a
     message that cannot be sent, or that has `unique` or `expires`. Raises
-    ConfigurationError if `enough` is larger than the number of messages. Raises
-    FlowError in a stage whose `transaction` is not "outbox", except inside an outbox
-    session.
+    ConfigurationError if `enough` is larger than the number of messages, or if
+    `TXMSG["FLOWS"]["BATCHES"]` is not set. Raises FlowError in a stage whose
+    `transaction` is not "outbox", except inside an outbox session.
     """
     if not conf.get().FLOWS.BATCHES:
         raise ConfigurationError(

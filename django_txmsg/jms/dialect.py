@@ -254,8 +254,8 @@ class RabbitMQDialect(Dialect):
         the delay. RabbitMQ then moves the message to its destination.
 
         RabbitMQ expires only the first message of a queue, so a message waits for the
-        messages in front. To limit that wait, there is one queue for each power of two
-        of seconds. So a message waits for at most twice its delay or one second,
+        messages in front. To limit that wait, there are queues for 1 s, 2 s, 4 s, 8 s
+        and so on. So a message waits for at most twice its delay or one second,
         whichever is longer. The longest delay is 49 days.
         """
         if transacted:

@@ -23,7 +23,8 @@ AFTER_REFUSAL = 1.0
 
 
 class TimeLoop(ABC):
-    """Stores due messages in the databases `using`, until stopped."""
+    """Does what is due in the databases `using`, until stopped. Most loops store due
+    messages."""
 
     #: How the log line about a refused statement begins.
     refused: ClassVar[str]
@@ -34,13 +35,13 @@ class TimeLoop(ABC):
 
     @abstractmethod
     def is_idle(self, using: str) -> bool:
-        """Return whether this process has nothing to store in a database, so that the
-        loop needs no thread for the database."""
+        """Return whether this process never has anything to do in a database. The loop
+        then needs no thread for the database."""
 
     @abstractmethod
     def _keep(self, using: str) -> float:
-        """Store the due messages of one database. Returns the seconds until the next
-        check, or 0 if more messages are due. Raises database errors."""
+        """Do what is due in one database. Returns the seconds until the next check, or
+        0 if more is due. Raises database errors."""
 
     def stop(self) -> None:
         """Stop the loop after the current transaction. Any thread or signal handler may
@@ -48,8 +49,8 @@ class TimeLoop(ABC):
         self._stop.set()
 
     def run(self, using: str) -> None:
-        """Store the messages of one database when they are due, until `stop()` is
-        called. If the database refuses a statement, try again after a pause."""
+        """Do the work of one database when it is due, until `stop()` is called. If the
+        database refuses a statement, try again after a pause."""
         keeping = database_health.retry(using, self.refused)
         while not self._stop.is_set():
             left = keeping.run(partial(self._keep, using))
@@ -59,8 +60,8 @@ class TimeLoop(ABC):
             self._stop.wait(wait)
 
     def tick(self, *using: str) -> None:
-        """Store all messages that are due now in these databases, by default in all.
-        Raises database errors."""
+        """Do everything that is due now in these databases, by default in all. Raises
+        database errors."""
         for alias in using or self.using:
             while not self._stop.is_set() and self._keep(alias) <= 0:
                 pass
@@ -75,9 +76,9 @@ class TimeLoop(ABC):
 
 @contextmanager
 def ticked(loops: Sequence[TimeLoop]) -> Iterator[None]:
-    """Store all messages that are due now, and then run the block. If databases raise
-    errors while the messages are stored, still run the block, and then raise the first
-    of these errors."""
+    """Call `tick()` for each database of each loop, and then run the block. If
+    databases raise errors, still run the block, and then raise the first of these
+    errors."""
     errors: list[AnyDatabaseError] = []
     for loop, using in [(one, using) for one in loops for using in one.using]:
         try:
