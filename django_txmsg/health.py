@@ -145,7 +145,7 @@ def look(*aliases: str) -> Health:
             needing = waiting.for_newer_code(using).values()
             ticks = schedule.late(using, now)
             stuck = runs.stuck(using)
-            if not aliases and databases.is_read_only(using):
+            if databases.is_read_only(using, aliases):
                 read_only.append(using)
         except (DatabaseError, InterfaceError):
             if using == home:

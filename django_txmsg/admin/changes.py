@@ -29,7 +29,7 @@ DAY, MOST = dt.timedelta(days=1), 100
 SOON = dt.timedelta(hours=1)
 
 #: The kinds of changes: versions of the code, actions of operators, errors.
-VERSION, ACTION, ERROR = KINDS = ("version", "action", "error")
+VERSION, ACTION, ERROR = "version", "action", "error"
 
 #: Actions that change nothing for other messages.
 _ASIDE = (

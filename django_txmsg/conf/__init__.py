@@ -12,7 +12,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -168,18 +168,8 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
             yield Problem(where, "is not a setting.", hint)
         elif is_dataclass(known[name]):
             yield from find(known[name], value, where)
-        elif name == "BROKERS":
-            yield from _broker_problems(value, where)
-        elif name == "SCHEDULE":
-            yield from _schedule_problems(value, where)
-        elif name == "SERVICE":
-            yield from _service_problems(value, where)
-        elif name == "LAKE":
-            yield from _lake_problems(value, where)
-        elif name == "STORAGE_OPTIONS":
-            yield from _option_problems(value, where)
-        elif name == "LATE_AFTER":
-            yield from _limit_problems(value, where)
+        elif name in _FINDERS:
+            yield from _FINDERS[name](value, where)
         elif not _fits(value, known[name]):
             yield Problem(
                 where,
@@ -316,6 +306,17 @@ def _limit_problems(given: object, path: str) -> Iterator[Problem]:
             path,
             'must be a dict of seconds by destination, like {"mails.*": 86_400}.',
         )
+
+
+#: Each yields the errors of a setting or a section that is no dataclass.
+_FINDERS: dict[str, Callable[[object, str], Iterator[Problem]]] = {
+    "BROKERS": _broker_problems,
+    "LAKE": _lake_problems,
+    "LATE_AFTER": _limit_problems,
+    "SCHEDULE": _schedule_problems,
+    "SERVICE": _service_problems,
+    "STORAGE_OPTIONS": _option_problems,
+}
 
 
 def _did_you_mean(name: object, known: Any) -> str:

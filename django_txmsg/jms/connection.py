@@ -18,12 +18,11 @@ from datetime import timedelta
 from typing import Any
 
 from . import completion
-from .closing import Closing
 from .completion import CompletionFuture, CompletionListener
 from .consumer import AckMode, MessageConsumer
 from .destination import Destination
 from .errors import ConnectionFailedError
-from .liveness import Liveness
+from .liveness import Closing, Liveness
 from .message import DeliveryMode, Message
 from .options import Options, read_url
 from .session import Session

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
-from .closing import Closing
 from .destination import Destination
 from .errors import (
     ConnectionLostError,
@@ -26,6 +25,7 @@ from .errors import (
 )
 from .frames import Frame, encode
 from .link import Link
+from .liveness import Closing
 from .message import Message
 
 logger = logging.getLogger("django_txmsg.jms.consumer")

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from weakref import WeakMethod
 
 from . import frames
-from .closing import Whole
 from .completion import CompletionPool
 from .dialect import BY_NAME, recognize
 from .errors import (
@@ -28,7 +27,7 @@ from .errors import (
     IllegalStateError,
     MessagingError,
 )
-from .ledger import Ledger, Owner, Pending
+from .ledger import Ledger, Owner, Pending, Whole
 from .options import Options
 from .transport import Transport
 from .writer import Writer

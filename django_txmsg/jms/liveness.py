@@ -7,17 +7,41 @@ connection with the factory.
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable
 from functools import partial
+from types import TracebackType
+from typing import TypeVar
 
-from .closing import Closing
 from .dialect import Dialect
 from .errors import IllegalStateError, MessagingError
 from .link import Link
 from .options import Options
 
 FailureListener = Callable[[MessagingError], object]
+
+
+Self = TypeVar("Self", bound="Closing")
+
+
+class Closing(abc.ABC):
+    """A context manager that calls `close()` at the end of its block."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the object. Further calls have no effect."""
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class Liveness(Closing):

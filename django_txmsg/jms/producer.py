@@ -12,7 +12,6 @@ from functools import partial
 
 from . import completion
 from . import destination as destinations
-from .closing import Closing
 from .completion import CompletionFuture, CompletionListener
 from .delivery import DEFAULT, Delivery, EncodedMessage
 from .destination import Destination
@@ -23,6 +22,7 @@ from .errors import (
     UnsupportedOperationError,
     WindowFullError,
 )
+from .liveness import Closing
 from .message import Message
 from .sending import SendingSession
 from .sends import AsyncSend, WaitedSend

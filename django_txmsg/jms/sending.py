@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from . import completion, frames
-from .closing import Closing
 from .delivery import Delivery, EncodedMessage, encode_message
 from .destination import Destination
 from .errors import IllegalStateError
-from .liveness import Liveness
+from .liveness import Closing, Liveness
 from .message import Message
 from .sends import Sends
 from .transaction import Transaction

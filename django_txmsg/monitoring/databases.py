@@ -5,6 +5,8 @@ The relay, pruning, bulk operations and checks get their databases here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from django.db import connections, router
 
 from .. import conf, stages
@@ -54,10 +56,11 @@ def left_out() -> list[str]:
     ]
 
 
-def is_read_only(alias: str) -> bool:
+def is_read_only(alias: str, named: Collection[str] = ()) -> bool:
     """Return whether the server of this alias refuses writes, as a standby does. Only
-    PostgreSQL is asked."""
-    if connections[alias].vendor != "postgresql":
+    PostgreSQL is asked. If the operator has `named` the databases to read, return
+    False, because one of them may be a replica."""
+    if named or connections[alias].vendor != "postgresql":
         return False
     with connections[alias].cursor() as cursor:
         cursor.execute(

@@ -260,8 +260,7 @@ def read(*aliases: str) -> Status:
     for using in status.databases:
         try:
             _read_database(status, using, {state.stage for state in paused})
-            # Who names a database may mean a replica.
-            if not aliases and databases.is_read_only(using):
+            if databases.is_read_only(using, aliases):
                 status.read_only.append(using)
         except AnyDatabaseError as error:
             if using == home:

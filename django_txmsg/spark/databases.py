@@ -194,15 +194,15 @@ def _uuid_texts(values: pa.Array) -> pa.Array:
         return pa.nulls(rows, pa.string())
     digits = np.frombuffer(hexlify(_bytes_of(values, 16)), np.uint8).reshape(rows, 32)
     text = np.full((rows, 36), ord("-"), np.uint8)
-    for start, stop, shift in _GROUPS:
-        text[:, start + shift : stop + shift] = digits[:, start:stop]
+    for dashes, (start, stop) in enumerate(_GROUPS):
+        text[:, start + dashes : stop + dashes] = digits[:, start:stop]
     offsets = np.arange(0, 36 * rows + 1, 36, dtype=np.int32)
     buffers = [_validity(values), pa.py_buffer(offsets), pa.py_buffer(text)]
     return pa.Array.from_buffers(pa.string(), rows, buffers)
 
 
-#: The positions of a uuid's digits, and the number of dashes before them.
-_GROUPS = ((0, 8, 0), (8, 12, 1), (12, 16, 2), (16, 20, 3), (20, 32, 4))
+#: The positions of a uuid's groups of digits.
+_GROUPS = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
 
 
 def _numbers(values: pa.Array) -> pa.Array:
@@ -369,10 +369,7 @@ def _array(column: Column, values: Sequence[Any]) -> pa.Array:
     kind = column.arrow.type
     if column.kind == "uuid":
         digits = pa.array(values, pa.string())
-        parts = [
-            pc.utf8_slice_codeunits(digits, start, stop)
-            for start, stop in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
-        ]
+        parts = [pc.utf8_slice_codeunits(digits, *group) for group in _GROUPS]
         return pc.binary_join_element_wise(*parts, "-")
     if column.kind == "instant":
         text = pa.array(values, pa.string())
