@@ -244,7 +244,8 @@ class Link:
         self._connected.set()
 
     def _on_error(self, frame: frames.Frame) -> None:
-        body = frame.body[:400].decode(errors="replace").strip()
+        body = frame.body[:400].decode(errors="replace")
+        body = body.partition("\n\tat ")[0].strip()  # without Java's stack trace
         broker_message = ": ".join(filter(None, (frame.headers.get("message"), body)))
         if not self._connected.is_set():
             self._refusal = broker_message or "ERROR"

@@ -68,6 +68,17 @@ def test_credentials_are_sent_and_a_refusal_says_why(scripted: Scripted) -> None
         factory.create_connection("me", "wrong")
 
 
+def test_the_stack_trace_of_a_refusal_is_left_out(scripted: Scripted) -> None:
+    broker = scripted()
+    java = "javax.jms.InvalidClientIDException: shop.work is connected"
+    trace = "\n\tat org.apache.activemq.broker.region.RegionBroker.addConnection"
+    broker.on("CONNECT").reject("shop.work is connected", java + 9 * trace)
+
+    with pytest.raises(jms.ConnectionFailedError) as refused:
+        jms.ConnectionFactory(broker.url).create_connection()
+    assert f"{java}. Check the URL's port" in str(refused.value)
+
+
 def test_a_broker_without_stomp_1_2_is_refused(scripted: Scripted) -> None:
     broker = scripted(versions=["1.0", "1.1"])
 
