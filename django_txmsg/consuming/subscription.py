@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 
 from .. import conf
 from ..brokers import get_broker
-from ..brokers.base import Session
+from ..brokers.base import Broker, Session
 from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..runtime.breaker import AFTER_REFUSAL, SUBSCRIPTION, Breaker
 from ..stages import Stage
@@ -72,9 +73,7 @@ class Subscription:
             try:
                 session = broker.open(transacted=transacted, subscriber=subscriber)
             except BrokerUnavailable as error:
-                # A durable subscriber's connection has a name of its own, which may be
-                # in use.
-                (self.refused if subscriber else self._breaker).failed(error)
+                self._not_opened(broker, error)
                 return None
         prefetch = 1 if transacted else max(self._prefetch, 2 * stage.batch)
         try:
@@ -92,6 +91,18 @@ class Subscription:
         self.refused.worked()
         self.session, self._since = session, time.monotonic()
         return session
+
+    def _not_opened(self, broker: Broker, error: BrokerUnavailable) -> None:
+        """Record why no session could be opened. A durable subscriber's connection has
+        a name of its own, which may be in use. The broker then accepts a connection
+        without a name, so only the subscription is refused."""
+        if self._stage.subscriber:
+            with suppress(BrokerUnavailable):
+                broker.open().close()
+                self._breaker.worked()
+                self.refused.failed(error)
+                return
+        self._breaker.failed(error)
 
     def close(self) -> None:
         """Close the session. The broker then delivers all unacknowledged messages

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from django_txmsg import wire
+from django_txmsg.brokers.stomp import StompBroker
 from django_txmsg.consuming.subscription import Subscription
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import BrokerUnavailable
@@ -21,8 +22,9 @@ from django_txmsg.runtime.liveness import Activity
 from django_txmsg.runtime.thread_group import ThreadGroup
 from django_txmsg.testing.profiles import CLASSIC, RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
+from tests import services
 from tests.app.models import Effect
-from tests.faults import wait_until
+from tests.faults import Proxy, wait_until
 from tests.running import committing, declared, running, thread_of, txmsg
 
 pytestmark = committing
@@ -145,3 +147,35 @@ def test_the_outage_of_a_broker_ends_even_if_nothing_can_be_received(
         finally:
             stop.set()
             group.join()
+
+
+def test_the_outage_of_a_broker_ends_although_the_subscribers_name_is_in_use(
+    activemq: services.ActiveMQ, destination: str
+) -> None:
+    """After an outage, the broker answers again, but another connection has the name of
+    the stage's durable subscription: only the subscription is refused. Then no
+    connection is accepted: the broker is down."""
+    stop, shared = threading.Event(), Breaker("default", 0.2)
+    shared.failed(BrokerUnavailable("down"))
+    group = ThreadGroup(stop.set)
+    with (
+        Proxy(activemq.port) as proxy,
+        txmsg(BROKERS={"default": {"URL": activemq.url(port=proxy.port)}}),
+        declared(effect, f"topic:{destination}") as stage,
+    ):
+        holder = StompBroker("other", activemq.url()).open(subscriber=stage.subscriber)
+        thread = thread_of(stage, stop, breaker=shared)
+        group.add("stage", thread.run)
+        group.start()
+        try:
+            wait_until(lambda: thread.refusal and shared.error is None)
+            assert "already connected" in str(thread.refusal)
+            proxy.refuse()
+            wait_until(lambda: shared.error is not None)
+            proxy.accept()
+            holder.close()
+            wait_until(lambda: not thread.refusal and shared.error is None)
+        finally:
+            stop.set()
+            group.join()
+            holder.close()
