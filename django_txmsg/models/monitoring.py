@@ -6,7 +6,6 @@ from __future__ import annotations
 import datetime as dt
 import logging
 from collections.abc import Iterable
-from enum import StrEnum
 from typing import Any
 
 from django.db import IntegrityError, models, transaction
@@ -150,7 +149,7 @@ class PeriodCount(models.Model):
 log = logging.getLogger("django_txmsg.audit")
 
 
-class Deed(StrEnum):
+class Deed(models.TextChoices):
     """What an operator did."""
 
     REDELIVER = "redeliver"
