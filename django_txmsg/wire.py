@@ -381,10 +381,10 @@ def _instant(text: str | None) -> dt.datetime | None:
 
 
 def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
-    """Return the predecessor of a message in the order of its key: the predecessor's
-    id, and its place in the order. None if the header is missing or unreadable. Also
-    None if a message from another system names itself as its predecessor: it would wait
-    for itself for ever."""
+    """Return the id of the message's predecessor in the order of the key, and the
+    predecessor's place in this order. Return None if the header is missing or
+    unreadable. Also return None if the message names itself as its predecessor, as a
+    message from another system may do. It would wait for itself for ever."""
     before, _, at = headers.get(AFTER, "").partition(";at=")
     try:
         instant, found = parse_instant(at), uuid.UUID(before)

@@ -92,7 +92,7 @@ class PlaceFilter(CountingFilter):
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Yield the values, each with its number of rows among the newest rows."""
+        """Yield each value, and how many of the newest rows have this value."""
         using, table = model_admin.get_queryset(request).db, model_admin.opts.db_table
         found = recent.values(using, table, str(self.parameter_name))
         counts = dict.fromkeys(self.known(), 0) | found

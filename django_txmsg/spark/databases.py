@@ -256,8 +256,8 @@ class Sqlite(Database):
         return f"'{instant_text(value, upper=upper)}'"
 
     def uuid(self, value: str) -> str:
-        """Return a literal of the text in which Django stores the UUID `value`. Raises
-        ValueError if `value` is not a UUID."""
+        """Return the UUID `value` as an SQL string literal, in the form in which Django
+        stores UUIDs. Raises ValueError if `value` is not a UUID."""
         return f"'{uuid.UUID(value).hex}'"
 
 

@@ -99,8 +99,8 @@ def counted(sql: str) -> Counts:
 
 
 def among(places: dict[str, Any], read: Callable[[Any], int]) -> Counts:
-    """Call `read` for each place of a status. Return the numbers by database and place,
-    without zeros."""
+    """Call `read` for each place, for example for each stage of a status. Return the
+    numbers that are not zero, by database and place."""
     found = {(one.database, one.name): read(one) for one in places.values()}
     return {place: number for place, number in found.items() if number}
 

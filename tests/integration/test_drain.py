@@ -280,8 +280,8 @@ class TestInsideATestCase(TestCase, Declares):
 
 
 class TestWhereTransactionsCommit(TransactionTestCase, Declares):
-    """drain() in a TransactionTestCase, beside the thread that dispatches after
-    commits."""
+    """drain() in a TransactionTestCase, while another thread dispatches messages after
+    each commit."""
 
     available_apps: ClassVar[list[str]] = ["django_txmsg", "tests.app"]
 

@@ -397,8 +397,9 @@ def test_threads_share_a_rate() -> None:
 def test_no_minute_has_five_percent_over_the_rate(
     manage: Callable[..., ManageProcess], tmp_path: Path
 ) -> None:
-    """Two processes share a rate. One of them is killed, and both stop for a while. In
-    every minute, they process at most 105 % of the rate."""
+    """Two processes share a rate. A message kills one of them. Later both are stopped,
+    and after some seconds started again. In every minute, they process at most 105 % of
+    the rate."""
     (tmp_path / "rates_of_a_test.py").write_text(STAGE.replace("20/s", "1200/m"))
     for number in range(1600):
         put("tests.rates", b'"kill"' if number == 5 else b"1")

@@ -446,8 +446,8 @@ def rename(services: Services, stack: ExitStack) -> None:
 def come_again(
     services: Services, sent: dict[uuid.UUID, dt.datetime], ahead: dt.timedelta
 ) -> None:
-    """Deliver every message again that has no inbox row any more, because the row was
-    pruned. A broker may do this.
+    """Deliver each message again if its inbox row has been pruned. A broker may deliver
+    a message so late.
 
     Then correct the instants in the new inbox rows. pass_time() does not move the
     instants in the headers of the delivered messages, so the sending time of each

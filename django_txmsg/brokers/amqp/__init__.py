@@ -1,9 +1,9 @@
-"""Hops 4 to 6 on RabbitMQ over AMQP 0-9-1, with py-amqp: the broker of an `amqp://` or
-`amqps://` URL.
+"""The broker for URLs with `amqp://` and `amqps://`: hops 4 to 6 on RabbitMQ over AMQP
+0-9-1.
 
-py-amqp does the handshake and encodes AMQP's methods. For more throughput, this package
-itself implements publishing, deliveries and confirms, so that a single write or read
-can contain many messages.
+The library py-amqp does the handshake and encodes AMQP's methods. This folder
+implements publishing, deliveries and confirms. So a single write or read can contain
+many messages, which py-amqp does not do.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def _comparable(name: str, value: object) -> bool:
 
 
 def lake_table(options: Mapping[str, str]) -> LakeTable:
-    """Return the table that the options `lake` and `table` name.
+    """Return the lake's table that the options `lake` and `table` choose.
 
     Raises EnvironmentFault if there is no lake, UsageError for an unknown table.
     """
