@@ -28,6 +28,8 @@ def parse_instant(text: str) -> dt.datetime:
     Raises ValueError if the text is malformed, the instant is naive, or the instant is
     so close to an end of the calendar that another time zone cannot express it.
     """
+    # Before Python 3.11, Z and a fraction of other than 3 or 6 digits are errors.
+    text = re.sub(r"\.(\d+)", lambda one: f".{one[1][:6]:0<6}", text)
     instant = dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
     if instant.tzinfo is None:
         raise ValueError(f"instant without a time zone: {text!r}")

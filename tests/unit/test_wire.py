@@ -79,6 +79,17 @@ def test_written_instant_is_read_back_equal(instant: dt.datetime) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fraction", "microseconds"),
+    [("", 0), (".5", 500_000), (".0123", 12_300), (".123456789", 123_456)],
+)
+def test_an_instant_of_another_language_has_any_number_of_digits(
+    fraction: str, microseconds: int
+) -> None:
+    expected = dt.datetime(2024, 2, 29, 12, 0, 0, microseconds, dt.timezone.utc)
+    assert wire.parse_instant(f"2024-02-29T12:00:00{fraction}Z") == expected
+
+
+@pytest.mark.parametrize(
     "bad",
     [
         "",
