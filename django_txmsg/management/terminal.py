@@ -10,13 +10,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from django.core.management.base import CommandError
-from django.db import DatabaseError, InterfaceError, connections, router
+from django.core.management.base import BaseCommand, CommandError
+from django.db import (
+    DatabaseError,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    connections,
+    router,
+)
 from django.db.models import Model
 from django.utils import timezone
 
 from ..models import AuditEntry, BulkOperation, OutboxMessage
 from ..models.monitoring import Deed
+from ..runtime import database_health
 
 
 def printable(text: str) -> str:
@@ -48,6 +56,30 @@ def local(instant: dt.datetime) -> str:
 AWAY = 3
 
 
+class DatabaseCommand(BaseCommand):
+    """A command that reports in a sentence that a database has failed, or takes no
+    changes now. Other errors of a database end the command with their traceback."""
+
+    def execute(self, *args: Any, **options: Any) -> str | None:
+        """Run the command. Raises CommandError with the exit code AWAY."""
+        try:
+            return super().execute(*args, **options)
+        except (DatabaseError, InterfaceError) as error:
+            passes = isinstance(error, OperationalError | InternalError)
+            if not passes and not database_health.is_away(error):
+                raise
+            raise CommandError(
+                f"A database has failed, or has refused a statement: "
+                f"{_first_line(error)}. Committed changes stay; the others are rolled "
+                f"back. Repeat the command when the database accepts changes.",
+                returncode=AWAY,
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def require_tables(*aliases: str, waits: bool = False) -> None:
     """Raise CommandError if a database is unknown, does not answer (exit code AWAY), or
     has not been migrated. With `waits`, accept a database that does not answer, because
@@ -61,9 +93,9 @@ def require_tables(*aliases: str, waits: bool = False) -> None:
         except (DatabaseError, InterfaceError) as error:
             if waits:
                 continue
-            first = str(error).strip().partition("\n")[0]
             raise CommandError(
-                f"Database {alias!r} does not answer: {first}", returncode=AWAY
+                f"Database {alias!r} does not answer: {_first_line(error)}",
+                returncode=AWAY,
             ) from error
         if OutboxMessage._meta.db_table not in names:
             where = "" if alias == "default" else f" --database {alias}"

@@ -381,6 +381,31 @@ def test_a_database_that_is_away_is_one_sentence_and_exit_code_3(command: str) -
         call_command("dead_letters", "list", "--database", "nope")
 
 
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    "command", ["dead_letters discard --all", "txmsg stages pause orders.place"]
+)
+def test_a_database_that_takes_no_changes_is_an_error_in_a_sentence(
+    command: str,
+) -> None:
+    factories.DeadLetterFactory()
+    read_only = {
+        "postgresql": ("SET default_transaction_read_only = {}", "on", "off"),
+        "sqlite": ("PRAGMA query_only = {}", "1", "0"),
+    }
+    statement, on, off = read_only[connection.vendor]
+    with connection.cursor() as cursor:
+        cursor.execute(statement.format(on))
+        try:
+            with pytest.raises(CommandError) as raised:
+                call_command(*command.split())
+        finally:
+            cursor.execute(statement.format(off))
+    assert raised.value.returncode == 3
+    assert "has refused a statement" in str(raised.value)
+    assert not DeadLetter.objects.exclude(resolution="open").exists()
+
+
 def test_a_stage_is_paused_and_resumed_on_the_terminal() -> None:
     factories.InboxMessageFactory(parked=True, stage="mail.send")
     factories.DeadLetterFactory(stage=f"mail{EVIL}")

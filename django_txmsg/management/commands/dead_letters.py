@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, OutputWrapper
+from django.core.management.base import CommandError, OutputWrapper
 from django.db import transaction
 from django.db.models import Count, Max, Min
 from django.utils import timezone
@@ -29,6 +29,7 @@ from ...models.monitoring import Deed
 from ...monitoring import dead, turns
 from ...stages import all_stages
 from ..terminal import (
+    DatabaseCommand,
     chosen_database,
     local,
     operator,
@@ -187,7 +188,7 @@ _CHANGING = ("redeliver", "discard", "restore")
 _NOTING = ("note", "mute", "unmute")
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """List, show, redeliver, discard and annotate dead letters."""
 
     help = "Lists, shows, redelivers, discards and restores dead letters."

@@ -9,7 +9,6 @@ import json
 import sys
 from typing import Any
 
-from django.core.management.base import BaseCommand
 from django.db import router
 
 from ... import conf
@@ -20,14 +19,14 @@ from ...monitoring.lengths import duration
 from ...monitoring.status import Place, Status
 from ...monitoring.turns import at_least
 from ...monitoring.waiting import CAP, Waiting, capped
-from ..terminal import printable, require_tables
+from ..terminal import DatabaseCommand, printable, require_tables
 
 #: The kinds of alarms about messages that do not move, or a database that does not
 #: answer.
 STUCK = frozenset({"database", "newer-code", "order", "outage", "overdue"})
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Print the state of messaging."""
 
     help = "Counts and oldest ages of every state. Exits 1 when messages do not move."

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 from django.db import OperationalError, transaction
 
 from ... import wire
@@ -17,10 +17,10 @@ from ...monitoring import turns
 from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
 from ...runtime import database_health
-from ..terminal import chosen_database, record
+from ..terminal import DatabaseCommand, chosen_database, record
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Show messages that wait for their predecessors, and release one."""
 
     help = "Lists the keys whose messages wait at ordered stages; releases one."

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import BaseCommand
-
 from ... import conf
 from ...models import OutboxMessage
 from ...monitoring import retention
-from ..terminal import chosen_database, require_positive
+from ..terminal import DatabaseCommand, chosen_database, require_positive
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Delete settled rows past their retention."""
 
     help = 'Deletes settled rows that are older than TXMSG["RETENTION"].'

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 from django.db import router
 
 from ...brokers import get_broker
@@ -20,11 +20,11 @@ from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
-from ..terminal import record, require_tables
+from ..terminal import DatabaseCommand, record, require_tables
 from ..verb_parser import VerbParser
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """List the embedded broker's subscriptions, or end the subscription of a stage that
     was removed."""
 

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from django.apps.registry import Apps
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
@@ -25,7 +25,7 @@ from ...errors import DuplicateMessage, InvalidMessage
 from ...models import InboxMessage, OutboxMessage
 from ...sending.outbox import send_message
 from ...stages import all_stages
-from ..terminal import chosen_database, require_positive
+from ..terminal import DatabaseCommand, chosen_database, require_positive
 
 FAILED, SCHEDULED, SUCCEEDED = -1, 1, 2
 _APPS = Apps()  # no tables of ours: no migration is made for them
@@ -72,7 +72,7 @@ class Received(models.Model):
         return str(self.pk)
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Copy the unsent messages of django-outbox-pattern into the outbox, and the ids of
     its received messages into the inbox."""
 

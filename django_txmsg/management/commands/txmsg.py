@@ -18,11 +18,12 @@ from ..pending import Bulk as Bulk
 from ..pending import Cancel, Reschedule, Stop
 from ..project import Contracts, Init
 from ..stages import Rate, Schedules, Stages
+from ..terminal import DatabaseCommand
 from ..verb_parser import VerbParser
 from ._run import Command as Run
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Runs any command of the package: `manage.py txmsg VERB` runs the command with the
     name VERB."""
 
