@@ -18,7 +18,7 @@ import pytest
 from django.db import connection, transaction
 
 from django_txmsg.management.commands import _run
-from django_txmsg.models import DeadLetter, OutboxMessage, Worker
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage, Worker
 from django_txmsg.monitoring import retention
 from django_txmsg.sending.outbox import send_message
 from tests import factories as make
@@ -27,7 +27,7 @@ from tests.acceptance.test_stop import everything_happens_once
 from tests.app.models import Effect
 from tests.factories import ago
 from tests.faults import ROOT, ManageProcess, wait_until
-from tests.running import IMPATIENT, committing, put, txmsg
+from tests.running import IMPATIENT, committing, declared, put, running, txmsg
 
 pytestmark = committing
 
@@ -303,6 +303,49 @@ def test_messages_of_a_stopped_process_are_processed_once(world: World) -> None:
     world.process.terminate()
     world.process.succeed()
     everything_happens_once(world)
+
+
+@pytest.mark.postgresql
+def test_the_message_of_a_process_stopped_in_a_transaction_waits_for_its_end(
+    world: World,
+) -> None:
+    """A process is suspended by SIGSTOP while its handler has an open transaction.
+    Another worker gets the message, and waits until the server ends the connection of
+    the suspended process."""
+    world.script["hold_at"] = 0
+    world.dispatch(1)
+    world.start("run")
+    world.waiting("in the handler")
+    world.process.pause()
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
+            " AND state = 'idle in transaction'"
+        )
+        ((holder,),) = cursor.fetchall()
+
+        def another_waits() -> bool:
+            cursor.execute(
+                "SELECT 1 FROM pg_stat_activity WHERE %s = ANY(pg_blocking_pids(pid))",
+                [holder],
+            )
+            return cursor.fetchone() is not None
+
+        with (
+            txmsg(**world.settings()),
+            declared(lambda _: None, world.destination) as stage,
+            running(stage),
+        ):
+            wait_until(another_waits)
+            assert InboxMessage.objects.get().processed_at is None
+            cursor.execute("SELECT pg_terminate_backend(%s)", [holder])
+            wait_until(InboxMessage.objects.exclude(processed_at=None).exists)
+    world.go.touch()
+    world.process.resume()
+    world.process.terminate()
+    world.process.succeed()
+    assert not Effect.objects.exists(), "its work was rolled back"
+    assert InboxMessage.objects.get().attempts <= 2
 
 
 def _stands_still(process: ManageProcess) -> bool:

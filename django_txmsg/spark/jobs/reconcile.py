@@ -1,10 +1,11 @@
 """`reconcile`: compares sent messages with received messages, over the logs of all
 services.
 
-It also detects services whose clocks differ. If all messages from one service to
-another seem to take about the same long time, the clocks of the two services differ. If
-the messages had waited for a consumer instead, earlier messages would have taken longer
-than later ones.
+It also detects services whose clocks differ. If the receiver's clock is ahead, every
+message from one service to the other seems to take at least a minute, and most of them
+almost equally long. (If the messages had waited for a consumer instead, earlier
+messages would have taken longer than later ones.) If the receiver's clock is behind,
+most messages seem to arrive before they were sent.
 """
 
 from __future__ import annotations
