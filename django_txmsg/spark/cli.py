@@ -88,7 +88,8 @@ def instant(text: str) -> dt.datetime:
     if re.fullmatch(r"\d+(?:\.\d+)?[dhms]", text.strip()):
         return dt.datetime.now(dt.timezone.utc) - duration(text)
     try:
-        given = dt.datetime.fromisoformat(text)
+        # Before Python 3.11, Z is an error.
+        given = dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither 2026-01-31T12:00 nor a duration such as 7d"

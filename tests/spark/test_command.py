@@ -3,6 +3,7 @@ the command's runs."""
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 import subprocess
@@ -18,7 +19,7 @@ from django.test import Client, override_settings
 from psycopg.conninfo import conninfo_to_dict
 
 from django_txmsg.management.commands.pipeline import job_spec, source_spec
-from django_txmsg.spark.cli import main
+from django_txmsg.spark.cli import instant, main
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.models import ArchiveMark, PipelineRun
 from django_txmsg.spark.runs import recorded
@@ -92,6 +93,13 @@ def test_a_number_that_no_job_can_use_is_refused(
 
     assert ended.value.code == 2
     assert f"{words[1]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["2026-01-31T13:00+01:00", "2026-01-31T12:00Z", "2026-01-31T12:00"]
+)
+def test_an_instant_is_read_with_a_zone_or_as_utc(text: str) -> None:
+    assert instant(text) == dt.datetime(2026, 1, 31, 12, tzinfo=dt.timezone.utc)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,8 @@ class BatchReader(DataSourceReader):
         self.conditions: list[str] = []
         for name, upper in (("since", False), ("until", True)):
             if name in options:
-                instant = dt.datetime.fromisoformat(options[name])
+                given = options[name].replace("Z", "+00:00")  # for Python 3.10
+                instant = dt.datetime.fromisoformat(given)
                 literal = self.database.instant(instant, upper=False)
                 sign = "<" if upper else ">="
                 self.conditions.append(f"t.{table.clock} {sign} {literal}")
