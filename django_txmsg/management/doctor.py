@@ -120,12 +120,9 @@ def examine() -> Iterator[Examined]:
 
 
 def _versions() -> Examined:
-    named = [
-        f"django_txmsg {metadata.version('django_txmsg')}",
-        f"Django {django.get_version()}",
-        f"Python {platform.python_version()}",
-    ]
-    for name in DRIVERS:
+    named = [f"Django {django.get_version()}", f"Python {platform.python_version()}"]
+    # A copy of the package that pip has not installed has no metadata.
+    for name in ("django_txmsg", *DRIVERS):
         try:
             named.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from importlib import metadata
 from io import StringIO
 from typing import Any
 
@@ -176,6 +177,18 @@ def test_a_missing_migration_is_named_with_its_command() -> None:
     # What is in those tables is not tried, and so not called bad for another reason.
     assert not of(examined, "writing to database 'default'")
     assert not of(examined, "broker 'default'")
+
+
+@committing
+def test_a_copy_of_the_package_that_pip_has_not_installed_is_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    (versions,) = of(doctor()[1], "versions")
+    assert versions["text"].startswith("Django ")
 
 
 def test_unreadable_settings_are_reported_without_a_connection() -> None:
