@@ -174,11 +174,17 @@ def _redeliveries(status: Status) -> Iterator[Alarm]:
     if not waiting.overdue:
         return
     late = {name: one.waiting for name, one in status.stages.items()}
+    strange = [
+        label
+        for label, one in status.stages.items()
+        if one.waiting.overdue and not one.known and not one.workers
+    ]
+    unknown = f" No stage here is called {_list(strange)}." if strange else ""
     yield Alarm(
         "bad", "inboxmessage", "?state=overdue",
         f"{capped(waiting.overdue)} redeliver"
         f"{'y is' if waiting.overdue == 1 else 'ies are'} overdue",
-        f"{_since(waiting, status.now)}, of {_late(late)}.",
+        f"{_since(waiting, status.now)}, of {_late(late)}.{unknown}",
         about="redeliveries",
     )  # fmt: skip
 

@@ -166,6 +166,19 @@ def test_a_paused_stage_is_a_notice_and_no_alarm(
     assert viewer.get(HEALTH).status_code == 503
 
 
+def test_an_overdue_stage_that_is_gone_is_named(
+    db: None, declared: Callable[..., None]
+) -> None:
+    declared("mail.send")
+    factories.WorkerFactory(stages=["orders.place"])
+    late = factories.ago(minutes=45)
+    for stage in ("mail.send", "mail.renamed", "orders.place"):
+        factories.InboxMessageFactory(stage=stage, parked=True, due_at=late)
+    text = told()[0]
+    assert "3 redeliveries are overdue" in text
+    assert "No stage here is called mail.renamed." in text
+
+
 def test_unconsumed_destination_is_named(
     viewer: Client, declared: Callable[..., None]
 ) -> None:
