@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from django.db import connections
+
 from .. import conf, wire
 from ..brokers.base import Delivery, Session
+from ..django_internals import depth
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..models import InboxMessage
@@ -253,10 +256,13 @@ class Mode(ABC):
         enlist: Callable[[NewMessage], None] | None = None,
     ) -> None:
         """Call the handler outside any transaction of the database. If `enlist` is
-        given, it is called with each message that the handler sends."""
+        given, it is called with each message that the handler sends outside of its own
+        atomic blocks."""
         scope = self.scope(arrival, message)
         if enlist is not None:
             scope.enlist = enlist
+            opened = connections.all(initialized_only=True)
+            scope.blocks = {connection: depth(connection) for connection in opened}
         with in_scope(scope):
             self.call(message)
 

@@ -54,8 +54,9 @@ def send_message(
     unique_until: UniqueUntil = "left",
 ) -> Message:
     """Store one message. The message is sent if and only if the open transaction
-    commits. In a stage whose mode is not `outbox`, the message is sent if and only if
-    the stage succeeds.
+    commits. There is one exception: in a stage of mode `best_effort_1pc` or
+    `broker_only`, the message is sent if and only if the stage succeeds. In a stage of
+    mode `none`, this is also so if the handler has opened no transaction.
 
     - `body` is a JSON value (Decimal, date, time and UUID become strings), bytes, or an
       object of a typed message's class, which is validated.
@@ -168,6 +169,7 @@ def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
 def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
     current = current_scope()
     alias = using or (current and current.using) or router.db_for_write(OutboxMessage)
+    current = current and current.of_block(connections[alias])
     for row in rows:
         _identify(row, current, alias)
     if current is not None and current.enlist is not None:

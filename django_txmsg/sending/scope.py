@@ -13,10 +13,10 @@ import os
 import threading
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from django.db import connections, transaction
@@ -25,6 +25,7 @@ from .. import conf, wire
 from ..django_internals import (
     LateAtomic,
     cause_of_rollback,
+    depth,
     hear_rollbacks,
     in_block,
     is_broken,
@@ -125,7 +126,10 @@ class Scope:
     - `ordinals` number the messages. `separate` means that the messages do not commit
       together with the stage's work. Messages that are sent in any thread other than
       `thread` also commit separately, because such a thread has its own connection.
-    - `enlist`, if set, adds messages to the broker's transaction instead of the outbox.
+    - `enlist`, if set, adds messages to the broker's transaction, or keeps them until
+      the handler returns, instead of storing them. `blocks`, if set, says how many
+      atomic blocks were open on each connection before the handler ran. A message that
+      the handler sends in a block of its own is not enlisted, but stored there.
     - `stored` counts the stored messages by database alias.
     - `join`, if set, is called before each INSERT on `using`. The function returns the
       session id of the rows, and the lock that the INSERT takes, if any. `newest` is
@@ -142,6 +146,7 @@ class Scope:
     stage: str = ""
     worker: str = ""
     enlist: Callable[[NewMessage], None] | None = None
+    blocks: Mapping[Any, int] | None = None
     stored: dict[str, int] = field(default_factory=dict)
     ordinals: dict[str, Iterator[int]] = field(
         default_factory=lambda: defaultdict(itertools.count)
@@ -152,6 +157,13 @@ class Scope:
     newest: dt.datetime | None = None
     transactions: dict[Any, str] = field(default_factory=dict)
     ended: bool = False
+
+    def of_block(self, connection: Any) -> Scope:
+        """Return the scope of a message that is stored on this connection. In a block
+        that the handler has opened itself, the message commits with the block."""
+        if self.blocks is None or depth(connection) <= self.blocks.get(connection, 0):
+            return self
+        return replace(self, enlist=None, separate=True)
 
     def derived_id(
         self,

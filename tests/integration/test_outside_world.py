@@ -98,6 +98,91 @@ def test_messages_of_a_failed_attempt_are_dropped() -> None:
     assert DeadLetter.objects.get().reason == "refused"
 
 
+def write(name: str, body: Any, *, again: bool = True) -> None:
+    """Write a row and send a message, in one transaction of the handler."""
+    with transaction.atomic():
+        made = Effect.objects.get_or_create(name=name, message_id="1")[1]
+        if made or again:
+            send_message("tests.answer", body)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_message_commits_with_the_rows_of_the_handlers_own_block(again: bool) -> None:
+    """The first attempt fails after its block has committed. The second attempt may
+    send the message again, or may see that the block has committed. In both cases, the
+    message is stored once."""
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        send_message("tests.after", len(attempts))
+        write("paid", "paid", again=again)
+        attempts.append(OutboxMessage.objects.count())
+        if len(attempts) == 1:
+            raise ConnectionError("the provider is away")
+
+    with declared(handler, transaction="none") as declared_stage:
+        put(declared_stage.destination)
+        step(declared_stage, times=2)
+
+    assert attempts == [1, 1]
+    stored = OutboxMessage.objects.order_by("id").values_list("destination", "body")
+    assert [(where, bytes(body)) for where, body in stored] == [
+        ("tests.answer", b'"paid"'), ("tests.after", b"1"),
+    ]  # fmt: skip
+
+
+def test_a_message_is_rolled_back_with_the_handlers_own_block() -> None:
+    def handler(message: Message) -> None:
+        with transaction.atomic():
+            send_message("tests.answer", "undone")
+            transaction.set_rollback(True)
+        with transaction.atomic():
+            send_message("tests.answer", "kept", unique="kept")
+            savepoint = transaction.savepoint()
+            send_message("tests.answer", "undone by hand")
+            transaction.savepoint_rollback(savepoint)
+        with transaction.atomic(using="other"):
+            send_message("tests.answer", "elsewhere", using="other")
+
+    with declared(handler, transaction="none") as declared_stage:
+        put(declared_stage.destination)
+        step(declared_stage)
+
+    assert processed() == 1
+    assert OutboxMessage.objects.get().body == b'"kept"'
+    assert OutboxMessage.objects.using("other").get().body == b'"elsewhere"'
+
+
+def test_a_coroutine_may_send_in_a_block_of_its_own() -> None:
+    async def handler(message: Message) -> None:
+        await sync_to_async(write)("paid", 1)
+        send_message("tests.after", 2)
+        if message.delivery_attempt == 1:
+            raise ConnectionError("the provider is away")
+
+    with declared(handler, transaction="none") as declared_stage:
+        put(declared_stage.destination)
+        step(declared_stage)
+        assert OutboxMessage.objects.get().destination == "tests.answer"
+        step(declared_stage)
+
+    assert OutboxMessage.objects.count() == 2
+
+
+def test_a_block_of_a_test_is_not_a_block_of_the_handler() -> None:
+    def handler(message: Message) -> None:
+        send_message("tests.answer", 1)
+        assert not OutboxMessage.objects.filter(destination="tests.answer").exists()
+        write("paid", 2)
+        assert OutboxMessage.objects.filter(destination="tests.answer").exists()
+
+    with declared(handler, transaction="none") as declared_stage, transaction.atomic():
+        send_message(declared_stage.destination, 1)
+        drain(declared_stage.destination)
+        assert OutboxMessage.objects.filter(destination="tests.answer").count() == 2
+        transaction.set_rollback(True)
+
+
 def test_coroutines_of_a_stage_are_in_flight_together_in_one_loop() -> None:
     count = 20
     flying: list[Message] = []
