@@ -582,7 +582,7 @@ def redeliver(letter: DeadLetter) -> None:
 
 
 def due_now() -> None:
-    InboxMessage.objects.filter(waits_for__isnull=False, due_at__year__lt=9000).update(
+    InboxMessage.objects.filter(waits_for__isnull=False, due_at__year__lt=8999).update(
         due_at=Now()
     )
 

@@ -257,7 +257,7 @@ class Life(RuleBasedStateMachine):
         """Move all due times into the past by `minutes`, except those of rows that no
         stage will check again."""
         by = dt.timedelta(minutes=minutes)
-        rows = InboxMessage.objects.filter(due_at__year__lt=9000)
+        rows = InboxMessage.objects.filter(due_at__year__lt=8999)
         rows.update(due_at=F("due_at") - by)
         waiting = InboxMessage.objects.filter(waits_since__isnull=False)
         if minutes == 1:  # else what is kept back would be despaired of
