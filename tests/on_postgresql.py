@@ -21,9 +21,9 @@ from . import services
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest on PostgreSQL, and return the exit code. If a server is missing, print
-    what to install instead. Then the exit code is 1 if the environment variable `CI` is
-    "true", else 0."""
+    """Run pytest on PostgreSQL, and return the exit code. If a server is missing, do
+    not run pytest: print what must be installed, and return 1 if the environment
+    variable `CI` is "true", else 0."""
     kind = services.PgBouncer if "--pgbouncer" in arguments else services.PostgreSQL
     absent = services.PostgreSQL.missing() or kind.missing()
     if absent:

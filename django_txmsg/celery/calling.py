@@ -254,8 +254,8 @@ class _Encoder(json.JSONEncoder):  # type: ignore[misc]  # published without typ
 
 
 def content(value: object) -> object:
-    """Return a text that identifies the arguments of a call in every process, if they
-    are JSON values, or values that kombu can write as JSON."""
+    """Return a text that identifies the arguments of a call. The text is the same in
+    every process if kombu can write the arguments as JSON."""
     try:
         return json.dumps(value, cls=_Encoder)
     except Exception:

@@ -98,8 +98,8 @@ class Outside(Outbox):
 
     The handler may run more than once. When the handler has returned, one transaction
     marks the inbox row as processed and stores the messages that the handler has sent.
-    So these messages are stored only once. A message that the handler sends in a block
-    of its own is stored in this block.
+    So these messages are stored only once. If the handler opens a transaction and sends
+    a message in it, the message is stored in that transaction instead.
     """
 
     def record(self, arrival: Arrival) -> None:

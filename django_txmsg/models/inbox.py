@@ -489,7 +489,7 @@ class InboxManager(SqlManager):
         parked or dead, or may not have arrived yet. If a worker is processing the
         message, this call waits until the worker has finished.
 
-        Returns False, and changes nothing, if the message is processed.
+        If the message has already been processed, change nothing and return False.
         """
         connection = connections[self.db]
         now = now_sql(connection)

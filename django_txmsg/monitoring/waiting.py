@@ -89,9 +89,10 @@ def total(parts: Iterable[Waiting]) -> Waiting:
 
 
 def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
-    """Return the pending messages, by destination and by the service that stored them.
+    """Count the pending messages for each pair of a destination and a service that
+    stored messages to it.
 
-    At most `most` rows (by default CAP) of each place are counted. The rows with the
+    At most `most` rows (by default CAP) of each pair are counted. The rows with the
     earliest due times are counted first.
     """
     return _by_place(

@@ -208,8 +208,8 @@ TOPIC = "topic:orders.placed"
 def told(
     log: Log, start: dt.datetime, *stages: str, count: int = 3, lost: str = ""
 ) -> list[uuid.UUID]:
-    """Store messages to a topic, one each second, and process each message in every
-    stage. The only exception: the stage named by `lost` does not receive the second
+    """Store messages that are addressed to a topic, one each second. Let every stage
+    process every message, except that the stage `lost` does not receive the second
     message."""
     ids = [uuid.uuid4() for _ in range(count)]
     sent = [
