@@ -14,7 +14,6 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import (
     DatabaseError,
     InterfaceError,
-    InternalError,
     OperationalError,
     connections,
     router,
@@ -65,8 +64,7 @@ class DatabaseCommand(BaseCommand):
         try:
             return super().execute(*args, **options)
         except (DatabaseError, InterfaceError) as error:
-            passes = isinstance(error, OperationalError | InternalError)
-            if not passes and not database_health.is_away(error):
+            if not _helps_to_repeat(error):
                 raise
             raise CommandError(
                 f"A database has failed, or has refused a statement: "
@@ -74,6 +72,16 @@ class DatabaseCommand(BaseCommand):
                 f"back. Repeat the command when the database accepts changes.",
                 returncode=AWAY,
             ) from error
+
+
+def _helps_to_repeat(error: Exception) -> bool:
+    """Return whether the database is unavailable or takes no changes, or the statement
+    waited too long or lost a conflict. For SQLite, an error in our SQL and a missing
+    column are an OperationalError, too."""
+    if database_health.is_away(error):
+        return True
+    refused = database_health.sqlstate(error) or "is locked" in str(error)
+    return isinstance(error, OperationalError) and bool(refused)
 
 
 def _first_line(error: Exception) -> str:

@@ -6,13 +6,16 @@ import datetime as dt
 import io
 import json
 import re
+import sqlite3
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import psycopg
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import OperationalError, connection, transaction
+from django.db import DatabaseError, OperationalError, connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
@@ -404,6 +407,46 @@ def test_a_database_that_takes_no_changes_is_an_error_in_a_sentence(
     assert raised.value.returncode == 3
     assert "has refused a statement" in str(raised.value)
     assert not DeadLetter.objects.exclude(resolution="open").exists()
+
+
+def refused_by(cause: Exception) -> Callable[..., Any]:
+    """Return a wrapper that refuses every change with the error of a driver."""
+
+    def refuse(execute: Any, sql: str, *rest: Any) -> Any:
+        if sql.startswith(("INSERT", "UPDATE")):
+            raise OperationalError(*cause.args) from cause
+        return execute(sql, *rest)
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        sqlite3.OperationalError("database is locked"),
+        psycopg.errors.QueryCanceled("canceling statement due to statement timeout"),
+    ],
+)
+def test_a_change_that_waited_too_long_is_an_error_in_a_sentence(
+    cause: Exception,
+) -> None:
+    factories.DeadLetterFactory()
+    with (
+        connection.execute_wrapper(refused_by(cause)),
+        pytest.raises(CommandError, match="Repeat the command") as raised,
+    ):
+        call_command("dead_letters", "discard", "--all")
+    assert raised.value.returncode == 3
+
+
+def test_a_missing_column_keeps_its_traceback() -> None:
+    """Repeating the command would not help: a migration has not been run."""
+    factories.DeadLetterFactory()
+    table = AuditEntry._meta.db_table
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table} RENAME COLUMN deed TO former")
+    with pytest.raises(DatabaseError, match="deed"):
+        call_command("dead_letters", "discard", "--all")
 
 
 def test_a_stage_is_paused_and_resumed_on_the_terminal() -> None:
