@@ -16,8 +16,9 @@ from django.db import connection, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.admin import changes
-from django_txmsg.dead_letters import selection
+from django_txmsg.dead_letters import bulk, selection
 from django_txmsg.models import (
+    BulkOperation,
     DeadLetter,
     InboxMessage,
     OutboxMessage,
@@ -434,3 +435,28 @@ def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
         found.clear()
         assert read_for(partial(search, text)) < 50, text
         assert found[-1] == number, text
+
+
+@pytest.mark.parametrize("analyzed", [True, False])
+def test_a_redelivery_one_first_reads_no_letters_that_it_has_not_reached(
+    *, analyzed: bool
+) -> None:
+    """An operation counts the messages that it has redelivered and that have died
+    again. Many messages that come later have died again, too."""
+    DeadLetter.objects.all().delete()
+    operation = BulkOperation.objects.create(kind="redeliver", tolerates=0)
+    first = DeadLetter.objects.create(
+        message_id=uuid.uuid4(), destination="q", deaths=2, operation=operation.pk
+    )
+    copies(DeadLetter, message_id="gen_random_uuid()", operation="NULL")
+    operation.cursor = first.pk
+    if analyzed:
+        with connection.cursor() as cursor:
+            cursor.execute(f"ANALYZE {DeadLetter._meta.db_table}")
+    found: list[int] = []
+
+    def count() -> None:
+        found.append(bulk.died_again(operation, "default"))
+
+    assert read_for(count) < 50
+    assert found == [1]
