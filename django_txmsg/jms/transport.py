@@ -32,6 +32,8 @@ os.environ["STOMP_SKIP_HOSTNAME_SCAN"] = "1"  # importing it must not ask the DN
 try:
     from stomp.transport import BaseTransport
 except ModuleNotFoundError as error:
+    if str(error.name).partition(".")[0] != "stomp":
+        raise  # a dependency of stomp.py
     raise ModuleNotFoundError(
         "django_txmsg.jms needs stomp.py, which is not installed. "
         'Run: pip install "django_txmsg[stomp]"',

@@ -230,14 +230,22 @@ def test_importing_the_package_imports_no_django() -> None:
     assert result.stdout.strip() == "ok", result.stderr
 
 
-def test_without_stomp_py_the_import_of_the_client_says_what_to_install() -> None:
-    program = "import sys; sys.modules['stomp'] = None; import django_txmsg.jms"
+@pytest.mark.parametrize("missing", ["stomp", "websocket"])
+def test_without_stomp_py_the_import_of_the_client_says_what_to_install(
+    missing: str,
+) -> None:
+    """If only a dependency of stomp.py is missing, the error names the dependency."""
+    program = f"import sys; sys.modules[{missing!r}] = None; import django_txmsg.jms"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
 
     assert done.returncode == 1
-    assert 'Run: pip install "django_txmsg[stomp]"' in done.stderr
+    says = {
+        "stomp": 'Run: pip install "django_txmsg[stomp]"',
+        "websocket": "import of websocket halted; None in sys.modules",
+    }
+    assert done.stderr.rstrip().endswith(says[missing])
 
 
 @pytest.mark.parametrize("module", PUBLIC)
