@@ -32,6 +32,13 @@ ARCHIVED = (
 )  # fmt: skip
 
 
+#: The packages of the extra `[spark]`, and their dependencies that jobs import.
+_EXTRA = frozenset(
+    [
+        "adbc_driver_postgresql", "deltalake", "jinja2", "markupsafe", "numpy",
+        "pandas", "psycopg", "psycopg_pool", "py4j", "pyarrow", "pyspark", "tqdm",
+    ]
+)  # fmt: skip
 #: The longest duration of an option: every time that a job computes from it exists.
 LONGEST = dt.timedelta(days=36_525)
 #: The largest number of an option: a JVM's largest integer.
@@ -368,10 +375,11 @@ def execute(spec: JobSpec, given: argparse.Namespace) -> int:
         fault = error
         if isinstance(fault, ModuleNotFoundError):
             missing = str(fault.name).partition(".")[0]
-            fault = EnvironmentFault(
-                f"The pipeline needs {missing}, which is not installed. "
-                'Run: pip install "django_txmsg[spark]"'
-            )
+            if missing in _EXTRA:
+                fault = EnvironmentFault(
+                    f"The pipeline needs {missing}, which is not installed. "
+                    'Run: pip install "django_txmsg[spark]"'
+                )
         if not isinstance(fault, PipelineError):
             # A bug. Python would exit with 1, which means findings.
             traceback.print_exc()

@@ -89,10 +89,11 @@ def test_a_stream_without_a_start_detects_another_cluster(
         stream.partitions(start | {"cluster": "1"}, end)
 
 
-@pytest.mark.parametrize("missing", ["pyspark", "pyarrow", "deltalake"])
-def test_without_the_extra_a_job_says_what_to_install(missing: str) -> None:
+def reconcile_without(module: str) -> tuple[int, str]:
+    """Run a job in a Python that cannot import a module. Return the exit code and the
+    error output."""
     program = (
-        f"import sys; sys.modules[{missing!r}] = None\n"
+        f"import sys; sys.modules[{module!r}] = None\n"
         "from django_txmsg.spark.cli import main\n"
         "sys.exit(main(['reconcile', '--service', 'shop=sqlite:////nowhere',"
         " '--lake', 'file:///nowhere']))"
@@ -100,9 +101,22 @@ def test_without_the_extra_a_job_says_what_to_install(missing: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
+    return done.returncode, done.stderr
 
-    assert done.returncode == 3
-    assert done.stderr == (
+
+@pytest.mark.parametrize("missing", ["pyspark", "pyarrow", "deltalake"])
+def test_without_the_extra_a_job_says_what_to_install(missing: str) -> None:
+    assert reconcile_without(missing) == (
+        3,
         f"reconcile: The pipeline needs {missing}, which is not installed. "
-        'Run: pip install "django_txmsg[spark]"\n'
+        'Run: pip install "django_txmsg[spark]"\n',
     )
+
+
+def test_a_missing_module_that_is_not_in_the_extra_keeps_its_traceback() -> None:
+    missing = "django_txmsg.spark.jobs.running"
+    code, errors = reconcile_without(missing)
+    assert code == 3
+    assert "Traceback (most recent call last)" in errors
+    assert f"ModuleNotFoundError: import of {missing} halted" in errors
+    assert "pip install" not in errors
