@@ -375,8 +375,8 @@ class LateAtomic:
 
 
 def _forked() -> None:
-    """Exit each block in a forked child if the block's transaction has not begun. The
-    block belongs to the parent."""
+    """In a forked child, exit the blocks whose transactions have not begun, because
+    these blocks belong to the parent."""
     for connection in connections.all(initialized_only=True):
         begin = vars(connection).get(_FIRST[0])
         if begin is not None:

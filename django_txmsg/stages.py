@@ -114,8 +114,8 @@ class Stage:
 
     @property
     def reads(self) -> Sequence[tuple[str, int]] | None:
-        """The message types that the handler reads, each with the version in this code.
-        None if the handler takes only the message."""
+        """The types of message bodies that the handler can read, each with the version
+        that this code has. None if the handler's only parameter is the message."""
         reader = self.reader
         return None if reader is None else reader.reads
 

@@ -263,7 +263,7 @@ class Mode(ABC):
             scope.enlist = enlist
             opened = connections.all(initialized_only=True)
             scope.blocks = {connection: depth(connection) for connection in opened}
-        with in_scope(scope):
+        with in_scope(scope), guarded(self.using):
             self.call(message)
 
     def call(self, message: Message) -> None:

@@ -1,8 +1,9 @@
 """The transaction modes of `@stage(transaction=)`: each class implements the same
 steps.
 
-`Ordered` adds order per key to mode outbox. `inbox.py` calls the steps without knowing
-the mode. The reasons for each mode are in docs/explanation/transaction-modes.md.
+`Ordered` is the mode `outbox`, in which a stage also keeps the order of each key.
+`inbox.py` calls the steps without knowing the mode. The reasons for each mode are in
+docs/explanation/transaction-modes.md.
 """
 
 from __future__ import annotations

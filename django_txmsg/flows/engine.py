@@ -585,8 +585,8 @@ class Going:
             self._open_undos().delete()
 
     def _undo_next(self) -> None:
-        """Send the newest undo that is not confirmed. If there is none, end the run, or
-        call the step to which the run goes back."""
+        """Send the newest undo that is not confirmed. If all undos are confirmed, end
+        the run. But if the run goes back to a step, call this step instead."""
         row = self._undoing() if self.run.undos else None
         if row is None and self.run.kept_undos is not None:
             self._repeat()

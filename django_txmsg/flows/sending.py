@@ -218,8 +218,8 @@ def insist_on_one_transaction(using: str, destination: str) -> None:
     current = current_scope()
     if current is not None and current.enlist is not None:
         raise FlowError(
-            f"Stage {current.stage!r} does not store the messages that it sends, so a "
-            f"run and its message to {destination!r} would not be one transaction. "
+            f"The transaction= of stage {current.stage!r} is not 'outbox', so a run "
+            f"and its message to {destination!r} might not be one transaction. "
             f'Give the stage transaction="outbox", or let it send a message to another '
             f"stage, one with that transaction, which starts the run."
         )

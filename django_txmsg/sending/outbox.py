@@ -56,7 +56,8 @@ def send_message(
     """Store one message. The message is sent if and only if the open transaction
     commits. There is one exception: in a stage of mode `best_effort_1pc` or
     `broker_only`, the message is sent if and only if the stage succeeds. In a stage of
-    mode `none`, this is also so if the handler has opened no transaction.
+    mode `none`, this is also so if the handler has opened no transaction on the
+    message's database.
 
     - `body` is a JSON value (Decimal, date, time and UUID become strings), bytes, or an
       object of a typed message's class, which is validated.

@@ -105,6 +105,31 @@ def test_block_left_open_ends_with_its_message(
     assert effects() == ["bad", "good"]
 
 
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("mode", ["none", "broker_only"])
+def test_block_left_open_outside_a_transaction_fails_the_attempt(
+    mode: Any, raises: bool
+) -> None:
+    """Otherwise the mark of the message and the stage's messages would be rolled back
+    with the block, and the delivery would be acknowledged."""
+
+    def handler(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            transaction.atomic().__enter__()
+            Effect.objects.create(name="inner", message_id=str(message.id))
+            if raises:
+                raise LookupError
+        send_message("tests.after", message.delivery_attempt)
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+    first_attempt_fails(LookupError if raises else BlockLeftOpen)
+    assert not Effect.objects.exists()
+    stored = OutboxMessage.objects.filter(destination="tests.after")
+    assert stored.count() + QueueMessage.objects.filter(queue="tests.after").count()
+
+
 def test_a_block_left_open_elsewhere_ends_with_its_message() -> None:
     found: list[bool] = []
 
