@@ -150,8 +150,13 @@ class BrokerOnly(Mode):
         employed = self._work(arrival, message)
         self._commit(arrival, employed)
         if arrival.record is not None:
-            self._mark(arrival.record)
+            self._mark(arrival, arrival.record)
         return employed
+
+    def end(self, arrivals: Sequence[Arrival]) -> None:
+        """Make the followers of the messages due. Only a process with other code, whose
+        stage is ordered, has parked followers."""
+        ordering.wake(arrivals)
 
     def _work(self, arrival: Arrival, message: Message) -> bool:
         self.handle_unguarded(arrival, message)
@@ -217,11 +222,12 @@ class BrokerOnly(Mode):
         """Do nothing. In this mode the database does not commit before the broker, so
         there is no delay between two commits to report."""
 
-    def _mark(self, record: InboxRecord) -> None:
+    def _mark(self, arrival: Arrival, record: InboxRecord) -> None:
         """Mark the inbox row as processed, after the broker's commit. If the database
         refuses that, only the mark is lost."""
         try:
             self.inbox.finish([record.id])
+            self.end([arrival])
         except AnyDatabaseError as error:
             log.warning(
                 "stage %r: message %s is processed, but cannot be marked as "

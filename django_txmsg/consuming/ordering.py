@@ -206,17 +206,20 @@ def ask(stage: Stage, received: bool = True) -> None:
 
 
 def begin(stages: Collection[Stage]) -> None:
-    """Record which of these stages are ordered from now on. If a stage is not ordered,
-    release its waiting messages. If a stage is not ordered, or if the settings do not
-    limit its waiting messages, also record that the stage is not full."""
+    """Record which of these stages are ordered from now on. If a stage is ordered,
+    release messages that nothing else would release. If a stage is not ordered, release
+    all its waiting messages. If a stage is not ordered, or if the settings do not limit
+    its waiting messages, also record that the stage is not full."""
     limited = conf.get().ORDER_MAX_WAITING or conf.get().ORDER_MAX_BYTES
     for stage in stages:
         using = stage.definition.using
         states = StageState.objects.db_manager(using)
+        rows = InboxMessage.order.db_manager(using)
         if stage.ordered:
             states.ordered(stage.name)
+            rows.release_stranded(stage.name)
         else:
-            InboxMessage.order.db_manager(using).wait_no_more(stage.name)
+            rows.wait_no_more(stage.name)
         if not (stage.ordered and limited):
             states.full(stage.name, False)
 

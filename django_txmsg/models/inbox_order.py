@@ -494,6 +494,20 @@ class OrderManager(SqlManager):
         """Release all waiting messages of a stage that is not ordered any more."""
         return self._release(stage, "waits_for IS NOT NULL", [])
 
+    def release_stranded(self, stage: str) -> int:
+        """Release waiting messages whose predecessor does not wait any more, but has
+        not released them: a process whose stage is not ordered has processed the
+        predecessor. If a message's turn has not come, it is rechecked as usual. Returns
+        the number of released messages."""
+        never = never_sql(connections[self.db])
+        # Read first: SQLite locks the database for as long as an UPDATE searches.
+        stranded = self._rows(
+            f"SELECT c.waits_for FROM {self._table} c WHERE c.stage = %s"  # noqa: S608 - constants only
+            f" AND c.due_at >= {never} AND {waits_sql('c')} AND NOT {behind_sql('c')}",
+            [stage],
+        )
+        return self.wake(stage, {read_uuid(one) for (one,) in stranded})
+
     def _release(self, stage: str, which: str, values: list[Any]) -> int:
         return self._changed(
             f"UPDATE {self._table} SET due_at = {now_sql(connections[self.db])},"  # noqa: S608 - constants only

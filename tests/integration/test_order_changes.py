@@ -16,18 +16,23 @@ from django.db import connections, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.consuming import ordering
-from django_txmsg.consuming.consumer import wake_for_parked
+from django_txmsg.consuming.consumer import Consumer, wake_for_parked
 from django_txmsg.dead_letters import bulk
 from django_txmsg.dead_letters.burial import bury_unread
 from django_txmsg.envelope.message import Message
-from django_txmsg.envelope.stage_options import TransactionMode
-from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.envelope.stage_options import (
+    TRANSACTION_MODES,
+    Rate,
+    TransactionMode,
+)
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage, RateLine
 from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.inbox_order import Turn
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import CallNext, Handler, Order
 from tests.app.models import Effect
+from tests.factories import WorkerFactory
 from tests.faults import wait_until
 from tests.integration.test_ordered import (
     deliver,
@@ -72,7 +77,7 @@ def test_renamed_stage_waits_briefly_for_its_predecessors_record() -> None:
     assert not InboxMessage.objects.filter(processed_at=None).exists()
 
 
-@pytest.mark.parametrize("transaction", ["outbox", "none"])
+@pytest.mark.parametrize("transaction", TRANSACTION_MODES)
 @pytest.mark.parametrize("before", [None, "block"])
 def test_no_message_is_stuck_while_ordered_is_deployed(
     before: Order | None, transaction: TransactionMode
@@ -94,6 +99,43 @@ def test_no_message_is_stuck_while_ordered_is_deployed(
         assert effects() == ["1"]
         settle(plain if before else ordered, 3)
     assert effects() == ["1", "2", "3"]
+
+
+def test_followers_of_a_message_that_a_peer_processed_at_its_rate_are_released() -> (
+    None
+):
+    """A process with the old code processes a message that has waited at an ordered
+    stage, and then for a slot. The process releases nothing. When it has ended, the
+    ordered stage releases the messages behind that message."""
+    with declared(effect, ordered="block") as ordered:
+        old = replace(ordered, ordered=None, rate=Rate.parse("1/h"))
+        worker = WorkerFactory(stages=[ordered.name])
+        consumer = Consumer([ordered])
+        consumer._begin("default")
+        consumer._look_after_process()
+        send_chain(ordered.destination, [0, 1, 2, 3])
+        _, *rest = taken(ordered.destination)
+        deliver(ordered.destination, *rest)
+        step(ordered, times=3)
+        put(ordered.destination, b'"first slot"')
+        step(old, parked=False)
+        rows = InboxMessage.objects.order_by("after_at")
+        claimed = rows.filter(pk=rows.filter(processed_at=None)[0].pk)
+        claimed.update(due_at=Now())
+        step(old)
+        assert claimed.get().slot == 1
+        RateLine.objects.update(origin=0)
+        claimed.update(due_at=Now())
+        step(old)
+        assert effects() == ["first slot", "1"]
+        step(ordered, times=2)
+        assert effects() == ["first slot", "1"]
+        worker.delete()
+        consumer._beats = consumer._beat_at = 0
+        consumer._look_after_process()
+        consumer._begin("default")
+        settle(ordered, 4)
+    assert effects()[1:] == ["1", "2", "3"]
 
 
 @pytest.mark.postgresql
