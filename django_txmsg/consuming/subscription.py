@@ -18,6 +18,9 @@ from ..runtime.breaker import AFTER_REFUSAL, SUBSCRIPTION, Breaker
 from ..stages import Stage
 from . import modes
 
+#: Seconds for the connection without a name. Other threads and a stop wait for it.
+SECOND_TIMEOUT = 2.0
+
 
 class Subscription:
     """The session of one thread. All users of the broker in this process share its
@@ -98,7 +101,7 @@ class Subscription:
         without a name, so only the subscription is refused."""
         if self._stage.subscriber:
             with suppress(BrokerUnavailable):
-                broker.open().close()
+                broker.hurried(SECOND_TIMEOUT).open().close()
                 self._breaker.worked()
                 self.refused.failed(error)
                 return

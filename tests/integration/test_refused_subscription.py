@@ -149,6 +149,27 @@ def test_the_outage_of_a_broker_ends_even_if_nothing_can_be_received(
             group.join()
 
 
+def test_the_second_connection_of_a_subscriber_has_a_short_time_out() -> None:
+    """The broker refuses the subscriber's name. Then the stage tests whether the broker
+    accepts a connection without a name, but the broker no longer answers."""
+    with (
+        ScriptedBroker(CLASSIC) as silent,
+        txmsg(BROKERS={"default": {"URL": silent.url}}),
+        declared(effect, "topic:tests.news") as stage,
+    ):
+        silent.on("*", times=1).reject()
+        silent.on("*").call_with(lambda talk, frame: None)
+        subscription = Subscription(stage, Breaker("default", 30.0))
+        began = time.monotonic()
+        assert subscription.open() is None
+        assert time.monotonic() - began < 6.0  # a first attempt may take 10 seconds
+        named, unnamed = (one.headers for one in silent.received("*"))
+        assert named["client-id"]
+        assert "client-id" not in unnamed
+        assert subscription._breaker.error is not None
+        assert subscription.refused.error is None
+
+
 def test_the_outage_of_a_broker_ends_although_the_subscribers_name_is_in_use(
     activemq: services.ActiveMQ, destination: str
 ) -> None:
