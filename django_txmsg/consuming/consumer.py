@@ -23,7 +23,7 @@ from .. import conf, wire
 from ..brokers import find_broker, get_broker
 from ..dead_letters import bulk
 from ..envelope.stage_options import Rate
-from ..errors import BrokerUnavailable, ConfigurationError
+from ..errors import BrokerUnavailable
 from ..http_outbox.control_thread import ControlThread
 from ..models import InboxMessage, RateLine, StageState, StopRequest, Worker
 from ..monitoring import databases
@@ -198,11 +198,12 @@ class Consumer:
         for thread in self.threads:
             # Before the thread takes its first slot.
             thread.limit(self._rates[thread.stage.name])
-        self._begin(self._home)
         self._presence.beat(0)
         try:
             self._presence.refuse_rivals()
-        except ConfigurationError:
+            # Afterwards: a process that has ended before has parked its last messages.
+            self._begin(self._home)
+        except Exception:
             self._presence.leave()
             raise
         with ExitStack() as stack:
@@ -287,9 +288,9 @@ class Consumer:
         self.allowance.look()
         if time.monotonic() >= self._beat_at:
             self._presence.beat(self.in_flight)
-            if self._beats % BEATS == 0 and self._presence.refuse_rivals():
-                # It may have parked messages under other options, until its end.
-                self._recorded.clear()
+            if self._beats % BEATS == 0:
+                # The other process may have parked messages under other options.
+                self._recorded -= self._presence.refuse_rivals()
             self._beats += 1
             self._beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
 

@@ -42,8 +42,9 @@ class Presence:
         self._version = conf.get().VERSION[:255]
         #: Whether the audit has the version that began with this process.
         self._announced = not self._version
-        #: The other processes that ran stages of this process at the last look.
-        self._peers: set[str] = set()
+        #: The other processes that ran stages of this process at the last look, with
+        #: these stages.
+        self._peers: dict[str, set[str]] = {}
 
     def beat(self, in_flight: int) -> None:
         """Write a heartbeat, with the number of messages in progress, the running
@@ -89,11 +90,11 @@ class Presence:
                 entries.record(by, text, deed=Deed.DEPLOY, count=None)
         self._announced = True
 
-    def refuse_rivals(self) -> bool:
-        """Return whether another process that ran stages of this process has ended
-        since the last call. Raise ConfigurationError if another service runs a stage of
-        the same name in this database. Only the process that started later raises the
-        error.
+    def refuse_rivals(self) -> set[str]:
+        """Return the stages of this process that another process ran at the last call,
+        if that process has ended since then. Raise ConfigurationError if another
+        service runs a stage of the same name in this database. Only the process that
+        started later raises the error.
 
         The inbox distinguishes stages only by name. So each of the two stages would
         drop the messages that the other has processed.
@@ -105,11 +106,11 @@ class Presence:
         def look() -> None:
             living = attendance.read_living(self._using, clock(self._using))
             own = workers.filter(name=self.name).first()
-            self._peers = set()
+            self._peers = {}
             for one in living.workers:
                 shared = set(one.stages) & set(self._stages)
                 if shared:
-                    self._peers.add(one.name)
+                    self._peers[one.name] = shared
                 other = one.service not in ("", self._service)
                 if own and other and shared and one.pk < own.pk:
                     found.append((one, shared))
@@ -124,7 +125,8 @@ class Presence:
                 "other would drop as a copy. Give one of the stages another name=, "
                 "or each service a database of its own."
             )
-        return not before <= self._peers
+        ended = before.keys() - self._peers.keys()
+        return {stage for name in ended for stage in before[name]}
 
     def leave(self) -> None:
         """Delete the row. A process calls this when it ends normally."""

@@ -249,6 +249,46 @@ def test_what_old_code_parked_under_its_rate_moves_after_its_end(
         assert seconds_until(waiting()[-1]) < 5
 
 
+def test_end_of_a_peer_applies_the_options_of_its_own_stages_again() -> None:
+    with declared(effect, rate="1/h") as one, declared(effect, rate="1/h") as other:
+        worker = WorkerFactory(stages=[one.name, "elsewhere"])
+        consumer = Consumer([one, other])
+        consumer._begin("default")
+        consumer._look_after_process()
+        worker.delete()
+        consumer._beats = consumer._beat_at = 0
+        consumer._look_after_process()
+        with CaptureQueriesContext(connection) as queries:
+            consumer._begin("default")
+    sql = " ".join(query["sql"] for query in queries)
+    assert one.name in sql
+    assert other.name not in sql
+
+
+def test_messages_of_a_peer_that_ends_during_the_start_are_moved() -> None:
+    """A process with the old rate parks its last messages, and ends, while a process
+    with the new rate writes its first heartbeat."""
+    ended = False
+    with declared(effect, rate="1/h") as old:
+        worker = WorkerFactory(stages=[old.name])
+        for _ in range(3):
+            send(old.destination)
+
+        def end_first(execute: Any, sql: str, *rest: Any) -> Any:
+            nonlocal ended
+            if not ended and sql.startswith('INSERT INTO "django_txmsg_worker"'):
+                ended = True
+                step(old, times=3, parked=False)
+                worker.delete()
+            return execute(sql, *rest)
+
+        consumer = Consumer([replace(old, rate=Rate.parse("100/s"))])
+        with connection.execute_wrapper(end_first):
+            consumer.run(once=True)
+    assert ended
+    assert Effect.objects.count() == 3
+
+
 def test_messages_that_wait_go_on_if_the_stage_has_no_rate_any_more() -> None:
     with declared(effect, rate="1/d") as one:
         for _ in range(3):
