@@ -138,9 +138,9 @@ def test_a_message_is_rolled_back_with_the_handlers_own_block() -> None:
             transaction.set_rollback(True)
         with transaction.atomic():
             send_message("tests.answer", "kept", unique="kept")
-            savepoint = transaction.savepoint()
+            savepoint = connection.savepoint()
             send_message("tests.answer", "undone by hand")
-            transaction.savepoint_rollback(savepoint)
+            connection.savepoint_rollback(savepoint)
         with transaction.atomic(using="other"):
             send_message("tests.answer", "elsewhere", using="other")
 

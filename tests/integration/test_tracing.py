@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -114,9 +114,9 @@ def test_rollback_drops_the_create_span(
                 raise ZeroDivisionError
         except ZeroDivisionError:
             pass
-        by_hand = transaction.savepoint()
+        by_hand = connection.savepoint()
         send_message("tests.by_hand", 1)
-        transaction.savepoint_rollback(by_hand)
+        connection.savepoint_rollback(by_hand)
         send_message("tests.kept", 1)
 
     def fails() -> None:
