@@ -58,7 +58,9 @@ def died_again(operation: BulkOperation, using: str) -> int:
 
 def unsettled(operation: BulkOperation, using: str) -> bool:
     """Return True if any message of the operation's last batch is neither processed nor
-    dead again. The operation must then wait."""
+    dead again. The operation must then wait. A message that was sent to its queue
+    counts as settled when it is dispatched, if no stage of that name has received it
+    by then: the queue's consumer may belong to another service."""
     letters = DeadLetter.objects.using(using).filter(
         pk__in=operation.watched, resolution=Resolution.REDELIVERED
     )

@@ -14,7 +14,7 @@ from django_txmsg.dead_letters import bulk
 from django_txmsg.models import AuditEntry, BulkOperation, DeadLetter
 from django_txmsg.stages import Stage
 from tests import factories
-from tests.running import declared, running, step, txmsg
+from tests.running import declared, running, ship, step, txmsg
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -145,6 +145,24 @@ def test_deaths_of_letters_that_another_operator_redelivered_do_not_count() -> N
         work(stage, operation)
 
     assert (operation.state, operation.done) == ("done", 20)
+
+
+def test_message_that_goes_to_its_queue_is_waited_for_until_its_dispatch() -> None:
+    """No process declares the stage any more, so the consumer of its queue may belong
+    to another service."""
+    with txmsg():
+        for letter in factories.DeadLetterFactory.create_batch(20, stage="tests.gone"):
+            factories.InboxMessageFactory(
+                stage=letter.stage, message_id=letter.message_id, dead=True
+            )
+        operation = bulk.start("redeliver", {}, tolerates=0)
+        assert bulk.work_batch("default") == 1
+        for dispatched in (False, True):
+            if dispatched:
+                assert ship() == 1
+            BulkOperation.objects.update(due_at=factories.ago(seconds=1))
+            assert bulk.work_batch("default") == (10 if dispatched else 0)
+        assert BulkOperation.objects.get(pk=operation.pk).done == 11
 
 
 def test_page_and_command_ask_for_it_and_leave_it_in_the_audit(
