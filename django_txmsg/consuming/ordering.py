@@ -194,6 +194,8 @@ def ask(stage: Stage, received: bool = True) -> None:
     rows = InboxMessage.order.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:
+        # A process in which the stage is not ordered may have come and gone.
+        StageState.objects.db_manager(rows.db).ordered(stage.name)
         rows.expire_waits(
             stage.name,
             skips=skips,
@@ -206,7 +208,7 @@ def ask(stage: Stage, received: bool = True) -> None:
 
 
 def begin(stages: Collection[Stage]) -> None:
-    """Record which of these stages are ordered from now on. If a stage is ordered,
+    """Record which of these stages are ordered, and since when. If a stage is ordered,
     release messages that nothing else would release. If a stage is not ordered, release
     all its waiting messages. If a stage is not ordered, or if the settings do not limit
     its waiting messages, also record that the stage is not full."""
@@ -219,6 +221,7 @@ def begin(stages: Collection[Stage]) -> None:
             states.ordered(stage.name)
             rows.release_stranded(stage.name)
         else:
+            states.unordered(stage.name)
             rows.wait_no_more(stage.name)
         if not (stage.ordered and limited):
             states.full(stage.name, False)

@@ -140,7 +140,7 @@ class Migration(migrations.Migration):
                     "ordered_since",
                     models.DateTimeField(
                         blank=True,
-                        help_text="When the stage was first ordered in this database.",
+                        help_text="Since when the stage is ordered in this database.",
                         null=True,
                     ),
                 ),

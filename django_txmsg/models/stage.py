@@ -80,6 +80,11 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
             self.get_or_create(stage=stage)
             self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
 
+    def unordered(self, stage: str) -> None:
+        """Record that a stage is not ordered any more."""
+        rows = self.filter(stage=stage, ordered_since__isnull=False)
+        rows.update(ordered_since=None)
+
     def full(self, stage: str, full: bool) -> None:
         """Record whether a stage is full, which means that it receives no messages
         because too many messages wait there."""
@@ -107,7 +112,7 @@ class StageState(models.Model):
     ordered_since = models.DateTimeField(
         null=True,
         blank=True,
-        help_text="When the stage was first ordered in this database.",
+        help_text="Since when the stage is ordered in this database.",
     )
     full_since = models.DateTimeField(
         null=True,

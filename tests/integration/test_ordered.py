@@ -7,6 +7,7 @@ import io
 import random
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -477,7 +478,7 @@ def test_with_block_a_follower_waits_for_a_lost_predecessor() -> None:
     assert effects() == ["1"]
 
 
-@pytest.mark.parametrize("because", ["stage", "retention"])
+@pytest.mark.parametrize("because", ["stage", "retention", "again", "unnoticed"])
 def test_block_does_not_wait_for_an_unseen_predecessor(
     because: str,
 ) -> None:
@@ -489,8 +490,14 @@ def test_block_does_not_wait_for_an_unseen_predecessor(
         send_chain(stage.destination, [0, 1, 2])
         _, one, two = taken(stage.destination)
         StageState.objects.ordered(stage.name)
-        if because == "retention":
+        if because != "stage":
             StageState.objects.update(ordered_since=Now() - timedelta(days=100))
+        if because in ("again", "unnoticed"):
+            # A process in which the stage is not ordered.
+            ordering.begin([replace(stage, ordered=None)])
+        if because == "again":
+            ordering.begin([stage])
+        if because == "retention":
             for _, headers in (one, two):
                 before = headers["txmsg-after"].partition(";at=")[0]
                 year = "2020" if headers is one[1] else "2021"
