@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from django.db import Error as AnyDatabaseError
+from django.db import transaction
 from django.utils import timezone
 
 from .. import conf, signals, wire
@@ -226,8 +227,9 @@ class BrokerOnly(Mode):
         """Mark the inbox row as processed, after the broker's commit. If the database
         refuses that, only the mark is lost."""
         try:
-            self.inbox.finish([record.id])
-            self.end([arrival])
+            with transaction.atomic(using=self.using):
+                self.inbox.finish([record.id])
+                self.end([arrival])
         except AnyDatabaseError as error:
             log.warning(
                 "stage %r: message %s is processed, but cannot be marked as "

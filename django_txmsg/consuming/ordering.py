@@ -194,8 +194,9 @@ def ask(stage: Stage, received: bool = True) -> None:
     rows = InboxMessage.order.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:
-        # A process in which the stage is not ordered may have come and gone.
-        StageState.objects.db_manager(rows.db).ordered(stage.name)
+        if StageState.objects.db_manager(rows.db).ordered(stage.name):
+            # A process in which the stage is not ordered has come and gone.
+            rows.release_stranded(stage.name)
         rows.expire_waits(
             stage.name,
             skips=skips,

@@ -144,7 +144,8 @@ def once(
 
 @contextmanager
 def guarded(using: str) -> Iterator[None]:
-    """Surround a handler, inside its transaction or savepoint.
+    """Surround a handler, inside its transaction or savepoint. If the handler runs
+    outside of any transaction, only BlockLeftOpen is raised.
 
     Raises SwallowedDatabaseError if the handler caught a database error after which the
     transaction can only roll back: a commit would silently lose the work. Raises
@@ -159,21 +160,22 @@ def guarded(using: str) -> Iterator[None]:
         finally:
             left_open = roll_back_blocks(connection, outer)
     except RuntimeError as error:
-        if not refuses_durable(error):
+        if not outer or not refuses_durable(error):
             raise
         raise DurableInStage(
             "atomic(durable=True) cannot be entered inside a stage, whose transaction "
             "surrounds it."
         ) from error
     except AnyDatabaseError:
-        _raise_hidden(connection)
+        if outer:
+            _raise_hidden(connection)
         raise
     if left_open:
         raise BlockLeftOpen(
             f"A transaction.atomic() on {using!r} was entered inside the stage and not "
             f"left. Use it in a with statement, or as a decorator."
         )
-    if must_roll_back(connection):
+    if outer and must_roll_back(connection):
         _raise_hidden(connection)
         raise SwallowedDatabaseError(
             f"A database error on {using!r} was caught inside the stage and its "

@@ -81,7 +81,8 @@ def _helps_to_repeat(error: Exception) -> bool:
     if database_health.is_away(error):
         return True
     refused = database_health.sqlstate(error) or "is locked" in str(error)
-    return isinstance(error, OperationalError) and bool(refused)
+    passes = isinstance(error, OperationalError) and database_health.may_pass(error)
+    return passes and bool(refused)
 
 
 def _first_line(error: Exception) -> str:

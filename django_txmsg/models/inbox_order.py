@@ -495,18 +495,33 @@ class OrderManager(SqlManager):
         return self._release(stage, "waits_for IS NOT NULL", [])
 
     def release_stranded(self, stage: str) -> int:
-        """Release waiting messages whose predecessor does not wait any more, but has
+        """Make waiting messages due whose predecessor does not wait any more, but has
         not released them: a process whose stage is not ordered has processed the
-        predecessor. If a message's turn has not come, it is rechecked as usual. Returns
-        the number of released messages."""
-        never = never_sql(connections[self.db])
-        # Read first: SQLite locks the database for as long as an UPDATE searches.
-        stranded = self._rows(
-            f"SELECT c.waits_for FROM {self._table} c WHERE c.stage = %s"  # noqa: S608 - constants only
-            f" AND c.due_at >= {never} AND {waits_sql('c')} AND NOT {behind_sql('c')}",
-            [stage],
-        )
-        return self.wake(stage, {read_uuid(one) for (one,) in stranded})
+        predecessor. `ask()` then checks them as usual. Returns the number of messages
+        that are due now."""
+        connection, released = connections[self.db], 0
+        never = never_sql(connection)
+        while True:
+            # Read first: SQLite locks the database for as long as an UPDATE searches.
+            found = self._rows(
+                f"SELECT c.id FROM {self._table} c WHERE c.stage = %s"  # noqa: S608 - constants only
+                f" AND c.due_at >= {never} AND {waits_sql('c')}"
+                f" AND NOT {behind_sql('c')} LIMIT {ASKED}",
+                [stage],
+            )
+            if not found:
+                return released
+            changed = self._changed(
+                f"UPDATE {self._table} SET due_at = {now_sql(connection)}"  # noqa: S608 - constants only
+                f" WHERE id IN (SELECT c.id FROM {self._table} c"
+                f" WHERE c.id IN ({', '.join(str(pk) for (pk,) in found)})"
+                f" AND c.due_at >= {never} AND {waits_sql('c')}"
+                f" {skip_locked_sql(connection)})",
+                [],
+            )
+            released += changed
+            if not changed or len(found) < ASKED:
+                return released
 
     def _release(self, stage: str, which: str, values: list[Any]) -> int:
         return self._changed(

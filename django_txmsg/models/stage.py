@@ -73,17 +73,20 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
             for row in rows
         }
 
-    def ordered(self, stage: str) -> None:
-        """Record that a stage is ordered in this database, and since when. Does nothing
-        if that is recorded already."""
-        if not self.filter(stage=stage, ordered_since__isnull=False).exists():
-            self.get_or_create(stage=stage)
-            self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
+    def ordered(self, stage: str) -> bool:
+        """Record that a stage is ordered in this database, and since when. Returns
+        False, and does nothing, if that is recorded already."""
+        if self.filter(stage=stage, ordered_since__isnull=False).exists():
+            return False
+        self.get_or_create(stage=stage)
+        self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
+        return True
 
     def unordered(self, stage: str) -> None:
         """Record that a stage is not ordered any more."""
         rows = self.filter(stage=stage, ordered_since__isnull=False)
-        rows.update(ordered_since=None)
+        if rows.exists():  # SQLite locks the database for an UPDATE of nothing, too
+            rows.update(ordered_since=None)
 
     def full(self, stage: str, full: bool) -> None:
         """Record whether a stage is full, which means that it receives no messages

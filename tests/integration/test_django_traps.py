@@ -130,6 +130,27 @@ def test_block_left_open_outside_a_transaction_fails_the_attempt(
     assert stored.count() + QueueMessage.objects.filter(queue="tests.after").count()
 
 
+@pytest.mark.parametrize("mode", ["none", "broker_only"])
+def test_durable_is_refused_only_in_the_handlers_own_block(mode: Any) -> None:
+    """The stage has no transaction, so the error is Django's."""
+
+    def handler(message: Message) -> None:
+        with transaction.atomic(durable=True):
+            Effect.objects.create(name="once", message_id=str(message.id))
+        with pytest.raises(RuntimeError, match="durable"), transaction.atomic():
+            transaction.atomic(durable=True).__enter__()
+        if message.delivery_attempt == 1:
+            with transaction.atomic(), transaction.atomic(durable=True):
+                pass
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage)
+    first_attempt_fails(RuntimeError)
+    assert "surrounds it" not in Attempt.objects.get().exception
+    assert effects() == ["once"]
+
+
 def test_a_block_left_open_elsewhere_ends_with_its_message() -> None:
     found: list[bool] = []
 
