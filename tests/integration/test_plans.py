@@ -437,12 +437,10 @@ def test_a_search_of_dead_letters_reads_no_others(*, analyzed: bool) -> None:
         assert found[-1] == number, text
 
 
-@pytest.mark.parametrize("analyzed", [True, False])
-def test_a_redelivery_one_first_reads_no_letters_that_it_has_not_reached(
-    *, analyzed: bool
-) -> None:
+def test_a_redelivery_one_first_reads_no_letters_that_it_has_not_reached() -> None:
     """An operation counts the messages that it has redelivered and that have died
-    again. Many messages that come later have died again, too."""
+    again. Many messages that come later have died again, too. With statistics of other
+    rows, PostgreSQL may read the whole table."""
     DeadLetter.objects.all().delete()
     operation = BulkOperation.objects.create(kind="redeliver", tolerates=0)
     first = DeadLetter.objects.create(
@@ -450,9 +448,8 @@ def test_a_redelivery_one_first_reads_no_letters_that_it_has_not_reached(
     )
     copies(DeadLetter, message_id="gen_random_uuid()", operation="NULL")
     operation.cursor = first.pk
-    if analyzed:
-        with connection.cursor() as cursor:
-            cursor.execute(f"ANALYZE {DeadLetter._meta.db_table}")
+    with connection.cursor() as cursor:
+        cursor.execute(f"ANALYZE {DeadLetter._meta.db_table}")
     found: list[int] = []
 
     def count() -> None:
