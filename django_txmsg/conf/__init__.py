@@ -308,7 +308,7 @@ def _limit_problems(given: object, path: str) -> Iterator[Problem]:
         )
 
 
-#: Each yields the errors of a setting or a section that is no dataclass.
+#: By the name of a setting whose type is not a dataclass: what yields its errors.
 _FINDERS: dict[str, Callable[[object, str], Iterator[Problem]]] = {
     "BROKERS": _broker_problems,
     "LAKE": _lake_problems,

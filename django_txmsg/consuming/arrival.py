@@ -243,21 +243,18 @@ class Mode(ABC):
         processed = record.processed and not self.idempotent
         return processed or record.dead or record.parked
 
-    def handle(self, arrival: Arrival, message: Message) -> None:
-        """Call the handler inside the scope of its messages. The scope ends before the
-        commit, so messages that `on_commit` hooks send do not belong to the stage."""
-        with in_scope(self.scope(arrival, message)), guarded(self.using):
-            self.call(message)
-
-    def handle_unguarded(
+    def handle(
         self,
         arrival: Arrival,
         message: Message,
         enlist: Callable[[NewMessage], None] | None = None,
     ) -> None:
-        """Call the handler outside any transaction of the database. If `enlist` is
-        given, it is called with each message that the handler sends outside of its own
-        atomic blocks."""
+        """Call the handler inside the scope of its messages. The scope ends before the
+        commit, so messages that `on_commit` hooks send do not belong to the stage.
+
+        If `enlist` is given, it is called with each message that the handler sends
+        outside of its own atomic blocks.
+        """
         scope = self.scope(arrival, message)
         if enlist is not None:
             scope.enlist = enlist

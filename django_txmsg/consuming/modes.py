@@ -116,7 +116,7 @@ class Outside(Outbox):
         sent: list[NewMessage] = []
         # The handler may take long: return the connection, as CONN_MAX_AGE permits.
         recycle(idle=True)
-        self.handle_unguarded(arrival, message, sent.append)
+        self.handle(arrival, message, sent.append)
         _, employed = protocol.once(
             self.stage.definition,
             take=partial(inbox.take, pk, arrival.token, arrival.turn),
@@ -160,7 +160,7 @@ class BrokerOnly(Mode):
         ordering.wake(arrivals)
 
     def _work(self, arrival: Arrival, message: Message) -> bool:
-        self.handle_unguarded(arrival, message)
+        self.handle(arrival, message)
         return False
 
     def scope(self, arrival: Arrival, message: Message) -> Scope:

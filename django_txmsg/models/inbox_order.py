@@ -494,14 +494,13 @@ class OrderManager(SqlManager):
         """Release all waiting messages of a stage that is not ordered any more."""
         return self._release(stage, "waits_for IS NOT NULL", [])
 
-    def release_stranded(self, stage: str) -> int:
+    def release_stranded(self, stage: str) -> None:
         """Make waiting messages due whose predecessor does not wait any more, but has
         not released them: a process whose stage is not ordered has processed the
-        predecessor. `ask()` then checks them as usual. Returns the number of messages
-        that are due now."""
-        connection, released = connections[self.db], 0
-        never = never_sql(connection)
-        while True:
+        predecessor. `ask()` then checks them as usual."""
+        connection = connections[self.db]
+        never, more = never_sql(connection), True
+        while more:
             # Read first: SQLite locks the database for as long as an UPDATE searches.
             found = self._rows(
                 f"SELECT c.id FROM {self._table} c WHERE c.stage = %s"  # noqa: S608 - constants only
@@ -510,7 +509,7 @@ class OrderManager(SqlManager):
                 [stage],
             )
             if not found:
-                return released
+                return
             changed = self._changed(
                 f"UPDATE {self._table} SET due_at = {now_sql(connection)}"  # noqa: S608 - constants only
                 f" WHERE id IN (SELECT c.id FROM {self._table} c"
@@ -519,9 +518,8 @@ class OrderManager(SqlManager):
                 f" {skip_locked_sql(connection)})",
                 [],
             )
-            released += changed
-            if not changed or len(found) < ASKED:
-                return released
+            # If none was changed, other transactions have locked them all.
+            more = changed > 0 and len(found) == ASKED
 
     def _release(self, stage: str, which: str, values: list[Any]) -> int:
         return self._changed(

@@ -170,7 +170,7 @@ def _join(row: NewMessage, conversation: Mapping[str, str]) -> None:
 def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
     current = current_scope()
     alias = using or (current and current.using) or router.db_for_write(OutboxMessage)
-    current = current and current.of_block(connections[alias])
+    current = current and current.of_block(alias)
     for row in rows:
         _identify(row, current, alias)
     if current is not None and current.enlist is not None:

@@ -158,11 +158,18 @@ class Scope:
     transactions: dict[Any, str] = field(default_factory=dict)
     ended: bool = False
 
-    def of_block(self, connection: Any) -> Scope:
-        """Return the scope of a message that is stored on this connection. In a block
-        that the handler has opened itself, the message commits with the block."""
-        if self.blocks is None or depth(connection) <= self.blocks.get(connection, 0):
+    def of_block(self, alias: str) -> Scope:
+        """Return the scope of a message that is sent in the database `alias`. In a
+        block that the handler has opened itself, the message commits with the block."""
+        if self.blocks is None:
             return self
+        connection = connections[alias]
+        own = depth(connection) > self.blocks.get(connection, 0)
+        return self.apart() if own else self
+
+    def apart(self) -> Scope:
+        """Return the scope of messages that are stored in another transaction than the
+        stage's work."""
         return replace(self, enlist=None, separate=True)
 
     def derived_id(

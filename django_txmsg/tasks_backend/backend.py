@@ -298,7 +298,7 @@ class TransactionalBackend(BaseTaskBackend):
             block = transaction.atomic(using=alias)
         if scope is not None and enlists:
             # The broker's transaction is not the one with the caller's data.
-            enter_scope(replace(scope, enlist=None, separate=True))
+            enter_scope(scope.apart())
         try:
             with block:
                 return send_message(
