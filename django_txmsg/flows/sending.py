@@ -4,19 +4,23 @@ outside the flow's steps sends these messages."""
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
+import itertools
 import uuid
 from collections.abc import Callable
 from typing import Any, Literal
 
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, connections, transaction
 from django.db.models.functions import Now
 from django.utils import timezone
 
 from .. import conf, wire
+from ..django_internals import hooks
 from ..envelope.message import check_destination, check_key, new_id
 from ..errors import AlreadyResumed, AlreadyRunning, FlowError, InvalidMessage
 from ..models import OutboxMessage, Run
 from ..models.run import WaitsFor
+from ..sending import storing
 from ..sending.outbox import encoded, require_transaction, send_part
 from ..sending.scope import current_scope
 from ..sending.typed_name import TypedName
@@ -49,6 +53,7 @@ def start_run(
     )
     run.run_id, known = identify(
         using,
+        declared.broker,
         lambda: (declared.name, run.key, caller, encoded(declared.destination, body)),
     )
     if known is not None:
@@ -85,14 +90,18 @@ def start_run(
 
 
 def identify(
-    using: str, content: Callable[[], tuple[object, ...]], messages: int = 1
+    using: str,
+    broker: str,
+    content: Callable[[], tuple[object, ...]],
+    messages: int = 1,
 ) -> tuple[uuid.UUID, Run | None]:
     """Return the id of a run that is to be started, and the run itself if it already
     exists. Otherwise the second value is None.
 
     Outside a stage, the id is new. Inside a stage, each attempt derives the same id
-    from the content. So the run exists if an earlier attempt has committed it. The
-    caller then does not send the run's first messages again.
+    from the content, and from a number: how many runs of this content the attempt has
+    started and not rolled back. So the run exists if an earlier attempt has committed
+    it. The caller then does not send the run's first messages again.
 
     `messages` is how many first messages the run has. If the caller does not send them
     again, this function skips their positions in the sequence of the stage's messages.
@@ -101,11 +110,29 @@ def identify(
     current = current_scope()
     if current is None or current.cause is None:
         return new_id(), None
-    run_id = current.derived_id(using, content, by_content=True)
+    identified = repr((using, *content()))
+    digest = hashlib.sha256(identified.encode()).hexdigest()
+    connection, started = connections[using], current.started[digest]
+    own = connection, storing.after_commit(using, broker)
+    # A number is free again if the start that had it was rolled back.
+    number = next(n for n in itertools.count() if not _counts(started.get(n)))
+    started[number] = own
+    run_id = wire.derived_id(
+        conf.get().SERVICE, current.cause.id, current.stage, number, digest
+    )
     known = Run.objects.using(using).filter(run_id=run_id).first()
     for _ in range(messages if known else 0):
         current.derived_id(using)
     return run_id, known
+
+
+def _counts(start: tuple[Any, storing.AfterCommit] | None) -> bool:
+    """Return whether a start in this attempt is committed, or is still to be committed.
+    After the rollback of an atomic block, Django has dropped the hook of the start."""
+    if start is None:
+        return False
+    connection, hook = start
+    return hook.called or hook in hooks(connection)
 
 
 def send_signal(

@@ -300,7 +300,7 @@ def batch(
                 one["body"] = Encoded(body, name)  # each body is encoded once
         return declared.name, str(then), places, headers, bodies
 
-    run_id, known = identify(declared.using, content, len(given) or 1)
+    run_id, known = identify(declared.using, declared.broker, content, len(given) or 1)
     if known is not None:
         return Batch.objects.using(declared.using).get(run=known)
     run = Run(

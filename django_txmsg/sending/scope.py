@@ -126,6 +126,8 @@ class Scope:
     - `ordinals` number the messages. `separate` means that the messages do not commit
       together with the stage's work. Messages that are sent in any thread other than
       `thread` also commit separately, because such a thread has its own connection.
+    - `started` records the starts of flows in the attempt: for each content, the number
+      of the start, with its connection and its hook after the commit.
     - `enlist`, if set, adds messages to the broker's transaction, or keeps them until
       the handler returns, instead of storing them. `blocks`, if set, says how many
       atomic blocks were open on each connection before the handler ran. A message that
@@ -150,6 +152,9 @@ class Scope:
     stored: dict[str, int] = field(default_factory=dict)
     ordinals: dict[str, Iterator[int]] = field(
         default_factory=lambda: defaultdict(itertools.count)
+    )
+    started: dict[str, dict[int, Any]] = field(
+        default_factory=lambda: defaultdict(dict)
     )
     separate: bool = False
     thread: int = field(default_factory=threading.get_ident)

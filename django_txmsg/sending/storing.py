@@ -189,6 +189,8 @@ class AfterCommit:
 
     def __call__(self) -> None:
         self.called = True
+        if not self.ids:
+            return
         try:
             self._announce()
         finally:

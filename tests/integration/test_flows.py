@@ -8,7 +8,7 @@ import json
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -298,6 +298,32 @@ def test_a_run_that_an_earlier_attempt_has_committed_is_started_once(
         take(one, times=2)
     assert runs == [Run.objects.get()] * 2
     assert OutboxMessage.objects.filter(destination="shop.checkout").count() == 1
+
+
+@pytest.mark.parametrize("undone", [(True, False), (False, True), (True, True)])
+def test_a_start_that_was_rolled_back_does_not_count(
+    undone: tuple[bool, bool],
+) -> None:
+    """Each attempt starts two equal runs in a session. In the attempts that `undone`
+    names, a rolled-back block starts such a run before."""
+    runs: list[Run] = []
+
+    def handler(message: Message) -> None:
+        with outbox_session():
+            if undone[len(runs) // 2]:
+                with suppress(ValueError), transaction.atomic():
+                    start(Checkout, PlaceOrder("1"))
+                    raise ValueError
+            runs.extend(start(Checkout, PlaceOrder("1")) for _ in range(2))
+        if len(runs) == 2:
+            raise ValueError
+
+    with declared(handler, transaction="none") as one:
+        send(one.destination)
+        take(one, times=2)
+    assert runs == [*Run.objects.order_by("pk")] * 2
+    assert len(runs) == 4
+    assert OutboxMessage.objects.filter(destination="shop.checkout").count() == 2
 
 
 @pytest.mark.parametrize("kept", [OutboxMessage, InboxMessage])
