@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -39,9 +39,16 @@ MARKED = {
     "rabbitmq": {"rabbitmq", "rabbitmq_amqp"},
 }
 
-#: Of these folders, whose tests hardly use a database, `make test` runs everything on
-#: SQLite and nothing on PostgreSQL.
+#: Of these folders, `make test` runs everything, and on one database: the first two
+#: hardly use a database, and the others hold the tests that kill.
 ON_SQLITE = {"docs", "unit"}
+ON_POSTGRESQL = {"acceptance", "contract"}
+
+#: All other tests that use a database take turns, as do the pipeline's. Each test has
+#: one of three numbers. The commit says whose turn it is: the tests of that number run
+#: on PostgreSQL, those of the next number on SQLite, and the others not this time.
+TURNS = 3
+TURN = os.environ.get("TXMSG_TEST_TURN", "all")
 
 S = TypeVar("S", bound=services.Server)
 
@@ -50,38 +57,42 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Mark the tests that use the database. Deselect the tests that run only on the
-    database that is not in use."""
+    database that is not in use, and with a turn those whose turn it is not."""
     engine = settings.DATABASES["default"]["ENGINE"]
     other = "sqlite" if "postgresql" in engine else "postgresql"
     chosen, left_out = [], []
-    on_both: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         used = (fixtures | _parameters(item)) & SERVER_FIXTURES
         if item.get_closest_marker("django_db") or fixtures & DATABASE_FIXTURES:
             item.add_marker("database")
-            slow = "manage" in fixtures or used - MARKED["browser"]
-            if not (item.get_closest_marker("sqlite") or _on_sqlite(item)):
-                if slow:
-                    item.add_marker("once")
-                elif not item.get_closest_marker("matrix"):
-                    on_both[item.nodeid.partition("[")[0]].append(item)
         if used:
             item.add_marker("server")
         for marker, names in MARKED.items():
             if used & names:
                 item.add_marker(marker)
-        (left_out if item.get_closest_marker(other) else chosen).append(item)
-    for cases in on_both.values():
-        for item in sorted(cases, key=lambda item: item.nodeid)[1:]:
-            item.add_marker("once")
+        runs = not item.get_closest_marker(other) and has_its_turn(item, other)
+        (chosen if runs else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
 
 
-def _on_sqlite(item: pytest.Item) -> bool:
-    return item.path.relative_to(Path(__file__).parent).parts[0] in ON_SQLITE
+def has_its_turn(item: pytest.Item, other: str, turn: str = TURN) -> bool:
+    """Return True if a test is among those that this turn of `make test` runs on the
+    database that is not `other`. Without a turn, every test is."""
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    if turn == "all" or folder in ON_SQLITE:
+        return True
+    if folder in ON_POSTGRESQL and item.get_closest_marker("database"):
+        return other == "sqlite"
+    if folder == "spark":
+        wanted = int(turn)
+    elif item.get_closest_marker("database"):
+        wanted = int(turn) + (other == "postgresql")
+    else:
+        return True
+    return crc32(item.nodeid.encode()) % TURNS == wanted % TURNS
 
 
 def _parameters(item: pytest.Item) -> set[str]:

@@ -290,7 +290,6 @@ def flood(number: int, **columns: Any) -> None:
     )
 
 
-@pytest.mark.once
 def test_a_muted_flood_hides_no_other_dead_letter() -> None:
     factories.FailureNoteFactory(fingerprint=MUTED, muted=True)
     factories.DeadLetterFactory(stage="b", fingerprint="b" * 16)
@@ -311,7 +310,6 @@ def test_a_muted_flood_hides_no_other_dead_letter() -> None:
     assert (picture.dead, picture.muted) == (1, 60_000)
 
 
-@pytest.mark.once
 def test_a_flood_at_one_stage_hides_no_overdue_message_of_another(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -353,7 +353,6 @@ def test_a_large_body_is_not_loaded_to_show_its_beginning(
     assert (whole.content == body) == (not masked)
 
 
-@pytest.mark.once
 def test_groups_load_no_body(operator: Client) -> None:
     for number in range(20):
         factories.DeadLetterFactory(fingerprint=f"{number:016}", body=b"x" * 4_000_000)

@@ -318,7 +318,6 @@ def test_alerts_have_a_page_and_a_command(
 
 
 @committing
-@pytest.mark.once
 @pytest.mark.parametrize("command", ["relay", "txmsg run"])
 def test_a_killed_relays_alert_is_delivered_by_another(
     command: str, receiver: Receiver

@@ -233,7 +233,6 @@ def test_a_queue_at_its_limit_is_one_outage(caplog: pytest.LogCaptureFixture) ->
     )
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("seed", [*sample([1, 2, 3])])
 def test_order_per_key_holds_while_any_destination_is_full(seed: int) -> None:
     dice = random.Random(seed)

@@ -146,7 +146,6 @@ def test_missed_all_catches_up_every_tick(by_setting: bool) -> None:
 
 
 @pytest.mark.django_db
-@pytest.mark.once
 def test_many_missed_ticks_of_one_message_keep_no_other_waiting() -> None:
     with (
         keeping(missed="all", destination="tests.many") as (clock, _),

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import configparser
 import re
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from tests.conftest import TURNS, has_its_turn
 from tests.faults import ROOT
 
 PROMISED = (ROOT / "pyproject.toml").read_text()
@@ -32,6 +37,21 @@ def test_the_matrix_leaves_out_nothing_that_make_test_does() -> None:
 
     assert len(commands) == 3
     assert [line for line in commands if "sample}" in line or "matrix" in line] == []
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_in_all_turns_a_test_runs_once_on_each_database(number: int) -> None:
+    name = f"tests/integration/test_store.py::test_rows[{number}]"
+    item: Any = SimpleNamespace(
+        nodeid=name, path=ROOT / name.partition("::")[0], get_closest_marker=bool
+    )
+
+    turns = [str(turn) for turn in range(TURNS)]
+    on_sqlite = [one for one in turns if has_its_turn(item, "postgresql", one)]
+    on_postgresql = [one for one in turns if has_its_turn(item, "sqlite", one)]
+
+    assert len(on_sqlite) == len(on_postgresql) == 1
+    assert on_sqlite != on_postgresql
 
 
 def test_every_classifier_is_run() -> None:
