@@ -491,8 +491,14 @@ class OrderManager(SqlManager):
             return int(cursor.rowcount)
 
     def wait_no_more(self, stage: str) -> int:
-        """Release all waiting messages of a stage that is not ordered any more."""
-        return self._release(stage, "waits_for IS NOT NULL", [])
+        """Release all waiting messages of a stage that is not ordered any more. Skip a
+        message that a worker is processing: its row stays locked while the handler
+        runs."""
+        free = (
+            f"id IN (SELECT c.id FROM {self._table} c WHERE c.stage = %s"  # noqa: S608 - constants only
+            f" AND {waits_sql('c')} {skip_locked_sql(connections[self.db])})"
+        )
+        return self._release(stage, free, [stage])
 
     def release_stranded(self, stage: str) -> None:
         """Make waiting messages due whose predecessor does not wait any more, but has

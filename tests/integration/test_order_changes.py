@@ -7,6 +7,7 @@ import datetime as dt
 import random
 import threading
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -136,6 +137,52 @@ def test_followers_of_a_message_that_a_peer_processed_at_its_rate_are_released()
         consumer._begin("default")
         settle(ordered, 4)
     assert effects()[1:] == ["1", "2", "3"]
+
+
+@pytest.mark.postgresql
+def test_an_unordered_consumer_starts_while_an_ordered_one_runs_a_long_handler() -> (
+    None
+):
+    """A process with the old code processes a message that has waited, and keeps the
+    message's row locked. A process in which the stage is not ordered starts, and
+    processes other messages."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def handler(message: Message) -> None:
+        if message.body == 1:
+            inside.set()
+            assert leave.wait(60)
+        effect(message)
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        finally:
+            connections.close_all()
+
+    with declared(handler, ordered="block") as old:
+        new = replace(old, ordered=None)
+        ordering.begin([old])
+        send_chain(old.destination, [0, 1])
+        deliver(old.destination, *reversed(taken(old.destination)))
+        step(old)
+        step(new, parked=False)
+        assert (effects(), waiting(old)) == (["0"], 1)
+        InboxMessage.objects.filter(due_at__isnull=False).update(due_at=Now())
+        put(new.destination, b'"other"')
+        consumer = Consumer([new])
+        with ThreadPoolExecutor(2) as pool:
+            slow = pool.submit(run, lambda: step(old))
+            assert inside.wait(30)
+            started = pool.submit(run, lambda: consumer.run(once=True))
+            try:
+                wait_until(lambda: effects() == ["0", "other"])
+            finally:
+                consumer.stop()
+                leave.set()
+            slow.result()
+            started.result()
+    assert effects() == ["0", "other", "1"]
 
 
 @pytest.mark.postgresql
